@@ -1,0 +1,90 @@
+"""The errors a user can meet, each with the exit code its process ends with.
+
+Exit codes are part of the contract between a stage and whoever started it: 0 done, 75 requeue me,
+65 bad input (never retried), 66 an input artifact is damaged (rebuild it), anything else is retried
+by policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+EXIT_BAD_INPUT = 65
+EXIT_BAD_ARTIFACT = 66
+EXIT_REQUEUE = 75
+
+
+class RlinfError(Exception):
+    """Base of all errors raised on purpose; the message says what, where and what to do."""
+
+    exit_code = 1
+
+
+class InputError(RlinfError):
+    """Something the user gave cannot be used; nothing was written."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class ConfigError(InputError):
+    """A configuration key is unknown, of the wrong type, or impossible beside another."""
+
+
+class DataError(InputError):
+    """A data, tokenizer or model file is missing or malformed."""
+
+
+class PlanError(InputError):
+    """The plan asks for something the cluster or the stage does not have."""
+
+
+class RunLockedError(InputError):
+    """Another driver owns the run."""
+
+
+class MissingPackageError(InputError):
+    """An optional package is needed; names the extra to install."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed; "
+            f"install it with: pip install 'rlinf-slurm[{extra}]'"
+        )
+
+
+class ArtifactError(RlinfError):
+    """A committed artifact is missing, truncated or altered on disk.
+
+    ``manifest`` is the manifest of the damaged artifact, so that its stage can be run again.
+    """
+
+    exit_code = EXIT_BAD_ARTIFACT
+
+    def __init__(self, message: str, manifest: Path) -> None:
+        super().__init__(message)
+        self.manifest = manifest
+
+
+class StageError(RlinfError):
+    """A stage failed for a reason that is neither bad input nor damage (for example a NaN loss)."""
+
+
+class SlurmError(RlinfError):
+    """Slurm refused or could not be asked; carries Slurm's own message."""
+
+
+class RequeueRequested(RlinfError):
+    """The allocation is about to end; the stage left its work resumable."""
+
+    exit_code = EXIT_REQUEUE
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Hint for a misspelt name: ``"; did you mean 'lr'?"``, or the list of valid names."""
+    names = sorted(valid)
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; valid: {', '.join(names)}" if names else ""
