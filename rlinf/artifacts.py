@@ -1,0 +1,239 @@
+"""Committing a stage's output: write, sync, one atomic link; the manifest is the commit.
+
+An output folder holds ``manifest.json`` and one data folder per attempt that reached the end::
+
+    it/0003/rollout/manifest.json        the commit: names the data folder, sizes, checksums
+    it/0003/rollout/data-<attempt>/...   immutable files
+
+No manifest, no output: data folders that no manifest names are partial work and are swept by the
+next attempt. The manifest is created by ``link``, which fails if another attempt committed first,
+so there is never more than one winner, on NFS too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rlinf.errors import ArtifactError
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+PRUNED = "pruned"
+_BLOCK = 1 << 22
+
+
+def checksum(path: Path) -> str:
+    """xxh3-128 of a file, hex."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            state.update(block)
+    return state.hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's, or a folder's, content to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``: a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_file(path.parent)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of an artifact. ``content`` is false for files that may differ between equal runs."""
+
+    size: int
+    checksum: str
+    content: bool = True
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a stage committed, and how it came to be.
+
+    ``key`` is the identity of the work (configuration, inputs, code); ``content`` the digest of
+    what was produced. ``timing``, ``host`` and ``job`` may differ between equal runs; the rest not.
+    """
+
+    stage: str
+    iteration: int
+    key: str
+    content: str
+    data: str
+    files: dict[str, FileEntry]
+    inputs: dict[str, str]
+    metrics: dict[str, float]
+    timing: dict[str, Any]
+    host: str
+    job: str
+    world: int = 1
+    schema: int = SCHEMA
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        values = json.loads(text)
+        values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+        return cls(**values)
+
+
+def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float]) -> str:
+    """Digest of everything in an artifact that equal runs have in common."""
+    state = xxhash.xxh3_128()
+    for name in sorted(files):
+        if files[name].content:
+            state.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
+    state.update(json.dumps(dict(metrics), sort_keys=True).encode())
+    return state.hexdigest()
+
+
+def describe_files(folder: Path, unstable: frozenset[str] = frozenset()) -> dict[str, FileEntry]:
+    """Sync and checksum every file below ``folder``; ``unstable`` names are not content."""
+    entries = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        sync_file(path)
+        entries[path.relative_to(folder).as_posix()] = FileEntry(
+            path.stat().st_size, checksum(path), path.name not in unstable
+        )
+    for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+        sync_file(path)
+    return entries
+
+
+def read_manifest(out: Path) -> Manifest | None:
+    """The manifest of an output folder; None when nothing was committed.
+
+    The file is opened, not tested for: a shared filesystem may cache a negative look-up.
+
+    Raises:
+        ArtifactError: the manifest cannot be parsed.
+    """
+    path = out / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return Manifest.from_json(text)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArtifactError(f"{path}: damaged manifest ({error})", path) from None
+
+
+def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:
+    """Check that the files a manifest names are there, whole and (optionally) unaltered.
+
+    Raises:
+        ArtifactError: a file is missing, has another size, or another checksum.
+    """
+    for name, entry in manifest.files.items():
+        path = out / manifest.data / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            reason = "removed by the retention policy" if is_pruned(out) else "missing"
+            raise ArtifactError(f"{path}: {reason}", out / MANIFEST) from None
+        if size != entry.size:
+            raise ArtifactError(
+                f"{path}: truncated or altered ({size} bytes, committed {entry.size})",
+                out / MANIFEST,
+            )
+        if checksums and checksum(path) != entry.checksum:
+            raise ArtifactError(f"{path}: altered (checksum differs)", out / MANIFEST)
+
+
+def is_pruned(out: Path) -> bool:
+    """Whether the retention policy removed the data of a committed output."""
+    return (out / PRUNED).exists()
+
+
+def prune(out: Path) -> None:
+    """Remove the data of a committed output and keep its manifest."""
+    manifest = read_manifest(out)
+    if manifest is None or is_pruned(out):
+        return
+    (out / PRUNED).touch()
+    shutil.rmtree(out / manifest.data, ignore_errors=True)
+
+
+def quarantine(manifest: Path) -> Path | None:
+    """Withdraw a damaged commit so that its stage runs again; returns where it went."""
+    target = manifest.with_name(f"{MANIFEST}.bad-{secrets.token_hex(4)}")
+    try:
+        manifest.rename(target)
+    except FileNotFoundError:
+        return None
+    return target
+
+
+@contextlib.contextmanager
+def attempt_folder(out: Path, attempt: str) -> Iterator[Path]:
+    """A private data folder for one attempt; removed again if the attempt fails."""
+    folder = out / f"data-{attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def sweep(out: Path, keep: set[str]) -> None:
+    """Remove data folders of attempts that never committed."""
+    for folder in out.glob("data-*"):
+        if folder.name not in keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def commit(out: Path, manifest: Manifest) -> Manifest:
+    """Publish ``manifest``; the first attempt to do so wins, and the winner is returned."""
+    temporary = out / f".{MANIFEST}.{secrets.token_hex(4)}"
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(manifest.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, out / MANIFEST)
+        except FileExistsError:
+            winner = read_manifest(out)
+            if winner is not None and winner.key == manifest.key:
+                if winner.data != manifest.data:
+                    shutil.rmtree(out / manifest.data, ignore_errors=True)
+                return winner
+            quarantine(out / MANIFEST)
+            os.link(temporary, out / MANIFEST)
+    finally:
+        temporary.unlink(missing_ok=True)
+    (out / PRUNED).unlink(missing_ok=True)
+    sync_file(out)
+    return manifest

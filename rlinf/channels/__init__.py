@@ -1,0 +1,1 @@
+"""Channels: ordered, typed streams of records between two stages or two parts of one."""

@@ -1,0 +1,203 @@
+"""File transport: records cross from one job to a later one as HDF5 files.
+
+A file holds many records: step arrays are concatenated along their leading dimension with one
+offsets table, context arrays likewise with a table each, strings as UTF-8 bytes with a table. No
+Python object is stored, so reading never runs foreign code, and equal records give equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed
+from rlinf.data.record import Identity, Record, Scalar
+
+SCHEMA = 1
+PART_BYTES = 256 << 20
+
+
+class FileWriter(Channel):
+    """The producing side: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
+
+    Nothing is visible to a reader before the stage commits its manifest.
+    """
+
+    def __init__(self, folder: Path, name: str, rank: int = 0) -> None:
+        self._folder, self._name, self._rank = folder, name, rank
+        self._records: list[Record] = []
+        self._bytes = 0
+        self._parts = 0
+        self._closed = False
+        self.count = 0
+
+    def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
+        if self._closed:
+            raise ChannelClosed("put on a closed channel")
+        self._records.append(record)
+        self.count += 1
+        self._bytes += sum(a.nbytes for a in (*record.steps.values(), *record.context.values()))
+        if self._bytes >= PART_BYTES:
+            self._flush()
+
+    def get(self, *, key: str = DEFAULT_KEY) -> Record:
+        raise ChannelClosed("the writing side of a file channel has nothing to read")
+
+    def get_batch(self, target_weight: int, *, key: str = DEFAULT_KEY) -> list[Record]:
+        raise ChannelClosed("the writing side of a file channel has nothing to read")
+
+    def close(self) -> None:
+        if not self._closed and (self._records or not self._parts):
+            self._flush()
+        self._closed = True
+
+    def _flush(self) -> None:
+        path = self._folder / f"{self._name}-r{self._rank:03d}-p{self._parts:03d}.h5"
+        write_records(path, self._records)
+        self._records, self._bytes = [], 0
+        self._parts += 1
+
+
+class FileReader(Channel):
+    """The consuming side: the records of committed files, sorted by (iteration, sample).
+
+    Of records with one identity the latest attempt is kept.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        latest: dict[tuple[int, int], Record] = {}
+        for path in sorted(paths):
+            for record in read_records(path):
+                known = latest.get(record.identity.key)
+                if known is None or known.identity.attempt < record.identity.attempt:
+                    latest[record.identity.key] = record
+        self._records = deque(latest[key] for key in sorted(latest))
+
+    def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
+        raise ChannelClosed("the reading side of a file channel accepts nothing")
+
+    def get(self, *, key: str = DEFAULT_KEY) -> Record:
+        if not self._records:
+            raise ChannelClosed("all records were read")
+        return self._records.popleft()
+
+    def get_batch(self, target_weight: int, *, key: str = DEFAULT_KEY) -> list[Record]:
+        """As the interface says; a record of a file weighs its number of steps (at least 1)."""
+        batch = [self.get()]
+        total = max(1, len(batch[0]))
+        while self._records and total + max(1, len(self._records[0])) <= target_weight:
+            batch.append(self._records.popleft())
+            total += max(1, len(batch[-1]))
+        return batch
+
+    def close(self) -> None:
+        self._records.clear()
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    """Write records of one schema to a new HDF5 file.
+
+    Raises:
+        ValueError: records differ in their column names, kinds or trailing shapes.
+    """
+    with h5py.File(path, "w", libver="latest", locking=False) as file:
+        file.attrs["schema"] = SCHEMA
+        file.attrs["count"] = len(records)
+        identities = np.array([record.identity for record in records], dtype=np.int64)
+        file["identity"] = identities.reshape(-1, 3)
+        if not records:
+            return
+        first = records[0]
+        for record in records:
+            if (
+                record.steps.keys() != first.steps.keys()
+                or record.context.keys() != first.context.keys()
+                or record.info.keys() != first.info.keys()
+            ):
+                raise ValueError(f"{path.name}: records of one channel must have one schema")
+        if first.steps:
+            file["steps/offsets"] = _offsets([len(record) for record in records])
+        for name in first.steps:
+            file[f"steps/data/{name}"] = _concatenate([r.steps[name] for r in records], name)
+        for name in first.context:
+            arrays = [record.context[name] for record in records]
+            file[f"context/{name}/offsets"] = _offsets([len(array) for array in arrays])
+            file[f"context/{name}/data"] = _concatenate(arrays, name)
+        for name in first.info:
+            _write_info(file, name, [record.info[name] for record in records])
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read all records of a file written by :func:`write_records`.
+
+    Raises:
+        ValueError: not such a file, or of another schema version.
+    """
+    try:
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
+    with file:
+        if file.attrs.get("schema") != SCHEMA:
+            raise ValueError(f"{path}: record schema {file.attrs.get('schema')}, expected {SCHEMA}")
+        count = int(file.attrs["count"])
+        identities = file["identity"][:]
+        steps: dict[str, list[np.ndarray]] = {}
+        if "steps" in file:
+            bounds = file["steps/offsets"][:]
+            for name, data in file["steps/data"].items():
+                steps[name] = _split(data[:], bounds)
+        context = {
+            name: _split(group["data"][:], group["offsets"][:])
+            for name, group in file.get("context", {}).items()
+        }
+        info = {name: _read_info(group) for name, group in file.get("info", {}).items()}
+    return [
+        Record(
+            Identity(*map(int, identities[i])),
+            {name: arrays[i] for name, arrays in steps.items()},
+            {name: arrays[i] for name, arrays in context.items()},
+            {name: values[i] for name, values in info.items()},
+        )
+        for i in range(count)
+    ]
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def _concatenate(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
+    if len({(array.dtype, array.shape[1:]) for array in arrays}) > 1:
+        raise ValueError(f"column {name!r}: dtype and trailing shape must not change")
+    return np.concatenate(arrays)
+
+
+def _split(data: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+    return [data[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def _write_info(file: h5py.File, name: str, values: Sequence[Scalar]) -> None:
+    group = file.create_group(f"info/{name}")
+    kinds = {type(value) for value in values}
+    if kinds == {str}:
+        encoded = [str(value).encode() for value in values]
+        group["offsets"] = _offsets([len(text) for text in encoded])
+        group["data"] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+    elif str not in kinds:
+        group["data"] = np.array(values, dtype=np.int64 if kinds == {int} else np.float64)
+    else:
+        raise ValueError(f"info {name!r} mixes strings and numbers")
+
+
+def _read_info(group: Any) -> list[Scalar]:
+    data = group["data"][:]
+    if "offsets" not in group:
+        return list(data.tolist())
+    return [bytes(part).decode() for part in _split(data, group["offsets"][:])]
+

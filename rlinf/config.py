@@ -1,0 +1,175 @@
+"""Typed configuration: Hydra composes, these classes validate, once, at the door.
+
+Every part (an algorithm, a task, an engine, ...) keeps its own :class:`Section` beside it; this
+module has what they share and the frame of a whole run, :class:`RunConfig`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlinf.errors import ConfigError, nearest
+
+S = TypeVar("S", bound="Section")
+
+
+class Section(BaseModel):
+    """A frozen, closed piece of configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
+    """Check ``values`` against ``section``; ``where`` is the dotted key they stand under.
+
+    Raises:
+        ConfigError: names the first wrong key, with the nearest valid one for an unknown key.
+    """
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        path = [str(part) for part in problem["loc"]]
+        key = ".".join([where, *path] if where else path)
+        if problem["type"] == "extra_forbidden":
+            owner = _owner(section, path[:-1])
+            hint = nearest(path[-1], owner.model_fields) if owner else ""
+            raise ConfigError(f"{key}: unknown key{hint}") from None
+        got = problem.get("input")
+        shown = f" (got {got!r})" if not isinstance(got, Mapping) else ""
+        message = problem["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{key or where or 'config'}: {message}{shown}") from None
+
+
+def _owner(section: type[Section], path: list[str]) -> type[Section] | None:
+    """The section class that holds the key at ``path``."""
+    for part in path:
+        field = section.model_fields.get(part)
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, Section)):
+            return None
+        section = inner
+    return section
+
+
+class Named(BaseModel):
+    """A part chosen by name; its other keys are validated by the part's own section."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    def options(self, section: type[S], where: str) -> S:
+        """The keys beside ``name``, validated by the part's section."""
+        return validate(section, self.model_extra or {}, where)
+
+
+class RunSection(Section):
+    """Which run this is and where its files go."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its directory is ``root/name``."""
+    root: Path = Path("runs")
+    """Folder of all runs, on a filesystem that every node sees."""
+
+
+class RolloutSection(Section):
+    """How much experience one iteration collects."""
+
+    batch: int = Field(gt=0)
+    """Independent starts per iteration: prompts, or environments stepped in parallel."""
+    group_size: int = Field(default=1, gt=0)
+    """Samples per start; group-relative advantages compare them."""
+    horizon: int = Field(gt=0)
+    """Most steps one sample may take: new tokens, or environment steps per iteration."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+
+class WarmStartSection(Section):
+    """Supervised fine-tuning before reinforcement learning; ``max_steps: 0`` leaves it out."""
+
+    max_steps: int = Field(default=0, ge=0)
+    batch: int = Field(default=256, gt=0)
+    lr: float = Field(default=1e-3, gt=0)
+    evaluate_every: int = Field(default=25, gt=0)
+    """Steps between held-out evaluations."""
+    stop_at: float = Field(default=1.0, ge=0, le=1)
+    """Stop as soon as the held-out score reaches this."""
+
+
+class EvaluateSection(Section):
+    """Held-out evaluation."""
+
+    every: int = Field(default=10, ge=0)
+    """Iterations between evaluations; 0: only before the first and after the last."""
+    samples: int = Field(default=512, gt=0)
+    """Held-out prompts or episodes."""
+    temperature: float = Field(default=0.0, ge=0)
+
+
+class RetentionSection(Section):
+    """Which weights and optimizer checkpoints stay on disk."""
+
+    last: int = Field(default=2, ge=1)
+    """Newest versions kept."""
+    every: int = Field(default=0, ge=0)
+    """Also keep each version divisible by this; 0: none."""
+    trajectories: int = Field(default=5, ge=1)
+    """Iterations whose trajectories are kept."""
+
+
+TRANSIENT = frozenset({"run", "cluster", "plan", "log"})
+"""Top-level keys that never change a result: they are not part of any identity."""
+
+
+class RunConfig(Section):
+    """One experiment. ``run``, ``cluster``, ``plan`` and ``log`` never change its result."""
+
+    run: RunSection
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    iterations: int = Field(gt=0)
+    flow: str = "on_policy"
+    task: Named
+    model: Named
+    algorithm: Named
+    reward: Named
+    engine: Named
+    trainer: Named
+    rollout: RolloutSection
+    warm_start: WarmStartSection = WarmStartSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    retention: RetentionSection = RetentionSection()
+    cluster: dict[str, Any] = {}
+    """How stages become processes; validated by the launchers."""
+    plan: dict[str, Any] | str | None = None
+    """Resources of each stage, or the path of a plan file."""
+    log: dict[str, Any] = {}
+    """Trackers and verbosity."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> RunConfig:
+        if self.rollout.group_size > 1 and self.rollout.temperature == 0:
+            raise ValueError(
+                "rollout.temperature 0 makes all samples of a group equal; "
+                "set it above 0 or rollout.group_size=1"
+            )
+        return self
+
+    def semantic(self) -> dict[str, Any]:
+        """The part of the configuration that changes the result, as plain JSON values."""
+        whole = self.model_dump(mode="json")
+        return {key: value for key, value in whole.items() if key not in TRANSIENT}
+
+
+def digest(values: Any) -> str:
+    """Short stable digest of JSON values."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+

@@ -1,0 +1,1 @@
+"""Records, trajectories and the batches made of them."""

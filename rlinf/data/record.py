@@ -1,0 +1,47 @@
+"""The record: what flows through every channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+Scalar = float | int | str
+
+
+class Identity(NamedTuple):
+    """Who a record is. A retry produces the same iteration and sample with another attempt."""
+
+    iteration: int
+    sample: int
+    attempt: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What a consumer compares to drop duplicates."""
+        return (self.iteration, self.sample)
+
+
+@dataclass
+class Record:
+    """One item of a channel.
+
+    ``steps`` are arrays with one common leading dimension ``T``: tokens of a response, steps of an
+    episode, or rows of a request. ``context`` are arrays without it (a prompt, a last observation),
+    ``info`` are numbers and strings (stop reason, answer, group).
+    """
+
+    identity: Identity
+    steps: dict[str, np.ndarray] = field(default_factory=dict)
+    context: dict[str, np.ndarray] = field(default_factory=dict)
+    info: dict[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(array) for name, array in self.steps.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"steps of one record must have one length, got {lengths}")
+
+    def __len__(self) -> int:
+        """Number of steps ``T``; 0 when the record has no step arrays."""
+        return len(next(iter(self.steps.values()))) if self.steps else 0

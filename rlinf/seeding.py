@@ -1,0 +1,33 @@
+"""Randomness by address: (run seed, iteration, stage, sample), never by a process's history."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+
+def _key(seed: int, *address: int | str) -> int:
+    text = "/".join([str(seed), *map(str, address)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+
+
+def generator(seed: int, *address: int | str) -> np.random.Generator:
+    """A generator that depends on its address alone."""
+    return np.random.Generator(np.random.Philox(key=_key(seed, *address)))
+
+
+def torch_seed(seed: int, *address: int | str) -> int:
+    """A 63-bit seed for ``torch.manual_seed``, from the same kind of address."""
+    return _key(seed, *address) >> 65
+
+
+def uniforms(seed: int, iteration: int, stage: str, samples: np.ndarray, length: int) -> np.ndarray:
+    """One row of uniform numbers in [0, 1) per sample: ``[len(samples), length]`` float32.
+
+    A sample's row is the same whatever else is in its batch and whichever worker draws it.
+    """
+    rows = np.empty((len(samples), length), dtype=np.float32)
+    for row, sample in zip(rows, samples, strict=True):
+        row[:] = generator(seed, iteration, stage, int(sample)).random(length, dtype=np.float32)
+    return rows
