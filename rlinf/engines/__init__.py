@@ -1,0 +1,11 @@
+"""Engines: the generate side of rollout, answering observations with actions."""
+
+from rlinf.registry import Registry
+
+engines = Registry(
+    "engine",
+    {
+        "transformers": "rlinf.engines.transformers:TransformersEngine",
+        "direct": "rlinf.engines.direct:DirectEngine",
+    },
+)

@@ -1,0 +1,45 @@
+"""The engine interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlinf.channels.base import Channel
+from rlinf.config import Section
+from rlinf.data.record import Record
+
+
+class Engine(ABC):
+    """Answers observation records with action records, under one version of the weights.
+
+    A request's ``steps`` have one row per sample; ``steps["sample"]`` says which. Replies carry the
+    same ``sample`` numbers, in any order and in one record or several.
+    """
+
+    Config: ClassVar[type[Section]]
+
+    @abstractmethod
+    def __init__(self, config: Any, policy: type, policy_config: Any) -> None: ...
+
+    @abstractmethod
+    def load(self, folder: Path, version: int) -> None:
+        """Serve the weights in a policy folder from now on."""
+
+    @abstractmethod
+    def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
+        """Replies to one request; the randomness of a row is its (seed, iteration, stage, sample)."""
+
+
+def serve(
+    engine: Engine, observations: Channel, actions: Channel, *, seed: int, stage: str
+) -> None:
+    """Answer every observation until the channel closes; then close the action channel."""
+    try:
+        for request in observations:
+            for reply in engine.generate(request, seed, stage):
+                actions.put(reply)
+    finally:
+        actions.close()

@@ -1,0 +1,12 @@
+"""Environments: the simulate side of rollout; text tasks are environments of one step."""
+
+from rlinf.registry import Registry
+
+environments = Registry(
+    "task",
+    {
+        "arithmetic": "rlinf.envs.arithmetic:ArithmeticEnvironment",
+        "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
+        "gym": "rlinf.envs.gym:GymEnvironment",
+    },
+)

@@ -1,0 +1,102 @@
+"""Arithmetic on small integers: a task with a seeded generator and a disjoint held-out set."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from rlinf.config import Section
+from rlinf.data.record import Identity, Record
+from rlinf.envs.prompts import Prompt, PromptEnvironment
+from rlinf.models.base import Spec
+from rlinf.seeding import generator
+
+ALPHABET = "0123456789+-*= "
+OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+HELD_OUT_SHARE = 8
+"""One question in this many belongs to the test set."""
+
+
+class ArithmeticConfig(Section):
+    """Questions such as ``47+85=``."""
+
+    operations: str = "+-"
+    """Operations asked, of ``+ - *``."""
+    digits: tuple[int, ...] = (1, 2)
+    """Difficulties: most digits of an operand; each question draws one of them."""
+    weights: tuple[float, ...] | None = None
+    """How often each difficulty is drawn; equally often by default."""
+    test_seed: int = Field(default=1234, ge=0)
+    """Seed of the held-out questions; the run's seed does not change them."""
+
+    @field_validator("operations")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if not value or set(value) - OPERATIONS.keys():
+            raise ValueError(f"only {' '.join(OPERATIONS)} are known")
+        return value
+
+    @field_validator("digits")
+    @classmethod
+    def _sizes(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or min(value) < 1 or max(value) > 6:
+            raise ValueError("difficulties are 1 to 6 digits")
+        return value
+
+
+class ArithmeticEnvironment(PromptEnvironment):
+    """Prompts are questions, the reward is an exact match of the answer."""
+
+    Config = ArithmeticConfig
+    config: ArithmeticConfig
+
+    @classmethod
+    def describe(cls, config: ArithmeticConfig) -> Spec:
+        return {"alphabet": ALPHABET}
+
+    def prompts(
+        self, seed: int, iteration: int, split: Literal["train", "test"], starts: Sequence[int]
+    ) -> list[Prompt]:
+        if split == "test":
+            return [self._draw(self.config.test_seed, split, int(start)) for start in starts]
+        return [self._draw(seed, split, iteration, int(start)) for start in starts]
+
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+        stop = self.tokenizer.eos_token_id
+        records = []
+        for sample in range(count):
+            prompt = self._draw(seed, "train", "demonstration", step, sample)
+            answer = self.tokenizer.encode(prompt.answer, add_special_tokens=False)
+            actions = np.asarray([*answer, stop], dtype=np.int64)
+            context = {"prompt": self.encode(prompt)}
+            records.append(Record(Identity(step, sample), {"actions": actions}, context))
+        return records
+
+    def grade(self, response: str, answer: str) -> float:
+        return float(response.strip() == answer)
+
+    def _draw(self, seed: int, split: str, *address: int | str) -> Prompt:
+        """One question of the split: redrawn until it falls on the right side."""
+        random = generator(seed, "arithmetic", split, *address)
+        while True:
+            prompt = self._question(random)
+            if is_held_out(prompt.text) == (split == "test"):
+                return prompt
+
+    def _question(self, random: np.random.Generator) -> Prompt:
+        weights = self.config.weights
+        share = None if weights is None else np.asarray(weights) / sum(weights)
+        digits = int(random.choice(self.config.digits, p=share))
+        low, high = (0, 10) if digits == 1 else (10 ** (digits - 1), 10**digits)
+        a, b = int(random.integers(low, high)), int(random.integers(0, high))
+        operation = self.config.operations[int(random.integers(len(self.config.operations)))]
+        return Prompt(f"{a}{operation}{b}=", str(OPERATIONS[operation](a, b)))
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the test set: by its text, so no training prompt can be in it."""
+    return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0

@@ -1,0 +1,81 @@
+"""The environment interface.
+
+Rollout is two parts with a channel each way: an environment puts observations and takes actions,
+an engine takes observations and puts actions. A language task is an environment whose episodes are
+one step long; a simulator exchanges one record per time step. Neither side knows the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from rlinf.channels.base import Channel
+from rlinf.config import Section
+from rlinf.data.record import Record
+from rlinf.models.base import Spec
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Which experience to collect. A sample's number fixes its start and its randomness."""
+
+    seed: int
+    iteration: int
+    split: Literal["train", "test"]
+    starts: Sequence[int]
+    """Numbers of the starts (prompts, environments) this worker does, out of the whole batch."""
+    group_size: int
+    """Samples per start: sample ``start * group_size + k``."""
+    horizon: int
+    temperature: float
+
+    def samples(self) -> np.ndarray:
+        """Sample numbers of all starts, int64."""
+        starts = np.asarray(self.starts, dtype=np.int64)[:, None]
+        return (starts * self.group_size + np.arange(self.group_size)).ravel()
+
+
+class Environment(ABC):
+    """What the policy acts in."""
+
+    Config: ClassVar[type[Section]]
+
+    @abstractmethod
+    def __init__(self, config: Any, processor: Any) -> None:
+        """``processor`` is what the policy brings to read observations (a tokenizer), or None."""
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, config: Any) -> Spec:
+        """What a policy must know to be created for this environment.
+
+        Raises:
+            DataError: a data file of the task is missing, empty or malformed.
+        """
+
+    @abstractmethod
+    def simulate(
+        self, episodes: Episodes, observations: Channel, actions: Channel
+    ) -> Iterator[Record]:
+        """Collect trajectories: one record per sample, as soon as it is complete.
+
+        Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (behaviour policy), and
+        ``info`` with ``group``, ``policy_version`` and ``stop_reason``. Closes ``observations``
+        when no more are coming.
+        """
+
+    @abstractmethod
+    def score(self, trajectories: Sequence[Record]) -> list[float]:
+        """The task's own measure of each finished trajectory: what evaluation averages."""
+
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+        """Trajectories of an expert for supervised fine-tuning; none by default."""
+        return []
+
+    def close(self) -> None:
+        """Release simulators and worker processes."""

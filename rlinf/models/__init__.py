@@ -1,0 +1,11 @@
+"""Policies: what is trained, and how its step outputs are read."""
+
+from rlinf.registry import Registry
+
+policies = Registry(
+    "model",
+    {
+        "causal_lm": "rlinf.models.causal_lm:CausalLM",
+        "mlp": "rlinf.models.mlp:MLPPolicy",
+    },
+)

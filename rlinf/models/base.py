@@ -1,0 +1,93 @@
+"""The policy interface: one object between the trajectories and the network.
+
+Algorithms and trainers see only step outputs ``[B, T]``; what a step is (a token, an action of a
+robot) is known to the policy and to the environment that goes with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.config import Section
+from rlinf.data.record import Record
+
+Spec = dict[str, Any]
+"""What an environment tells a policy before it is created: alphabet, observation and action space."""
+
+Batch = dict[str, Tensor]
+"""Model inputs padded to ``[B, ...]``; always holds ``mask`` ``[B, T]`` (1: a step of the policy)."""
+
+
+@dataclass
+class StepOutputs:
+    """What a policy says about the steps of a batch, each ``[B, T]`` float32."""
+
+    logprobs: Tensor
+    """Log-probability of the action taken."""
+    entropy: Tensor | None = None
+    """Entropy of the action distribution, nats."""
+    values: Tensor | None = None
+    """Value estimate of the state the action was taken in."""
+
+
+class Policy(ABC):
+    """A trainable network with a folder format of its own."""
+
+    Config: ClassVar[type[Section]]
+    module: nn.Module
+
+    @classmethod
+    @abstractmethod
+    def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
+        """Write the initial policy into ``folder``: new weights, or a copy of a checkpoint.
+
+        Raises:
+            DataError: a checkpoint or tokenizer is missing or unusable.
+            ConfigError: the policy does not fit the task.
+        """
+
+    @classmethod
+    @abstractmethod
+    def processor(cls, folder: Path, config: Any) -> Any:
+        """What turns the environment's observations into inputs (a tokenizer), or None."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, config: Any) -> Policy:
+        """Read a policy folder."""
+
+    @abstractmethod
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        """Write a policy folder holding ``tensors`` (full, on CPU) as its weights."""
+
+    @abstractmethod
+    def collate(self, records: Sequence[Record]) -> Batch:
+        """Model inputs of trajectories, padded on the right to the longest."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        """Step outputs under the current weights, with gradients where enabled."""
+
+    def cost(self, record: Record) -> int:
+        """Positions a trajectory occupies in a batch: what a token budget counts."""
+        return max(1, len(record))
+
+    def blocks(self) -> list[nn.Module]:
+        """Sub-modules that FSDP shards as units, inner first; may be empty."""
+        return []
+
+
+def pad(arrays: Sequence[Any], length: int, value: float = 0) -> Tensor:
+    """Stack arrays ``[n_i, ...]`` into ``[B, length, ...]``, filled with ``value`` on the right."""
+    first = torch.as_tensor(arrays[0])
+    out = torch.full((len(arrays), length, *first.shape[1:]), value, dtype=first.dtype)
+    for row, array in zip(out, arrays, strict=True):
+        row[: len(array)] = torch.as_tensor(array)
+    return out

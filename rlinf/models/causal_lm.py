@@ -1,0 +1,246 @@
+"""Causal language models of ``transformers``: any checkpoint folder, or a small one from config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlinf.config import Section
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError, DataError, nearest
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
+from rlinf.models.tokenizer import write_character_tokenizer
+
+WEIGHTS = "model.safetensors"
+
+
+class CausalLMConfig(Section):
+    """Where the model comes from: ``path`` to a checkpoint folder, or the sizes of a new one."""
+
+    path: Path | None = None
+    """Folder in the Hugging Face format; any ``AutoModelForCausalLM``."""
+    trust_remote_code: bool = False
+    """Run model code that the checkpoint brings along. Off: such a checkpoint is refused."""
+    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
+    hidden: int = Field(default=128, gt=0)
+    layers: int = Field(default=4, gt=0)
+    heads: int = Field(default=4, gt=0)
+    kv_heads: int = Field(default=2, gt=0)
+    intermediate: int = Field(default=384, gt=0)
+    max_positions: int = Field(default=512, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+
+
+class CausalLM(Policy):
+    """A policy whose steps are the tokens of a response."""
+
+    Config = CausalLMConfig
+
+    def __init__(self, module: nn.Module, folder: Path) -> None:
+        self.module = module
+        self._folder = folder
+
+    @classmethod
+    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+        if config.path is not None:
+            _copy_checkpoint(config, folder)
+            return
+        if "alphabet" not in spec:
+            raise ConfigError(
+                "model.path: this task brings no alphabet to build a tokenizer from; "
+                "give the folder of a checkpoint, or choose a task that fits model.name"
+            )
+        if config.hidden % config.heads or config.heads % config.kv_heads:
+            raise ConfigError(
+                f"model.heads: {config.heads} must divide model.hidden {config.hidden} and be a "
+                f"multiple of model.kv_heads {config.kv_heads}"
+            )
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        vocabulary = write_character_tokenizer(spec["alphabet"], folder)
+        settings = AutoConfig.for_model(
+            config.architecture,
+            vocab_size=len(vocabulary),
+            hidden_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.hidden // config.heads,
+            intermediate_size=config.intermediate,
+            max_position_embeddings=config.max_positions,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        module.to(getattr(torch, config.dtype)).save_pretrained(folder)
+
+    @classmethod
+    def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
+        return load_tokenizer(folder, config.trust_remote_code)
+
+    @classmethod
+    def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
+        module = load_module(folder, config)
+        if config.gradient_checkpointing:
+            module.gradient_checkpointing_enable()
+        return cls(module, folder)
+
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        copy_companions(self._folder, folder)
+        tied = getattr(self.module, "_tied_weights_keys", None) or {}
+        if getattr(self.module.config, "tie_word_embeddings", False):
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+        contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+        save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def collate(self, records: Sequence[Record]) -> Batch:
+        prompts = [record.context["prompt"] for record in records]
+        actions = [record.steps["actions"] for record in records]
+        prompt_length = max(len(prompt) for prompt in prompts)
+        length = max(len(action) for action in actions)
+        width = prompt_length + length
+        tokens = torch.zeros(len(records), width, dtype=torch.int64)
+        positions = torch.zeros(len(records), width, dtype=torch.int64)
+        attend = torch.zeros(len(records), width, dtype=torch.bool)
+        # Prompts end and responses start at one column, so that the response is one slice.
+        for i, (prompt, action) in enumerate(zip(prompts, actions, strict=True)):
+            start, stop = prompt_length - len(prompt), prompt_length + len(action)
+            tokens[i, start:prompt_length] = torch.from_numpy(prompt)
+            tokens[i, prompt_length:stop] = torch.from_numpy(action)
+            positions[i, start:stop] = torch.arange(stop - start)
+            attend[i, start:stop] = True
+        mask = pad([torch.ones(len(action)) for action in actions], length)
+        return {"tokens": tokens, "positions": positions, "attend": attend, "mask": mask}
+
+    def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        length = batch["mask"].shape[1]
+        tokens = batch["tokens"]
+        output = self.module(
+            input_ids=tokens[:, :-1],
+            position_ids=batch["positions"][:, :-1],
+            attention_mask=causal_mask(batch["attend"][:, :-1]),
+            use_cache=False,
+            logits_to_keep=length,
+        )
+        logits = output.logits.float() / (temperature or 1.0)
+        logprobs = F.log_softmax(logits, dim=-1)
+        taken = logprobs.gather(-1, tokens[:, -length:, None])[..., 0]
+        spread = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
+        return StepOutputs(taken * batch["mask"], spread)
+
+    def cost(self, record: Record) -> int:
+        return len(record.context["prompt"]) + len(record)
+
+    def blocks(self) -> list[nn.Module]:
+        names = set(getattr(self.module, "_no_split_modules", None) or ())
+        return [part for part in self.module.modules() if type(part).__name__ in names]
+
+
+def causal_mask(attend: Tensor) -> Tensor:
+    """Boolean mask ``[B, 1, L, L]``: each position sees itself and earlier attended ones."""
+    length = attend.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=attend.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=attend.device)
+    # A padded position must see something (itself), or its softmax is NaN and spreads.
+    return ((attend[:, None, :] & causal) | itself)[:, None]
+
+
+def load_module(folder: Path, config: CausalLMConfig) -> nn.Module:
+    """The network of a checkpoint folder.
+
+    Raises:
+        DataError: missing folder or files, or model code without permission to run it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _check_checkpoint(folder, config.trust_remote_code)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
+    return module
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint folder, with a pad token.
+
+    Raises:
+        DataError: none there, or it has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    _check_checkpoint(folder, trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"model.path: {folder}: cannot load a tokenizer ({error})") from None
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"model.path: the tokenizer of {folder} has no end-of-sequence token, so no sample "
+            "could ever end; set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
+    if not folder.is_dir():
+        parent = folder.parent
+        beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+        hint = nearest(folder.name, beside) if beside else ""
+        raise DataError(f"model.path: no folder {folder}{hint}")
+    settings = folder / "config.json"
+    if not settings.is_file():
+        raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
+    if not trust_remote_code and "auto_map" in json.loads(settings.read_text()):
+        raise DataError(
+            f"model.path: {folder} brings its own Python code (auto_map in config.json); "
+            "to run it set model.trust_remote_code=true"
+        )
+
+
+def _copy_checkpoint(config: CausalLMConfig, folder: Path) -> None:
+    assert config.path is not None
+    source = config.path.expanduser().resolve()
+    _check_checkpoint(source, config.trust_remote_code)
+    load_tokenizer(source, config.trust_remote_code)
+    weights = sorted(source.glob("*.safetensors"))
+    if not weights:
+        raise DataError(
+            f"model.path: {source} has no *.safetensors; convert the weights first "
+            "(pickled weights are not loaded)"
+        )
+    copy_companions(source, folder)
+    for path in [*weights, *source.glob("*.safetensors.index.json")]:
+        shutil.copyfile(path, folder / path.name)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what stands beside the weights: configuration, tokenizer, templates, model code."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}:
+            if not path.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(path, folder / path.name)
