@@ -171,5 +171,3 @@ def digest(values: Any) -> str:
     """Short stable digest of JSON values."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-

@@ -200,4 +200,3 @@ def _read_info(group: Any) -> list[Scalar]:
     if "offsets" not in group:
         return list(data.tolist())
     return [bytes(part).decode() for part in _split(data, group["offsets"][:])]
-

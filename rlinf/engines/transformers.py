@@ -21,7 +21,12 @@ from torch import Tensor
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.engines.base import Engine
-from rlinf.models.causal_lm import CausalLMConfig, causal_mask, load_module, load_tokenizer
+from rlinf.models.causal_lm import (
+    CausalLMConfig,
+    causal_mask,
+    load_module,
+    load_tokenizer,
+)
 from rlinf.seeding import uniforms
 
 COMPACT_BELOW = 0.75
@@ -76,7 +81,10 @@ class TransformersEngine(Engine):
         seed: int,
         stage: str,
     ) -> Record:
-        horizon, temperature = int(request.info["horizon"]), float(request.info["temperature"])
+        horizon, temperature = (
+            int(request.info["horizon"]),
+            float(request.info["temperature"]),
+        )
         samples = request.steps["sample"][rows]
         noise = torch.from_numpy(
             uniforms(seed, request.identity.iteration, stage, samples, horizon)
@@ -142,7 +150,10 @@ class TransformersEngine(Engine):
         positions = (column - (width - size)[:, None]).clamp(min=0)
         cache = KeyValueCache(width + horizon)
         logits = self._forward(
-            torch.from_numpy(tokens).to(self._device), positions, causal_mask(seen), cache
+            torch.from_numpy(tokens).to(self._device),
+            positions,
+            causal_mask(seen),
+            cache,
         )
         rows = torch.from_numpy(inverse.ravel()).to(self._device)
         cache.select(rows)
@@ -151,7 +162,11 @@ class TransformersEngine(Engine):
         return logits[rows], cache, attend
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValueCache
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: KeyValueCache,
     ) -> Tensor:
         if mask is None:
             mask = torch.ones(1, 1, 1, cache.length + 1, dtype=torch.bool, device=self._device)

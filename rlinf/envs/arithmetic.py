@@ -59,7 +59,11 @@ class ArithmeticEnvironment(PromptEnvironment):
         return {"alphabet": ALPHABET}
 
     def prompts(
-        self, seed: int, iteration: int, split: Literal["train", "test"], starts: Sequence[int]
+        self,
+        seed: int,
+        iteration: int,
+        split: Literal["train", "test"],
+        starts: Sequence[int],
     ) -> list[Prompt]:
         if split == "test":
             return [self._draw(self.config.test_seed, split, int(start)) for start in starts]

@@ -31,7 +31,11 @@ class PromptEnvironment(Environment):
 
     @abstractmethod
     def prompts(
-        self, seed: int, iteration: int, split: Literal["train", "test"], starts: Sequence[int]
+        self,
+        seed: int,
+        iteration: int,
+        split: Literal["train", "test"],
+        starts: Sequence[int],
     ) -> list[Prompt]:
         """The prompts of the given start numbers; the same arguments give the same prompts."""
 
@@ -43,9 +47,7 @@ class PromptEnvironment(Environment):
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        prompts = self.prompts(
-            episodes.seed, episodes.iteration, episodes.split, episodes.starts
-        )
+        prompts = self.prompts(episodes.seed, episodes.iteration, episodes.split, episodes.starts)
         encoded = [self.encode(prompt) for prompt in prompts]
         samples = episodes.samples()
         row_of = {int(sample): i // episodes.group_size for i, sample in enumerate(samples)}
@@ -96,9 +98,7 @@ class PromptEnvironment(Environment):
                 )
 
     def score(self, trajectories: Sequence[Record]) -> list[float]:
-        return [
-            float(self.grade(str(t.info["text"]), str(t.info["answer"]))) for t in trajectories
-        ]
+        return [float(self.grade(str(t.info["text"]), str(t.info["answer"]))) for t in trajectories]
 
     @abstractmethod
     def grade(self, response: str, answer: str) -> float:

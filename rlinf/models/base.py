@@ -44,6 +44,14 @@ class Policy(ABC):
     module: nn.Module
 
     @classmethod
+    def check(cls, config: Any, spec: Spec) -> None:
+        """See that a policy can be made, without making it.
+
+        Raises:
+            DataError, ConfigError: as :meth:`create` would.
+        """
+
+    @classmethod
     @abstractmethod
     def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
         """Write the initial policy into ``folder``: new weights, or a copy of a checkpoint.
@@ -74,6 +82,9 @@ class Policy(ABC):
     @abstractmethod
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Step outputs under the current weights, with gradients where enabled."""
+
+    def observe(self, records: Sequence[Record]) -> None:  # noqa: B027
+        """Look at a whole batch before the update (to follow observation statistics, say)."""
 
     def cost(self, record: Record) -> int:
         """Positions a trajectory occupies in a batch: what a token budget counts."""

@@ -51,9 +51,16 @@ class CausalLM(Policy):
         self._folder = folder
 
     @classmethod
-    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+    def check(cls, config: CausalLMConfig, spec: Spec) -> None:
         if config.path is not None:
-            _copy_checkpoint(config, folder)
+            folder = config.path.expanduser()
+            check_checkpoint(folder, config.trust_remote_code)
+            if not weight_files(folder):
+                raise DataError(
+                    f"model.path: {folder} has no *.safetensors; convert the weights first "
+                    "(pickled weights are not loaded)"
+                )
+            load_tokenizer(folder, config.trust_remote_code)
             return
         if "alphabet" not in spec:
             raise ConfigError(
@@ -65,6 +72,16 @@ class CausalLM(Policy):
                 f"model.heads: {config.heads} must divide model.hidden {config.hidden} and be a "
                 f"multiple of model.kv_heads {config.kv_heads}"
             )
+
+    @classmethod
+    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+        cls.check(config, spec)
+        if config.path is not None:
+            source = config.path.expanduser().resolve()
+            copy_companions(source, folder)
+            for path in weight_files(source):
+                shutil.copyfile(path, folder / path.name)
+            return
         from transformers import AutoConfig, AutoModelForCausalLM
 
         vocabulary = write_character_tokenizer(spec["alphabet"], folder)
@@ -124,7 +141,12 @@ class CausalLM(Policy):
             positions[i, start:stop] = torch.arange(stop - start)
             attend[i, start:stop] = True
         mask = pad([torch.ones(len(action)) for action in actions], length)
-        return {"tokens": tokens, "positions": positions, "attend": attend, "mask": mask}
+        return {
+            "tokens": tokens,
+            "positions": positions,
+            "attend": attend,
+            "mask": mask,
+        }
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         length = batch["mask"].shape[1]
@@ -167,7 +189,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> nn.Module:
     """
     from transformers import AutoModelForCausalLM
 
-    _check_checkpoint(folder, config.trust_remote_code)
+    check_checkpoint(folder, config.trust_remote_code)
     try:
         module = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -189,7 +211,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    _check_checkpoint(folder, trust_remote_code)
+    check_checkpoint(folder, trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -206,7 +228,12 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def _check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
+def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
+    """See that a folder holds a model this process may load.
+
+    Raises:
+        DataError: it does not.
+    """
     if not folder.is_dir():
         parent = folder.parent
         beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
@@ -222,25 +249,21 @@ def _check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
         )
 
 
-def _copy_checkpoint(config: CausalLMConfig, folder: Path) -> None:
-    assert config.path is not None
-    source = config.path.expanduser().resolve()
-    _check_checkpoint(source, config.trust_remote_code)
-    load_tokenizer(source, config.trust_remote_code)
-    weights = sorted(source.glob("*.safetensors"))
-    if not weights:
-        raise DataError(
-            f"model.path: {source} has no *.safetensors; convert the weights first "
-            "(pickled weights are not loaded)"
-        )
-    copy_companions(source, folder)
-    for path in [*weights, *source.glob("*.safetensors.index.json")]:
-        shutil.copyfile(path, folder / path.name)
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder and their index."""
+    shards = sorted(folder.glob("*.safetensors"))
+    return [*shards, *folder.glob("*.safetensors.index.json")] if shards else []
 
 
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy what stands beside the weights: configuration, tokenizer, templates, model code."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}:
+        if path.is_file() and path.suffix in {
+            ".json",
+            ".txt",
+            ".model",
+            ".jinja",
+            ".py",
+        }:
             if not path.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(path, folder / path.name)

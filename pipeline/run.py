@@ -1,0 +1,176 @@
+"""The run directory: created once, then everything is read from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from rlinf import __version__
+from rlinf.artifacts import write_atomic
+from rlinf.config import RunConfig, digest
+from rlinf.errors import ConfigError, InputError, RunLockedError
+from stages.layout import CONFIG, PLAN, RUN
+from stages.runner import load_config
+
+LOCK = "driver.json"
+HEARTBEAT_S = 10.0
+STALE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """An existing run directory and its frozen configuration."""
+
+    folder: Path
+    config: RunConfig
+
+    @classmethod
+    def create(cls, config: RunConfig, plan: dict[str, Any]) -> Run:
+        """Make the run directory, or open it when it holds the same experiment.
+
+        More iterations than before are accepted: the run goes on.
+
+        Raises:
+            ConfigError: the name is taken by a run with another configuration.
+            InputError: no permission to write there.
+        """
+        folder = config.run.root.expanduser().absolute() / config.run.name
+        known = folder / CONFIG
+        if known.exists():
+            old = load_config(known)
+            differing = _differences(old.semantic(), config.semantic())
+            if differing - {"iterations"}:
+                key = sorted(differing - {"iterations"})[0]
+                raise ConfigError(
+                    f"run.name: {folder} holds another experiment ({key} differs); choose another "
+                    "run.name, or resume that run as it is with: rlinf resume " + str(folder)
+                )
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+            values = config.model_dump(mode="json")
+            write_atomic(known, yaml.safe_dump(values, sort_keys=False))
+            if not (folder / PLAN).exists() or config.plan is not None:
+                write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
+            if not (folder / RUN).exists():
+                about = {
+                    "name": config.run.name,
+                    "id": digest(config.semantic()),
+                    "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                    "version": __version__,
+                }
+                write_atomic(folder / RUN, json.dumps(about, indent=1))
+        except PermissionError as error:
+            raise InputError(f"run.root: no permission to write {error.filename}") from None
+        return cls(folder, config)
+
+    @classmethod
+    def open(cls, folder: Path) -> Run:
+        """Open an existing run.
+
+        Raises:
+            ConfigError: not a run directory.
+        """
+        folder = folder.expanduser().absolute()
+        return cls(folder, load_config(folder / CONFIG))
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """Be the only driver of this run.
+
+        The owner writes a heartbeat. An owner on this host counts as gone when its process is; on
+        another host when its heartbeat has stopped for a minute.
+
+        Raises:
+            RunLockedError: another driver owns the run.
+        """
+        path = self.folder / LOCK
+        mine = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+            "token": secrets.token_hex(8),
+        }
+        _take(path, mine)
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(HEARTBEAT_S):
+                with contextlib.suppress(OSError):
+                    os.utime(path)
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(path.read_text())["token"] == mine["token"]:
+                    path.unlink()
+
+
+def _take(path: Path, mine: dict[str, Any]) -> None:
+    for _ in range(3):
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            owner = _owner(path)
+            if owner is not None and _alive(path, owner):
+                raise RunLockedError(
+                    f"{path.parent}: driven by process {owner['pid']} on {owner['host']}; "
+                    "stop that one first (rlinf status shows what it is doing)"
+                ) from None
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(path.with_name(f"{LOCK}.stale"))
+            continue
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(mine, file)
+        return
+    raise RunLockedError(f"{path}: several drivers start at once; try again")
+
+
+def _owner(path: Path) -> dict[str, Any] | None:
+    try:
+        owner: dict[str, Any] = json.loads(path.read_text())
+        return owner if {"host", "pid", "started"} <= owner.keys() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _alive(path: Path, owner: dict[str, Any]) -> bool:
+    if owner["host"] == socket.gethostname():
+        try:
+            process = psutil.Process(int(owner["pid"]))
+            return abs(process.create_time() - float(owner["started"])) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+    try:
+        return time.time() - path.stat().st_mtime < STALE_S
+    except FileNotFoundError:
+        return False
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
+    """Dotted keys whose values differ."""
+    found = set()
+    for key in old.keys() | new.keys():
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= {f"{key}.{inner}" for inner in _differences(a, b)}
+        elif a != b:
+            found.add(key)
+    return found

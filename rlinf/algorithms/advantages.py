@@ -1,0 +1,72 @@
+"""Advantage estimators: pure functions of rewards, values and masks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_relative(
+    scores: Tensor, groups: Tensor, *, normalise: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """Score relative to the samples of the same group (GRPO, arXiv 2402.03300, section 4.1).
+
+    Args:
+        scores: ``[N]`` total reward of each sample.
+        groups: ``[N]`` group numbers; groups may differ in size and order.
+        normalise: also divide by the group's (unbiased) standard deviation.
+
+    Returns:
+        ``[N]``; zero for a group of one or of equal scores.
+    """
+    _, index = torch.unique(groups, return_inverse=True)
+    count = torch.zeros(int(index.max()) + 1, dtype=scores.dtype).index_add(
+        0, index, torch.ones_like(scores)
+    )
+    mean = torch.zeros_like(count).index_add(0, index, scores) / count
+    centred = scores - mean[index]
+    if not normalise:
+        return centred
+    square = torch.zeros_like(count).index_add(0, index, centred**2)
+    deviation = (square / (count - 1).clamp(min=1)).sqrt()
+    return centred / (deviation[index] + eps)
+
+
+def generalised(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    bootstrap: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over ``[N, T]``.
+
+    A step that terminated has no future; one that was truncated, or is the last of its row, is
+    followed by the state whose value is ``bootstrap``. Nothing flows across either.
+
+    Returns:
+        Advantages and returns (advantage + value), zero where ``mask`` is 0.
+    """
+    advantages = torch.zeros_like(rewards)
+    steps = rewards.shape[1]
+    carry = torch.zeros(rewards.shape[0], dtype=rewards.dtype)
+    for t in reversed(range(steps)):
+        last = torch.ones_like(carry) if t + 1 == steps else 1 - mask[:, t + 1]
+        cut = torch.maximum(torch.maximum(terminated[:, t], truncated[:, t]), last)
+        following = values[:, t + 1] if t + 1 < steps else torch.zeros_like(carry)
+        future = torch.where(cut.bool(), bootstrap[:, t], following) * (1 - terminated[:, t])
+        delta = rewards[:, t] + gamma * future - values[:, t]
+        carry = (delta + gamma * lam * (1 - cut) * carry) * mask[:, t]
+        advantages[:, t] = carry
+    return advantages, (advantages + values) * mask
+
+
+def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Zero mean and unit (unbiased) deviation over the steps where ``mask`` is 1."""
+    count = mask.sum()
+    mean = (values * mask).sum() / count.clamp(min=1)
+    variance = ((values - mean) ** 2 * mask).sum() / (count - 1).clamp(min=1)
+    return (values - mean) * mask / (variance.sqrt() + eps)

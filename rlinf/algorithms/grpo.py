@@ -1,0 +1,65 @@
+"""Group relative policy optimisation (arXiv 2402.03300) and its variant DAPO (arXiv 2503.14476).
+
+Sample a group of responses per prompt; a response's advantage is its reward relative to its group;
+every token of it shares that advantage; the surrogate is clipped as in PPO; there is no critic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from rlinf.algorithms.advantages import group_relative
+from rlinf.algorithms.base import Aggregation, Algorithm, AlgorithmConfig, policy_terms
+from rlinf.data.batch import StepBatch
+from rlinf.models.base import StepOutputs
+
+
+class GRPOConfig(AlgorithmConfig):
+    """Settings of GRPO."""
+
+    normalise: bool = True
+    """Divide by the group's standard deviation (off: Dr. GRPO, arXiv 2503.20783)."""
+    drop_equal_groups: bool = False
+    """Leave out groups whose samples all scored the same: they carry no gradient."""
+
+
+class GRPO(Algorithm):
+    """See the module."""
+
+    Config = GRPOConfig
+    config: GRPOConfig
+
+    def keep(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        if not self.config.drop_equal_groups:
+            return super().keep(scores, groups)
+        _, index = np.unique(groups, return_inverse=True)
+        lowest = np.full(index.max(initial=-1) + 1, np.inf)
+        highest = np.full_like(lowest, -np.inf)
+        np.minimum.at(lowest, index, scores)
+        np.maximum.at(highest, index, scores)
+        return np.asarray((highest > lowest)[index])
+
+    def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
+        scores = (batch.rewards * batch.mask).sum(-1)
+        relative = group_relative(scores, batch.groups, normalise=self.config.normalise)
+        return relative[:, None] * batch.mask, None
+
+    def loss(
+        self, outputs: StepOutputs, batch: StepBatch, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return policy_terms(self.config, outputs, batch, weights)
+
+
+class DAPOConfig(GRPOConfig):
+    """GRPO with a wider upper clip, a mean over all tokens, and no groups without a signal."""
+
+    clip_high: float = 0.28
+    aggregation: Aggregation = "token_mean"
+    drop_equal_groups: bool = True
+
+
+class DAPO(GRPO):
+    """See :class:`DAPOConfig`; the penalty for overlong responses is a reward setting."""
+
+    Config = DAPOConfig

@@ -1,0 +1,61 @@
+"""Proximal policy optimisation with generalised advantages (arXiv 1707.06347, 1506.02438)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from rlinf.algorithms.advantages import generalised, whiten
+from rlinf.algorithms.base import Algorithm, AlgorithmConfig, policy_terms
+from rlinf.algorithms.losses import clipped_value_loss
+from rlinf.data.batch import StepBatch
+from rlinf.models.base import StepOutputs
+
+
+class PPOConfig(AlgorithmConfig):
+    """Settings of PPO."""
+
+    gamma: float = Field(default=0.99, gt=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    value_coefficient: float = Field(default=0.5, ge=0)
+    value_clip: float | None = Field(default=None, gt=0)
+    """Largest change of a value per update that the value loss rewards; null: unlimited."""
+    whiten_advantages: bool = True
+
+
+class PPO(Algorithm):
+    """See the module."""
+
+    Config = PPOConfig
+    config: PPOConfig
+    needs_values = True
+
+    def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        advantages, returns = generalised(
+            batch.rewards,
+            batch.require("values"),
+            batch.terminated,
+            batch.truncated,
+            batch.bootstrap,
+            batch.mask,
+            self.config.gamma,
+            self.config.gae_lambda,
+        )
+        if self.config.whiten_advantages:
+            advantages = whiten(advantages, batch.mask)
+        return advantages, returns
+
+    def loss(
+        self, outputs: StepOutputs, batch: StepBatch, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = policy_terms(self.config, outputs, batch, weights)
+        assert outputs.values is not None
+        error = clipped_value_loss(
+            outputs.values,
+            batch.require("values"),
+            batch.require("returns"),
+            self.config.value_clip,
+        )
+        value_loss = (weights * error).sum()
+        metrics["value_loss"] = value_loss.detach()
+        return loss + self.config.value_coefficient * value_loss, metrics

@@ -1,0 +1,39 @@
+"""The rewards a simulator gave, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlinf.config import Section
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError
+from rlinf.rewards.base import Reward
+
+
+class EnvironmentConfig(Section):
+    """A fixed factor, so that returns suit the value head."""
+
+    scale: float = 1.0
+
+
+class EnvironmentReward(Reward):
+    """See the module.
+
+    Raises:
+        ConfigError: the trajectories carry no rewards (a text task).
+    """
+
+    Config = EnvironmentConfig
+    config: EnvironmentConfig
+
+    def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
+        if trajectories and "rewards" not in trajectories[0].steps:
+            raise ConfigError(
+                "reward.name: this task gives no rewards while it runs; use reward=score"
+            )
+        return [
+            np.asarray(trajectory.steps["rewards"], np.float32) * self.config.scale
+            for trajectory in trajectories
+        ]

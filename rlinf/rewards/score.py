@@ -1,0 +1,46 @@
+"""The task's score as a reward on the last step, with a penalty for overlong samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+
+from rlinf.config import Section
+from rlinf.data.record import Record
+from rlinf.rewards.base import Reward
+
+
+class ScoreConfig(Section):
+    """``scale * score + offset``, minus the overlong penalty."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+    overlong_from: int | None = Field(default=None, gt=0)
+    """Steps after which the penalty grows linearly (soft overlong punishment of DAPO,
+    arXiv 2503.14476, eq. 13)."""
+    overlong_to: int | None = Field(default=None, gt=0)
+    """Steps at which it has reached 1."""
+
+
+class ScoreReward(Reward):
+    """See the module."""
+
+    Config = ScoreConfig
+    config: ScoreConfig
+
+    def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
+        out = []
+        for trajectory, score in zip(trajectories, scores, strict=True):
+            reward = np.zeros(len(trajectory), dtype=np.float32)
+            reward[-1] = self.config.scale * score + self.config.offset
+            reward[-1] -= self._overlong(len(trajectory))
+            out.append(reward)
+        return out
+
+    def _overlong(self, length: int) -> float:
+        start, stop = self.config.overlong_from, self.config.overlong_to
+        if start is None or stop is None:
+            return 0.0
+        return float(np.clip((length - start) / max(1, stop - start), 0, 1))

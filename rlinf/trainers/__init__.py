@@ -1,0 +1,5 @@
+"""Trainers: gradients, optimizer steps, checkpoints."""
+
+from rlinf.registry import Registry
+
+trainers = Registry("trainer", {"fsdp": "rlinf.trainers.fsdp:FSDPTrainer"})

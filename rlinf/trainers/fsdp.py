@@ -1,0 +1,258 @@
+"""Training with fully sharded data parallelism (FSDP2); one process is the trivial case.
+
+A minibatch is a list of trajectories known to every rank. Ranks take shares of it in proportion to
+their speed and cut them into micro-batches under a token budget. Because the weight of every step
+is fixed for the whole minibatch beforehand, the summed gradient is the same however it was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from rlinf.algorithms.base import AlgorithmConfig
+from rlinf.config import Section
+from rlinf.data.packing import balance, micro_batches
+from rlinf.data.record import Record
+from rlinf.engines.transformers import pick_device
+from rlinf.errors import ConfigError, StageError
+from rlinf.models.base import Policy, StepOutputs
+from rlinf.trainers.world import World
+
+LossFunction = Callable[[StepOutputs, list[int]], tuple[Tensor, dict[str, Tensor]]]
+"""From step outputs of a micro-batch and the minibatch rows it holds to a loss and metric sums."""
+
+
+class FSDPConfig(Section):
+    """How a training step is executed; nothing here changes its mathematics."""
+
+    token_budget: int = Field(default=8192, gt=0)
+    """Most padded positions in one micro-batch."""
+    threads: int = Field(default=1, gt=0)
+    """Torch threads per process. Part of the result on CPUs: it changes the order of sums."""
+    device: str = "auto"
+    shares: tuple[float, ...] | None = None
+    """Relative speeds of the ranks; equal by default."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters in forward and backward; gradients are reduced in float32."""
+    reshard_after_forward: bool = True
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A minibatch cut for this rank: micro-batches of row numbers, padded to equal count.
+
+    All ranks run the same number of micro-batches, for collectives must match; a rank with fewer
+    repeats its first (or row 0) with ``real`` false and weight zero.
+    """
+
+    batches: list[list[int]]
+    real: list[bool]
+
+
+class FSDPTrainer:
+    """Owns the sharded module and its optimizer."""
+
+    Config = FSDPConfig
+
+    def __init__(
+        self, policy: Policy, config: FSDPConfig, optimizer: AlgorithmConfig, world: World
+    ) -> None:
+        self.policy, self.config, self.world = policy, config, world
+        kind = pick_device(config.device)
+        self.device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(config.threads)
+        sharded = world.size > 1 or config.param_dtype != "float32"
+        if sharded:
+            world.connect(kind)
+        if config.shares is not None and len(config.shares) != world.size:
+            raise ConfigError(
+                f"trainer.shares: {len(config.shares)} shares for {world.size} processes; "
+                "give one per process"
+            )
+        self._shares = config.shares or (1.0,) * world.size
+        policy.module.to(self.device)
+        if sharded:
+            self._shard(policy)
+        self._clip = optimizer.clip_grad
+        decay = [p for p in policy.module.parameters() if p.requires_grad and p.ndim > 1]
+        rest = [p for p in policy.module.parameters() if p.requires_grad and p.ndim <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": optimizer.weight_decay},
+                {"params": rest, "weight_decay": 0.0},
+            ],
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            foreach=True,
+        )
+
+    def cut(self, records: Sequence[Record]) -> Cut:
+        """The micro-batches of this rank; every rank computes all cuts and so knows their count."""
+        costs = [self.policy.cost(record) for record in records]
+        cuts = [
+            micro_batches(costs, items, self.config.token_budget)
+            for items in balance(costs, self._shares)
+        ]
+        count = max(1, *(len(cut) for cut in cuts))
+        mine = cuts[self.world.rank]
+        filler = mine[0] if mine else [0]
+        missing = count - len(mine)
+        return Cut(mine + [filler] * missing, [True] * len(mine) + [False] * missing)
+
+    @torch.no_grad()
+    def forward(
+        self, records: Sequence[Record], temperature: float
+    ) -> list[tuple[int, StepOutputs]]:
+        """Step outputs ``[T]`` of this rank's share of the records, as (row, outputs) on CPU."""
+        torch.set_num_threads(self.config.threads)
+        self.policy.module.eval()
+        out: list[tuple[int, StepOutputs]] = []
+        plan = self.cut(records)
+        for rows, real in zip(plan.batches, plan.real, strict=True):
+            outputs = self._evaluate([records[row] for row in rows], temperature, False)
+            if real:
+                for i, row in enumerate(rows):
+                    length = len(records[row])
+                    values = None if outputs.values is None else outputs.values[i, :length].cpu()
+                    out.append((row, StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)))
+        return sorted(out, key=lambda pair: pair[0])
+
+    def step(
+        self,
+        records: Sequence[Record],
+        loss: LossFunction,
+        *,
+        lr: float,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer step on a minibatch.
+
+        Args:
+            records: the whole minibatch, the same on every rank.
+            loss: its sums over micro-batches of all ranks are the minibatch loss.
+
+        Returns:
+            The metrics of ``loss``, summed over micro-batches and ranks, with ``loss`` and
+            ``grad_norm`` (before clipping).
+
+        Raises:
+            StageError: the loss or the gradient is not finite; no weight was changed.
+        """
+        torch.set_num_threads(self.config.threads)
+        self.policy.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, Any] = {}
+        plan = self.cut(records)
+        for rows, real in zip(plan.batches, plan.real, strict=True):
+            outputs = self._evaluate([records[row] for row in rows], temperature, entropy)
+            value, metrics = loss(outputs, rows)
+            counted = 1.0 if real else 0.0
+            # Gradients are averaged over ranks by FSDP; the loss is a sum over them.
+            (value * counted * self.world.size).backward()  # type: ignore[no-untyped-call]
+            for name, part in {"loss": value.detach(), **metrics}.items():
+                sums[name] = sums.get(name, 0.0) + part * counted
+        totals = self._sum_over_ranks(sums)
+        norm = self._gradient_norm()
+        if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
+            raise StageError(
+                f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
+                "are untouched. Look at this iteration's trajectories; lower algorithm.lr or "
+                "algorithm.clip_grad"
+            )
+        self._clip_gradients(norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return {**totals, "grad_norm": norm}
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer with torch.distributed.checkpoint, all ranks together."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
+
+    def load(self, folder: Path) -> None:
+        """Read what :meth:`save` wrote, by any number of processes."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.policy.module,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def full_state(self) -> dict[str, Tensor]:
+        """All weights, whole, on CPU; a collective when there are several ranks."""
+        from torch.distributed.tensor import DTensor
+
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+            for name, value in self.policy.module.state_dict().items()
+        }
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.policy.module, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _shard(self, policy: Policy) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.world.size,))
+        precision = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
+        )
+        options = {
+            "mesh": mesh,
+            "mp_policy": precision,
+            "reshard_after_forward": self.config.reshard_after_forward,
+        }
+        for block in policy.blocks():
+            fully_shard(block, **options)
+        fully_shard(policy.module, **options)
+
+    def _evaluate(
+        self, records: Sequence[Record], temperature: float, entropy: bool
+    ) -> StepOutputs:
+        batch = self.policy.collate(records)
+        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        return self.policy.evaluate(batch, temperature, entropy=entropy)
+
+    def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:
+        names = sorted(sums)
+        total = torch.stack([sums[name] for name in names])
+        if self.world.size > 1:
+            torch.distributed.all_reduce(total)
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def _gradient_norm(self) -> float:
+        from torch.distributed.tensor import DTensor
+
+        gradients = [p.grad for p in self.policy.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _clip_gradients(self, norm: float) -> None:
+        if norm > self._clip:
+            factor = self._clip / (norm + 1e-6)
+            for parameter in self.policy.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)

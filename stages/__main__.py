@@ -1,0 +1,56 @@
+"""``python -m stages NAME --config F --out D``: the one command that every driver calls."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlinf.errors import ConfigError, RlinfError
+from stages import SECTIONS
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; see :class:`stages.runner.StageCall`."""
+    parser = argparse.ArgumentParser(prog="python -m stages", description="Run one stage.")
+    parser.add_argument("stage", choices=sorted(SECTIONS))
+    parser.add_argument("--config", type=Path, required=True, help="config.yaml of the run")
+    parser.add_argument("--out", type=Path, required=True, help="output folder of the stage")
+    parser.add_argument("--iteration", type=int, default=0)
+    parser.add_argument(
+        "--input", action="append", default=[], metavar="NAME=FOLDER", help="a committed input"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a stage in this process; returns its exit code (see ``rlinf.errors``)."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    from slurm.signals import StopFlag
+    from stages.runner import StageCall, run_stage
+
+    try:
+        inputs = {}
+        for text in arguments.input:
+            name, separator, folder = text.partition("=")
+            if not separator:
+                raise ConfigError(f"--input {text!r}: expected NAME=FOLDER")
+            inputs[name] = Path(folder)
+        call = StageCall(
+            arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
+        )
+        with StopFlag() as stop:
+            run_stage(call, stopping=stop.is_set)
+    except RlinfError as error:
+        traceback.print_exc() if error.exit_code == 1 else None
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Collecting experience: simulate and generate joined by an observation and an action channel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from rlinf.channels.reference import ReferenceChannel
+from rlinf.data.record import Record
+from rlinf.engines.base import Engine, serve
+from rlinf.envs.base import Environment, Episodes
+
+
+def collect(
+    environment: Environment, engine: Engine, episodes: Episodes, stage: str
+) -> Iterator[Record]:
+    """Trajectories of ``episodes``, each as soon as it is complete.
+
+    The engine answers in a thread of its own. An error on either side ends both and is raised here.
+    """
+    observations, actions = ReferenceChannel(capacity=64), ReferenceChannel()
+    failure: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            serve(engine, observations, actions, seed=episodes.seed, stage=stage)
+        except BaseException as error:
+            failure.append(error)
+            observations.close()
+
+    worker = threading.Thread(target=generate, name="generate", daemon=True)
+    worker.start()
+    try:
+        yield from environment.simulate(episodes, observations, actions)
+    except Exception:
+        if failure:
+            raise failure[0] from None
+        raise
+    finally:
+        observations.close()
+        worker.join()
+    if failure:
+        raise failure[0]

@@ -1,0 +1,51 @@
+"""Evaluate: the score of one version of the weights on held-out starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlinf.data.record import Record
+from rlinf.engines.base import Engine
+from rlinf.envs.base import Environment, Episodes
+from stages.collect import collect
+from stages.context import Context
+from stages.parts import held_engine, held_environment
+
+
+def run(ctx: Context) -> None:
+    """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
+    engine = held_engine(ctx, "weights", ctx.iteration)
+    environment = held_environment(ctx, ctx.inputs["weights"].data / "weights")
+    starts = range(ctx.world.rank, ctx.config.evaluate.samples, ctx.world.size)
+    with ctx.span("generate"):
+        trajectories, scores = held_out(ctx, environment, engine, starts)
+    output = ctx.writer("trajectories")
+    for trajectory in trajectories:
+        output.put(trajectory)
+    output.close()
+    ctx.metric("score", float(np.mean(scores)), weight=len(scores))
+    lengths = [len(trajectory) for trajectory in trajectories]
+    ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
+
+
+def held_out(
+    ctx: Context, environment: Environment, engine: Engine, starts: Sequence[int]
+) -> tuple[list[Record], list[float]]:
+    """Trajectories and scores of held-out starts; always the same ones, whatever the seed."""
+    episodes = Episodes(
+        seed=0,
+        iteration=0,
+        split="test",
+        starts=starts,
+        group_size=1,
+        horizon=ctx.config.rollout.horizon,
+        temperature=ctx.config.evaluate.temperature,
+    )
+    trajectories = []
+    for trajectory in collect(environment, engine, episodes, "evaluate"):
+        trajectories.append(trajectory)
+        ctx.progress(len(trajectories), len(starts), "held-out samples")
+    trajectories.sort(key=lambda record: record.identity)
+    return trajectories, environment.score(trajectories)

@@ -1,0 +1,34 @@
+"""What makes the output of a stage what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlinf import __version__
+from rlinf.artifacts import SCHEMA
+from rlinf.config import RunConfig, digest
+from stages import SECTIONS
+
+
+def stage_key(config: RunConfig, stage: str, iteration: int, inputs: Mapping[str, str]) -> str:
+    """Digest of the configuration that matters to a stage, its inputs' contents and the code.
+
+    Resources, paths and log options are not part of it.
+
+    Args:
+        inputs: content digest of each input by name.
+    """
+    semantic = config.semantic()
+    sections = {name: semantic[name] for name in SECTIONS[stage]}
+    schedule = sections.get("algorithm", {}).get("schedule", "constant")
+    if stage == "train" and schedule != "constant":
+        sections["iterations"] = semantic["iterations"]
+    return digest(
+        {
+            "stage": stage,
+            "iteration": iteration,
+            "config": sections,
+            "inputs": dict(inputs),
+            "code": [__version__, SCHEMA],
+        }
+    )

@@ -1,0 +1,22 @@
+"""Where a run keeps what: the one place that knows the names of folders and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONFIG, PLAN, RUN = "config.yaml", "plan.yaml", "run.json"
+METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+PER_ITERATION = ("rollout", "reward", "inference", "train", "sync")
+
+
+def stage_folder(run: Path, stage: str, iteration: int) -> Path:
+    """Output folder of a stage instance.
+
+    ``iteration`` counts from 0; for ``evaluate`` it is the version of the weights: 0 after the warm
+    start, n after n iterations.
+    """
+    if stage in PER_ITERATION:
+        return run / "it" / f"{iteration:04d}" / stage
+    if stage == "evaluate":
+        return run / stage / f"{iteration:04d}"
+    return run / stage

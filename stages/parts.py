@@ -1,0 +1,111 @@
+"""The library objects a stage works with, built from the run's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlinf.algorithms import algorithms
+from rlinf.algorithms.base import Algorithm
+from rlinf.config import RunConfig
+from rlinf.engines import engines
+from rlinf.engines.base import Engine
+from rlinf.envs import environments
+from rlinf.envs.base import Environment
+from rlinf.models import policies
+from rlinf.rewards import rewards
+from rlinf.rewards.base import Reward
+from rlinf.trainers import trainers
+from stages.context import Context
+
+
+def policy_class(config: RunConfig) -> tuple[Any, Any]:
+    """The policy class and its validated options."""
+    cls = policies.get(config.model.name)
+    return cls, config.model.options(cls.Config, "model")
+
+
+def environment_class(config: RunConfig) -> tuple[Any, Any]:
+    """The environment class and its validated options."""
+    cls = environments.get(config.task.name)
+    return cls, config.task.options(cls.Config, "task")
+
+
+def make_algorithm(config: RunConfig) -> Algorithm:
+    """The run's algorithm."""
+    cls = algorithms.get(config.algorithm.name)
+    algorithm: Algorithm = cls(config.algorithm.options(cls.Config, "algorithm"))
+    return algorithm
+
+
+def make_reward(config: RunConfig) -> Reward:
+    """The run's reward."""
+    cls = rewards.get(config.reward.name)
+    reward: Reward = cls(config.reward.options(cls.Config, "reward"))
+    return reward
+
+
+def make_engine(config: RunConfig) -> Engine:
+    """A generation engine without weights."""
+    cls = engines.get(config.engine.name)
+    policy, options = policy_class(config)
+    engine: Engine = cls(config.engine.options(cls.Config, "engine"), policy, options)
+    return engine
+
+
+def held_environment(ctx: Context, folder: Any) -> Environment:
+    """The task's environment, with the processor of the policy in ``folder``; kept resident."""
+
+    def make() -> Environment:
+        policy, policy_options = policy_class(ctx.config)
+        cls, options = environment_class(ctx.config)
+        environment: Environment = cls(options, policy.processor(folder, policy_options))
+        return environment
+
+    return ctx.keep("environment", "one", make)
+
+
+def held_engine(ctx: Context, name: str, version: int) -> Engine:
+    """The engine serving the weights of an input; loaded again only when they changed."""
+    folder = ctx.verified(name) / "weights"
+    engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
+    content = ctx.inputs[name].manifest.content
+    if ctx.resident.get("engine_weights") != content:
+        with ctx.span("load"):
+            engine.load(folder, version)
+        ctx.resident["engine_weights"] = content
+    return engine
+
+
+def held_trainer(ctx: Context) -> Any:
+    """The trainer in the state of input ``checkpoint``, or fresh from input ``initial``."""
+    checkpoint = ctx.inputs.get("checkpoint")
+    state = checkpoint.manifest.content if checkpoint else ""
+    start = ctx.inputs["initial"].manifest.content
+    held = ctx.resident.get("trainer")
+    if held is not None and held[0] == (start, state):
+        return held[1]
+    with ctx.span("load"):
+        trainer = new_trainer(ctx, ctx.verified("initial") / "weights")
+        if checkpoint:
+            trainer.load(ctx.verified("checkpoint") / "checkpoint")
+    ctx.resident["trainer"] = ((start, state), trainer)
+    return trainer
+
+
+def new_trainer(ctx: Context, folder: Any, optimizer: Any = None) -> Any:
+    """A trainer for the policy in ``folder`` with a fresh optimizer."""
+    cls = trainers.get(ctx.config.trainer.name)
+    policy, options = policy_class(ctx.config)
+    return cls(
+        policy.load(folder, options),
+        ctx.config.trainer.options(cls.Config, "trainer"),
+        optimizer or make_algorithm(ctx.config).config,
+        ctx.world,
+    )
+
+
+def trainer_moved(ctx: Context, content: str) -> None:
+    """Remember that the resident trainer is now in the state just committed."""
+    held = ctx.resident.get("trainer")
+    if held is not None:
+        ctx.resident["trainer"] = ((held[0][0], content), held[1])

@@ -1,0 +1,52 @@
+"""Sync: publish the trained weights as the next version, and let old ones go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlinf.artifacts import prune, read_manifest
+from rlinf.config import RunConfig
+from stages.context import Context
+from stages.layout import PER_ITERATION, stage_folder
+from stages.parts import held_trainer
+
+
+def run(ctx: Context) -> None:
+    """Inputs ``initial`` and ``checkpoint``; output: policy folder ``weights``."""
+    trainer = held_trainer(ctx)
+    tensors = trainer.full_state()
+    if ctx.world.rank:
+        return
+    with ctx.span("publish"):
+        folder = ctx.data / "weights"
+        folder.mkdir()
+        trainer.policy.save(folder, tensors)
+    ctx.metric("version", ctx.iteration + 1)
+    ctx.metric("bytes", sum(tensor.nbytes for tensor in tensors.values()))
+    for old in expired(ctx.config, ctx.run, ctx.iteration):
+        prune(old)
+
+
+def expired(config: RunConfig, run: Path, iteration: int) -> list[Path]:
+    """Outputs that the retention policy lets go once ``iteration`` is about to be published.
+
+    The newest two checkpoints always stay, for a damaged one is rebuilt from the one before; so do
+    weights whose evaluation is still to come.
+    """
+    policy, out = config.retention, []
+    oldest_weights = iteration + 1 - max(2, policy.last)
+    for old in range(max(0, iteration - 50 - max(policy.last, policy.trajectories)), iteration):
+        if old < iteration + 1 - policy.trajectories:
+            out += [stage_folder(run, stage, old) for stage in PER_ITERATION[:3]]
+        version = old + 1
+        kept = policy.every and version % policy.every == 0
+        if old < oldest_weights and not kept and not _evaluation_due(config, run, version):
+            out += [stage_folder(run, stage, old) for stage in PER_ITERATION[3:]]
+    return out
+
+
+def _evaluation_due(config: RunConfig, run: Path, version: int) -> bool:
+    every = config.evaluate.every
+    if not every or version % every:
+        return False
+    return read_manifest(stage_folder(run, "evaluate", version)) is None

@@ -1,0 +1,122 @@
+"""Warm start: make the initial policy and, where asked, fine-tune it on demonstrations."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlinf.algorithms.base import AlgorithmConfig, step_weights
+from rlinf.errors import ConfigError
+from rlinf.models.base import StepOutputs, pad
+from rlinf.seeding import torch_seed
+from stages.context import Context
+from stages.evaluate import held_out
+from stages.parts import (
+    environment_class,
+    held_environment,
+    make_engine,
+    new_trainer,
+    policy_class,
+)
+
+
+def run(ctx: Context) -> None:
+    """Output: policy folder ``weights``; ``extra["curve"]`` has the loss and held-out scores."""
+    start = ctx.data / "start"
+    if ctx.world.rank == 0:
+        create(ctx, start)
+    while not start.is_dir():
+        time.sleep(0.05)
+    trainer = None
+    settings = ctx.config.warm_start
+    if settings.max_steps:
+        optimizer = AlgorithmConfig(lr=settings.lr)
+        with ctx.span("load"):
+            trainer = new_trainer(ctx, start, optimizer)
+        with ctx.span("fine-tune"):
+            ctx.extra["curve"] = fine_tune(ctx, trainer, start)
+        tensors = trainer.full_state()
+    if ctx.world.rank:
+        return
+    if trainer is None:
+        start.rename(ctx.data / "weights")
+    else:
+        (ctx.data / "weights").mkdir()
+        trainer.policy.save(ctx.data / "weights", tensors)
+        shutil.rmtree(start)
+        last = ctx.extra["curve"][-1]
+        ctx.metric("steps", last["step"])
+        ctx.metric("loss", last["loss"])
+        ctx.metric("score", last["score"])
+
+
+def create(ctx: Context, folder: Path) -> None:
+    """Write the initial policy for this task into a new folder."""
+    environment, environment_options = environment_class(ctx.config)
+    policy, options = policy_class(ctx.config)
+    spec = environment.describe(environment_options)
+    # Other ranks wait for the folder, so it appears complete.
+    with tempfile.TemporaryDirectory(dir=ctx.data) as name:
+        part = Path(name) / "policy"
+        part.mkdir()
+        policy.create(options, spec, torch_seed(ctx.config.seed, "warm_start"), part)
+        part.rename(folder)
+
+
+def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float | None]]:
+    """Supervised steps until the held-out score reaches ``warm_start.stop_at``.
+
+    Raises:
+        ConfigError: the task has no demonstrations.
+    """
+    settings = ctx.config.warm_start
+    environment = held_environment(ctx, start)
+    if not environment.demonstrations(ctx.config.seed, 0, 1):
+        raise ConfigError(
+            "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
+        )
+    engine = make_engine(ctx.config)
+    curve: list[dict[str, float | None]] = []
+    for step in range(settings.max_steps):
+        records = environment.demonstrations(ctx.config.seed, step, settings.batch)
+        length = max(len(record) for record in records)
+        mask = pad([np.ones(len(record), np.float32) for record in records], length)
+        weights = step_weights(mask, "token_mean")
+
+        def loss(outputs: StepOutputs, rows: list[int], weights: Any = weights) -> Any:
+            steps = outputs.logprobs.shape[1]
+            part = weights[rows, :steps].to(outputs.logprobs.device)
+            return -(part * outputs.logprobs).sum(), {}
+
+        metrics = trainer.step(records, loss, lr=settings.lr)
+        due = (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.max_steps
+        score = evaluate(ctx, trainer, environment, engine) if due else None
+        curve.append({"step": step + 1, "loss": metrics["loss"], "score": score})
+        ctx.progress(step + 1, settings.max_steps, "fine-tuning steps")
+        if score is not None and score >= settings.stop_at:
+            break
+    return curve
+
+
+def evaluate(ctx: Context, trainer: Any, environment: Any, engine: Any) -> float:
+    """Held-out score of the weights as they are; computed on rank 0 and told to the others."""
+    tensors = trainer.full_state()
+    score = torch.zeros((), device=trainer.device)
+    if ctx.world.rank == 0:
+        folder = ctx.data / "candidate"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        trainer.policy.save(folder, tensors)
+        engine.load(folder, 0)
+        starts = range(ctx.config.evaluate.samples)
+        score += float(np.mean(held_out(ctx, environment, engine, starts)[1]))
+        shutil.rmtree(folder)
+    if ctx.world.size > 1:
+        torch.distributed.broadcast(score, 0)
+    return float(score)
