@@ -110,6 +110,8 @@ class EvaluateSection(Section):
     """Iterations between evaluations; 0: only before the first and after the last."""
     samples: int = Field(default=512, gt=0)
     """Held-out prompts or episodes."""
+    horizon: int | None = Field(default=None, gt=0)
+    """Most steps of a held-out sample; that of the rollout by default."""
     temperature: float = Field(default=0.0, ge=0)
 
 

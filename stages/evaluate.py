@@ -40,7 +40,7 @@ def held_out(
         split="test",
         starts=starts,
         group_size=1,
-        horizon=ctx.config.rollout.horizon,
+        horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,
     )
     trajectories = []

@@ -6,6 +6,7 @@ rewards = Registry(
     "reward",
     {
         "score": "rlinf.rewards.score:ScoreReward",
+        "digits": "rlinf.rewards.digits:DigitsReward",
         "environment": "rlinf.rewards.environment:EnvironmentReward",
     },
 )

@@ -1,0 +1,122 @@
+"""The launcher interface: start a job, ask how jobs are, cancel them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one job asks for; None leaves it to the cluster."""
+
+    partition: str | None = None
+    nodes: int = 1
+    tasks_per_node: int = 1
+    gpus_per_node: int = 0
+    gpu_type: str | None = None
+    cpus_per_task: int = 1
+    mem_mb: int | None = None
+    """Memory per node, MiB."""
+    time_min: int | None = None
+    """Wall-time limit, minutes."""
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    setup: tuple[str, ...] = ()
+    """Shell lines run before the job's command: ``module load cuda``."""
+    python: tuple[str, ...] = ()
+    """Command prefix of Python, for containers: ``("apptainer", "exec", "--nv", "image.sif")``."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """Further sbatch options, name to value; true is a flag without one."""
+    signal_delay_s: int = 90
+    """How long before the end the warning signal comes."""
+
+    @property
+    def tasks(self) -> int:
+        """Processes of the job."""
+        return self.nodes * self.tasks_per_node
+
+
+@dataclass(frozen=True)
+class Job:
+    """A module to run with arguments, what it needs, and where its output and logs go."""
+
+    name: str
+    argv: tuple[str, ...]
+    out: Path
+    logs: Path
+    resources: Resources = Resources()
+    module: str = "stages"
+
+
+class State(Enum):
+    """Where a job is in its life."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    PREEMPTED = "preempted"
+    NODE_FAIL = "node_fail"
+    OUT_OF_MEMORY = "out_of_memory"
+    VANISHED = "vanished"
+
+    @property
+    def active(self) -> bool:
+        """Whether it may still finish by itself."""
+        return self in (State.PENDING, State.RUNNING)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a job."""
+
+    state: State
+    exit_code: int | None = None
+    reason: str = ""
+    """Why it waits, or how it failed, with the end of its error output."""
+    partition: str = ""
+    node: str = ""
+
+
+class Launcher(Protocol):
+    """Starts jobs; asks about all of them at once."""
+
+    poll_s: float
+    """Seconds that should pass between two calls of :meth:`poll`."""
+
+    def submit(self, job: Job) -> str:
+        """Start a job, or find the one already started for the same output; returns its id.
+
+        Raises:
+            PlanError: it asks for what the cluster does not have.
+            SlurmError: it was refused; carries the message.
+        """
+
+    def poll(self, ids: Collection[str]) -> dict[str, Status]:
+        """How these jobs are, by one query."""
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """Stop these jobs."""
+
+    def close(self) -> None:
+        """The driver ends; local processes end with it, cluster jobs go on."""
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The end of a log file, or nothing when there is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    kept = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(kept[-lines:])

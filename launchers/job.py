@@ -1,0 +1,109 @@
+"""What runs inside a Slurm job: set the variables of a rank, run the module, end with its code.
+
+An instance is pickled by submitit. It holds strings only and no state of the work: when Slurm
+restarts the job, the same call runs again and goes on from files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlinf.errors import EXIT_REQUEUE
+
+
+@dataclass
+class ModuleCall:
+    """``python -m module *argv`` in this process."""
+
+    module: str
+    argv: tuple[str, ...]
+    path: tuple[str, ...]
+    """Folders put in front of the module search path."""
+    exits: str
+    """Folder for exit notes: what a job ended with, for a driver without accounting."""
+
+    def __call__(self) -> None:
+        sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
+        os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
+        rank = set_rank_variables()
+        code = run_module(self.module, self.argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code == EXIT_REQUEUE and requeue(rank):
+            os._exit(0)
+        if rank == 0 or code:
+            self._note(code)
+        # Leave without submitit's epilogue: the exit code of the job is that of the module.
+        os._exit(code)
+
+    def _note(self, code: int) -> None:
+        note = Path(self.exits) / f"{os.environ['SLURM_JOB_ID']}.exit"
+        temporary = note.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"code": code}))
+        if code or not note.exists():
+            temporary.replace(note)
+        else:
+            temporary.unlink()
+
+
+def run_module(module: str, argv: tuple[str, ...]) -> int:
+    """Exit code of a module run as ``__main__``."""
+    sys.argv = [module, *argv]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def set_rank_variables() -> int:
+    """torchrun-style variables from Slurm's; returns the rank.
+
+    The address is the first node of the job, the port follows from job and restart, so that all
+    ranks agree without asking and a restarted job does not meet its predecessor.
+    """
+    job = os.environ["SLURM_JOB_ID"]
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    rank = int(os.environ.get("SLURM_PROCID", "0"))
+    size = int(os.environ.get("SLURM_NTASKS", "1"))
+    if size > 1:
+        nodes = os.environ["SLURM_JOB_NODELIST"]
+        hosts = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        ).stdout.split()
+        address = hosts[0]
+    else:
+        address = "127.0.0.1"
+    port = 20000 + zlib.crc32(f"{job}.{restart}".encode()) % 20000
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=os.environ.get("SLURM_LOCALID", "0"),
+        LOCAL_WORLD_SIZE=str(size // int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        RLINF_ATTEMPT=f"{job}-{restart}",
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    return rank
+
+
+def requeue(rank: int) -> bool:
+    """Ask Slurm to run this job again; one rank does it for all. Whether it was accepted."""
+    if rank:
+        return True
+    done = subprocess.run(
+        ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, check=False
+    )
+    return done.returncode == 0

@@ -1,0 +1,137 @@
+"""Jobs as processes of this machine, one per rank."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launchers.base import Job, State, Status, tail
+from rlinf.tree import python_path
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Started:
+    job: Job
+    processes: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+    status: Status | None = None
+
+
+@dataclass
+class LocalLauncher:
+    """See the module. A rank that fails takes the others of its job down."""
+
+    poll_s: float = 0.05
+    _started: dict[str, _Started] = field(default_factory=dict)
+
+    def submit(self, job: Job) -> str:
+        attempt = secrets.token_hex(6)
+        job.logs.mkdir(parents=True, exist_ok=True)
+        size = job.resources.tasks
+        port = _free_port() if size > 1 else 0
+        processes, logs = [], []
+        for rank in range(size):
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                **job.resources.env,
+                "PYTHONPATH": python_path(),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RLINF_ATTEMPT": attempt,
+            }
+            log = job.logs / f"{job.name.replace('/', '-')}-{attempt}-r{rank}.log"
+            command = [*job.resources.python, sys.executable, "-m", job.module, *job.argv]
+            with log.open("wb") as stream:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=stream,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=_die_with_parent,
+                    )
+                )
+            logs.append(log)
+        self._started[attempt] = _Started(job, processes, logs)
+        return attempt
+
+    def poll(self, ids: Collection[str]) -> dict[str, Status]:
+        return {identity: self._status(self._started[identity]) for identity in ids}
+
+    def cancel(self, ids: Collection[str]) -> None:
+        for identity in ids:
+            _kill(self._started[identity].processes)
+
+    def close(self) -> None:
+        self.cancel(list(self._started))
+
+    def _status(self, started: _Started) -> Status:
+        if started.status is not None:
+            return started.status
+        codes = [process.poll() for process in started.processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            _kill(started.processes)
+            # An agreed code (requeue, bad input) of one rank says more than a crash it caused.
+            rank = max(failed, key=lambda r: (codes[r] in (65, 66, 75), -r))
+            code = codes[rank]
+            assert code is not None
+            reason = tail(started.logs[rank])
+            if code < 0:
+                reason = f"killed by {signal.Signals(-code).name}\n{reason}".strip()
+            started.status = Status(State.FAILED, code, reason, node=socket.gethostname())
+        elif None not in codes:
+            started.status = Status(State.DONE, 0, node=socket.gethostname())
+        else:
+            return Status(State.RUNNING, node=socket.gethostname())
+        return started.status
+
+
+def _die_with_parent() -> None:
+    """In the child: be killed when the driver is, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill(processes: list[subprocess.Popen[bytes]], patience_s: float = 2.0) -> None:
+    """End processes and what they started: first asked, then made to."""
+    alive = [process for process in processes if process.poll() is None]
+    for process in alive:
+        _signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while any(p.poll() is None for p in alive) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in alive:
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

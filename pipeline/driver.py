@@ -1,0 +1,260 @@
+"""The project's own driver: walks the graph, starts stages, notices ends, goes on after a crash.
+
+All state is in the run directory. What is finished is decided by manifests alone: their key must be
+the digest of the configuration and of the inputs they were made from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipeline.flow import Graph, Node
+from pipeline.metrics import append, write
+from pipeline.run import Run
+from rlinf.artifacts import Manifest, is_pruned, quarantine, read_manifest, verify
+from rlinf.errors import (
+    EXIT_BAD_ARTIFACT,
+    EXIT_BAD_INPUT,
+    EXIT_REQUEUE,
+    ArtifactError,
+    InputError,
+    RequeueRequested,
+    RlinfError,
+    StageError,
+)
+from stages.identity import stage_key
+from stages.layout import CONFIG
+from stages.runner import StageCall, run_stage
+
+log = logging.getLogger("rlinf")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt at a stage ended."""
+
+    exit_code: int
+    reason: str = ""
+    error: BaseException | None = None
+
+
+class Executor(Protocol):
+    """Starts stage calls and says how they ended."""
+
+    def start(self, node: Node, call: StageCall) -> None:
+        """Begin an attempt at a node."""
+
+    def ended(self) -> dict[Node, Outcome]:
+        """Attempts that ended since the last call; may wait a little for one."""
+
+    def stop(self) -> None:
+        """Cancel what runs; called when the driver ends for whatever reason."""
+
+
+@dataclass
+class InProcess:
+    """Runs stages in the driver's own process; engines and trainers stay loaded between them."""
+
+    run: Run
+    resident: dict[str, Any] = field(default_factory=dict)
+    stopping: Callable[[], bool] = lambda: False
+    _ended: dict[Node, Outcome] = field(default_factory=dict)
+
+    def start(self, node: Node, call: StageCall) -> None:
+        try:
+            run_stage(
+                call, config=self.run.config, resident=self.resident, stopping=self.stopping
+            )
+            outcome = Outcome(0)
+        except RlinfError as error:
+            outcome = Outcome(error.exit_code, str(error), error)
+        self._ended[node] = outcome
+
+    def ended(self) -> dict[Node, Outcome]:
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def stop(self) -> None:
+        environment = self.resident.pop("environment", None)
+        if environment is not None:
+            environment[1].close()
+
+
+class Listener(Protocol):
+    """Is told what happens: progress bars, trackers."""
+
+    def node_started(self, node: Node) -> None: ...
+
+    def node_done(self, node: Node, manifest: Manifest) -> None: ...
+
+    def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Driver:
+    """Takes a run from where it is to its end."""
+
+    run: Run
+    executor: Executor
+    listeners: list[Listener] = field(default_factory=list)
+    retries: int = 2
+    """Further attempts at a stage that failed for no stated reason."""
+    ahead: int = 16
+    """Nodes beyond the first unfinished one that may start once their inputs are there."""
+
+    def __post_init__(self) -> None:
+        self.graph = Graph(self.run.config)
+        self._done: dict[Node, Manifest] = {}
+        self._failures: dict[Node, int] = {}
+        self._running: set[Node] = set()
+
+    def drive(self) -> None:
+        """Run every node that is not done.
+
+        Raises:
+            RunLockedError: another driver owns the run.
+            InputError: a stage was given something it cannot use.
+            StageError: a stage failed more often than ``retries`` allows.
+            RequeueRequested: the allocation of this process is about to end.
+        """
+        with self.run.driven():
+            try:
+                self._recover()
+                self._loop()
+            finally:
+                self.executor.stop()
+
+    def _recover(self) -> None:
+        """Find what is done already and withdraw what is damaged."""
+        for node in self.graph.nodes():
+            manifest = self._committed(node)
+            if manifest is not None:
+                self._done[node] = manifest
+        if self._done:
+            log.info("resuming: %d stages are done", len(self._done))
+        write(self.run.folder)
+
+    def _committed(self, node: Node) -> Manifest | None:
+        """The valid manifest of a node whose inputs are all done."""
+        folder = self.graph.folder(self.run.folder, node)
+        inputs = self.graph.inputs(node)
+        if any(source not in self._done for source in inputs.values()):
+            return None
+        try:
+            manifest = read_manifest(folder)
+            if manifest is None or manifest.key != self._key(node):
+                return None
+            if not is_pruned(folder):
+                verify(folder, manifest, checksums=False)
+            return manifest
+        except ArtifactError as error:
+            log.warning("%s; it will be rebuilt", error)
+            quarantine(error.manifest)
+            return None
+
+    def _key(self, node: Node) -> str:
+        contents = {
+            name: self._done[source].content for name, source in self.graph.inputs(node).items()
+        }
+        return stage_key(self.run.config, node.stage, node.iteration, contents)
+
+    def _loop(self) -> None:
+        nodes = self.graph.nodes()
+        window: list[Node] = []
+        while True:
+            window = [node for node in window if node not in self._done]
+            window += self._next(nodes, self.ahead - len(window))
+            if not window:
+                return
+            for node in window:
+                if node not in self._running and self._ready(node):
+                    self._start(node)
+                    if not isinstance(self.executor, InProcess):
+                        continue
+                    break
+            if not self._running:
+                raise StageError(f"{window[0].name}: its inputs can never be there")
+            for node, outcome in self.executor.ended().items():
+                self._running.discard(node)
+                window += self._settle(node, outcome)
+            window.sort(key=lambda node: (node.iteration, node.stage == "evaluate"))
+
+    def _next(self, nodes: Iterator[Node], count: int) -> list[Node]:
+        found: list[Node] = []
+        while len(found) < count:
+            node = next(nodes, None)
+            if node is None:
+                break
+            if node not in self._done:
+                found.append(node)
+        return found
+
+    def _ready(self, node: Node) -> bool:
+        return all(source in self._done for source in self.graph.inputs(node).values())
+
+    def _start(self, node: Node) -> None:
+        inputs = {
+            name: self.graph.folder(self.run.folder, source)
+            for name, source in self.graph.inputs(node).items()
+        }
+        call = StageCall(
+            node.stage,
+            self.run.folder / CONFIG,
+            self.graph.folder(self.run.folder, node),
+            node.iteration,
+            inputs,
+        )
+        for listener in self.listeners:
+            listener.node_started(node)
+        self._running.add(node)
+        self.executor.start(node, call)
+
+    def _settle(self, node: Node, outcome: Outcome) -> list[Node]:
+        """Account for an ended attempt; returns nodes that must run again."""
+        if outcome.exit_code == 0:
+            manifest = self._committed(node)
+            if manifest is not None:
+                self._finish(node, manifest)
+                return []
+            outcome = Outcome(1, outcome.reason or "ended without a valid manifest")
+        if outcome.exit_code == EXIT_REQUEUE:
+            if isinstance(outcome.error, RequeueRequested):
+                raise outcome.error
+            log.info("%s: asked to be started again", node.name)
+            return []
+        if outcome.exit_code == EXIT_BAD_INPUT:
+            raise outcome.error or InputError(f"{node.name}: {outcome.reason}")
+        self._failures[node] = self._failures.get(node, 0) + 1
+        if self._failures[node] > self.retries:
+            raise outcome.error or StageError(
+                f"{node.name} failed {self._failures[node]} times: {outcome.reason}"
+            )
+        if outcome.exit_code == EXIT_BAD_ARTIFACT:
+            return self._withdrawn(node, outcome.reason)
+        log.warning("%s failed (%s); trying again", node.name, outcome.reason)
+        return []
+
+    def _withdrawn(self, node: Node, reason: str) -> list[Node]:
+        """The nodes whose damaged output was withdrawn and must be made again."""
+        log.warning("%s: %s; rebuilding it", node.name, reason)
+        again = []
+        for source in self.graph.inputs(node).values():
+            if source in self._done and self._committed(source) is None:
+                del self._done[source]
+                again.append(source)
+                folder = self.graph.folder(self.run.folder, source)
+                (folder / "pruned").unlink(missing_ok=True)
+        return again
+
+    def _finish(self, node: Node, manifest: Manifest) -> None:
+        self._done[node] = manifest
+        for listener in self.listeners:
+            listener.node_done(node, manifest)
+        if node.stage == "sync":
+            metrics = append(self.run.folder, node.iteration)
+            for listener in self.listeners:
+                listener.iteration_done(node.iteration, metrics)
+

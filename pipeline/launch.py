@@ -1,0 +1,122 @@
+"""From plan and cluster settings to launcher jobs, and their ends back to the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from launchers.base import Job, Launcher, Resources, State
+from pipeline.driver import Outcome
+from pipeline.flow import Node
+from pipeline.plan import Plan, StagePlan
+from pipeline.run import Run
+from rlinf.config import Section
+from rlinf.errors import RequeueRequested
+from stages import SECTIONS
+from stages.runner import StageCall
+
+
+class ClusterConfig(Section):
+    """How stages become processes. Never changes a result."""
+
+    launcher: Literal["inprocess", "local", "slurm"] = "inprocess"
+    """In the driver's process, as processes of this machine, or as Slurm jobs."""
+    site: Path | None = None
+    """File that describes the cluster's partitions: account, set-up lines, container, ..."""
+    poll_s: float = Field(default=1.0, gt=0)
+    """Seconds between two looks at the queue; 30 or more on a cluster shared with others."""
+    retries: int = Field(default=2, ge=0)
+    """Further attempts at a stage that failed for no stated reason."""
+    env: dict[str, str] = {}
+    """Environment of every stage."""
+
+
+def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
+    """The launcher of the settings, after checking that it can run the plan.
+
+    Raises:
+        PlanError: the plan asks for what the cluster does not have.
+        SlurmError: Slurm is not there or does not answer.
+    """
+    if cluster.launcher == "local":
+        from launchers.local import LocalLauncher
+
+        return LocalLauncher()
+    from launchers.submitit import SubmititLauncher
+    from slurm.client import SlurmClient
+    from slurm.limits import check_resources
+
+    client = SlurmClient(poll_s=cluster.poll_s)
+    partitions = client.partitions()
+    for stage in SECTIONS:
+        check_resources(resources(plan.of(stage), cluster), partitions, stage)
+    return SubmititLauncher(client)
+
+
+def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:
+    """What a job of a stage asks for: the plan's numbers with the site's settings."""
+    from slurm.site import load_site
+
+    site = load_site(cluster.site).of(plan.partition) if cluster.site else None
+    extra: dict[str, Any] = {} if site is None else site.as_resources()
+    env = {**extra.pop("env", {}), **cluster.env}
+    return Resources(
+        partition=plan.partition,
+        nodes=plan.nodes,
+        tasks_per_node=plan.processes,
+        gpus_per_node=plan.gpus,
+        gpu_type=plan.gpu_type,
+        cpus_per_task=plan.cpus,
+        mem_mb=plan.mem_mb,
+        time_min=plan.time_min,
+        env=env,
+        **extra,
+    )
+
+
+def stage_job(node: Node, call: StageCall, run: Path, needs: Resources) -> Job:
+    """The launcher's view of a stage call."""
+    return Job(node.name, call.argv(), call.out, run / "logs" / node.stage, needs)
+
+
+@dataclass
+class LauncherExecutor:
+    """Runs stage calls through a launcher."""
+
+    run: Run
+    launcher: Launcher
+    plan: Plan
+    cluster: ClusterConfig
+    stopping: Callable[[], bool] = lambda: False
+    _ids: dict[Node, str] = field(default_factory=dict)
+
+    def start(self, node: Node, call: StageCall) -> None:
+        needs = resources(self.plan.of(node.stage), self.cluster)
+        self._ids[node] = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
+
+    def ended(self) -> dict[Node, Outcome]:
+        """Outcomes of ended jobs; sleeps until a look at the queue is due or a manifest shows."""
+        if self.stopping():
+            raise RequeueRequested("the driver was asked to stop; resume the run to go on")
+        ended: dict[Node, Outcome] = {}
+        statuses = self.launcher.poll(list(self._ids.values()))
+        for node, identity in list(self._ids.items()):
+            status = statuses[identity]
+            if status.state.active:
+                continue
+            del self._ids[node]
+            code = 0 if status.state is State.DONE else status.exit_code or 1
+            reason = status.reason or status.state.value
+            ended[node] = Outcome(code, f"{status.state.value}: {reason}" if code else "")
+        if not ended:
+            time.sleep(self.launcher.poll_s)
+        return ended
+
+    def stop(self) -> None:
+        self.launcher.close()
+

@@ -1,0 +1,92 @@
+"""Metrics of a run, read from its manifests.
+
+``metrics.jsonl`` holds what equal runs have in common, so equal runs have equal files;
+``timings.jsonl`` holds when and where.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlinf.artifacts import Manifest, read_manifest, write_atomic
+from rlinf.errors import ArtifactError
+from stages.layout import METRICS, PER_ITERATION, TIMINGS, stage_folder
+
+
+def iterations(run: Path) -> list[int]:
+    """Iterations that have a folder, ascending."""
+    folder = run / "it"
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def manifest_of(run: Path, stage: str, iteration: int) -> Manifest | None:
+    """The manifest of a stage instance; None when absent or damaged."""
+    try:
+        return read_manifest(stage_folder(run, stage, iteration))
+    except ArtifactError:
+        return None
+
+
+def row(run: Path, iteration: int) -> dict[str, Any] | None:
+    """Metrics of one finished iteration, named ``stage/metric``; None before it is finished."""
+    values: dict[str, Any] = {"iteration": iteration}
+    for stage in PER_ITERATION:
+        manifest = manifest_of(run, stage, iteration)
+        if manifest is None:
+            return None
+        values.update({f"{stage}/{name}": value for name, value in manifest.metrics.items()})
+    return values
+
+
+def collect(run: Path) -> list[dict[str, Any]]:
+    """Rows of all finished iterations."""
+    rows = (row(run, iteration) for iteration in iterations(run))
+    return [values for values in rows if values is not None]
+
+
+def write(run: Path) -> None:
+    """Write both files anew from the manifests."""
+    rows = collect(run)
+    write_atomic(run / METRICS, "".join(_line(values) for values in rows))
+    timings = [
+        _line(timing)
+        for iteration in iterations(run)
+        for stage in PER_ITERATION
+        if (timing := _timing(run, stage, iteration)) is not None
+    ]
+    write_atomic(run / TIMINGS, "".join(timings))
+
+
+def append(run: Path, iteration: int) -> dict[str, Any]:
+    """Add a finished iteration to both files; returns its row."""
+    values = row(run, iteration) or {"iteration": iteration}
+    with (run / METRICS).open("a", encoding="utf-8") as file:
+        file.write(_line(values))
+    with (run / TIMINGS).open("a", encoding="utf-8") as file:
+        for stage in PER_ITERATION:
+            timing = _timing(run, stage, iteration)
+            if timing is not None:
+                file.write(_line(timing))
+    return values
+
+
+def _timing(run: Path, stage: str, iteration: int) -> dict[str, Any] | None:
+    manifest = manifest_of(run, stage, iteration)
+    if manifest is None:
+        return None
+    return {
+        "stage": stage,
+        "iteration": iteration,
+        "host": manifest.host,
+        "job": manifest.job,
+        "world": manifest.world,
+        **manifest.timing,
+    }
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True) + "\n"

@@ -1,0 +1,132 @@
+"""What a person sees while a run goes on, and what trackers are told."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from pipeline.flow import Graph, Node
+from pipeline.run import Run
+from rlinf.artifacts import Manifest
+from rlinf.track import open_sinks
+
+log = logging.getLogger("rlinf")
+
+
+class Console:
+    """Progress bars on a terminal, plain log lines elsewhere."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._graph = Graph(run.config)
+        self._terminal = Terminal(stderr=True)
+        self._bars: Progress | None = None
+        self._score: float | None = None
+
+    def __enter__(self) -> Console:
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        handler: logging.Handler
+        if self._terminal.is_terminal:
+            handler = RichHandler(console=self._terminal, show_path=False, show_level=False)
+            self._bars = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._terminal,
+            )
+            self._bars.start()
+            total = self._run.config.iterations
+            self._whole: TaskID = self._bars.add_task("iterations", total=total, note="")
+            self._part: TaskID = self._bars.add_task("", total=None, note="", visible=False)
+        else:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._handler = handler
+        log.handlers = [handler]
+        log.info("run %s in %s", self._run.config.run.name, self._run.folder)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        log.handlers = []
+        log.propagate = True
+
+    def progress(self, stage: str, done: int, total: int, what: str) -> None:
+        """Progress inside a stage of this process."""
+        if self._bars is not None:
+            self._bars.update(
+                self._part, description=stage, completed=done, total=total, note=what, visible=True
+            )
+
+    def node_started(self, node: Node) -> None:
+        if self._bars is not None:
+            self._bars.update(
+                self._part, description=node.stage, completed=0, total=None, note="", visible=True
+            )
+
+    def node_done(self, node: Node, manifest: Manifest) -> None:
+        if node.stage == "evaluate":
+            self._score = manifest.metrics["score"]
+            log.info("version %d: held-out score %.3f", node.iteration, self._score)
+        elif node.stage == "warm_start" and "score" in manifest.metrics:
+            log.info(
+                "warm start: held-out score %.3f after %d steps",
+                manifest.metrics["score"],
+                manifest.metrics["steps"],
+            )
+
+    def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
+        reward = metrics.get("reward/mean", float("nan"))
+        if self._bars is not None:
+            held_out = "" if self._score is None else f", held-out {self._score:.3f}"
+            self._bars.update(
+                self._whole, completed=iteration + 1, note=f"reward {reward:.3f}{held_out}"
+            )
+        else:
+            log.info(
+                "iteration %d of %d: reward %.3f", iteration + 1, self._run.config.iterations, reward
+            )
+
+
+class Trackers:
+    """Forwards the metrics of each finished iteration to the configured trackers."""
+
+    def __init__(self, run: Run) -> None:
+        self._sinks = open_sinks(run.config.log, run.folder, run.config)
+
+    def node_started(self, node: Node) -> None: ...
+
+    def node_done(self, node: Node, manifest: Manifest) -> None:
+        if node.stage == "evaluate":
+            self._log(node.iteration, {"evaluate/score": manifest.metrics["score"]})
+
+    def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in metrics.items() if name != "iteration"}
+        self._log(iteration + 1, numbers)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, metrics)

@@ -1,0 +1,111 @@
+"""What the Snakefile needs: the graph of a run as inputs, outputs, arguments and resources."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.experiment import prepare as prepare_run
+from pipeline.flow import Graph, Node
+from pipeline.plan import Plan, StagePlan
+from pipeline.run import Run
+from rlinf import tree
+from rlinf.artifacts import MANIFEST
+from stages.layout import CONFIG
+from stages.runner import StageCall
+
+DEFAULT_EXPERIMENT = "arithmetic_grpo"
+
+
+def prepare(settings: Mapping[str, Any]) -> Workflow:
+    """The workflow of ``--config experiment=... key=value``, or of an existing ``run=FOLDER``.
+
+    Keys are those of the configuration with ``__`` for a dot (Snakemake allows no dots in keys).
+    """
+    chosen = dict(settings)
+    if "run" in chosen:
+        return Workflow(Run.open(Path(str(chosen["run"]))))
+    experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
+    overrides = [f"experiment={experiment}"]
+    overrides += [f"++{key.replace('__', '.')}={value}" for key, value in chosen.items()]
+    return Workflow(prepare_run(compose(overrides)))
+
+
+def compose(overrides: list[str]) -> dict[str, Any]:
+    """The configuration Hydra composes, as plain values."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
+        values = hydra_compose("config", overrides)
+    plain = OmegaConf.to_container(values, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+class Workflow:
+    """One run, seen as rules."""
+
+    def __init__(self, run: Run) -> None:
+        self.folder = run.folder
+        self._config = run.folder / CONFIG
+        self._graph = Graph(run.config)
+        self._plan = Plan.read(run.folder)
+        self.report = str(run.folder / "report" / "report.html")
+        self.iterated = list(self._graph.flow.stages)
+        self.offline = list(self._graph.flow.offline)
+        self.python = shlex.quote(sys.executable)
+
+    def output(self, stage: str) -> str:
+        """The manifest of a stage; with ``{i}`` where there is one per iteration."""
+        if stage in self.offline:
+            return str(self._manifest(Node(stage, 0)))
+        return str(self._manifest(Node(stage, 0))).replace("/0000/", "/{i}/")
+
+    def inputs(self, stage: str) -> Callable[[Any], dict[str, str]]:
+        """An input function: the manifests a stage reads, by name."""
+
+        def function(wildcards: Any) -> dict[str, str]:
+            node = Node(stage, int(getattr(wildcards, "i", 0)))
+            return {
+                name: str(self._manifest(source))
+                for name, source in self._graph.inputs(node).items()
+            }
+
+        return function
+
+    def argv(self, stage: str) -> Callable[[Any], list[str]]:
+        """A params function: the arguments after ``python -m stages``."""
+
+        def function(wildcards: Any) -> list[str]:
+            node = Node(stage, int(getattr(wildcards, "i", 0)))
+            inputs = {
+                name: self._graph.folder(self.folder, source)
+                for name, source in self._graph.inputs(node).items()
+            }
+            out = self._graph.folder(self.folder, node)
+            return list(StageCall(stage, self._config, out, node.iteration, inputs).argv())
+
+        return function
+
+    def log(self, stage: str) -> str:
+        """Log file of a stage's rule."""
+        name = stage if stage in self.offline else f"{stage}-{{i}}"
+        return str(self.folder / "logs" / "snakemake" / f"{name}.log")
+
+    def resources(self, stage: str) -> StagePlan:
+        """What the plan gives a stage."""
+        return self._plan.of(stage)
+
+    def targets(self) -> list[str]:
+        """The manifests a finished run has and nothing else depends on."""
+        last = self._graph.iterations
+        nodes = [Node("evaluate", v) for v in range(last + 1) if self._graph.evaluated(v)]
+        return [str(self._manifest(node)) for node in [Node("sync", last - 1), *nodes]]
+
+    def _manifest(self, node: Node) -> Path:
+        return self._graph.folder(self.folder, node) / MANIFEST

@@ -1,0 +1,90 @@
+"""An engine for policies that act by one forward pass: no cache, no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from rlinf.config import Section
+from rlinf.data.record import Record
+from rlinf.engines.base import Engine
+from rlinf.seeding import generator
+
+
+class DirectConfig(Section):
+    """One forward pass per time step."""
+
+    threads: int = Field(default=1, gt=0)
+
+
+class DirectEngine(Engine):
+    """Answers each observation batch at once.
+
+    A request holds ``sample`` and ``observation`` ``[n, D]``; ``info["time"]`` is the time step.
+    Replies hold ``action``, ``logprob`` and ``value``.
+    """
+
+    Config = DirectConfig
+
+    def __init__(self, config: DirectConfig, policy: type, policy_config: Any) -> None:
+        self._config, self._class, self._policy_config = config, policy, policy_config
+        self.version = -1
+        self._noise: dict[int, np.ndarray] = {}
+        self._address: tuple[Any, ...] = ()
+
+    def load(self, folder: Path, version: int) -> None:
+        self._policy = self._class.load(folder, self._policy_config)  # type: ignore[attr-defined]
+        self._policy.module.eval()
+        self.version = version
+
+    @torch.inference_mode()
+    def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
+        torch.set_num_threads(self._config.threads)
+        samples = request.steps["sample"]
+        temperature = float(request.info["temperature"])
+        out, log_std, values = self._policy.module(
+            torch.from_numpy(request.steps["observation"])
+        )
+        if temperature == 0:
+            actions = out.argmax(-1) if self._policy.discrete else out
+        else:
+            noise = self._draw(request, seed, stage, out.shape[-1])
+            if self._policy.discrete:
+                # The largest of logits plus Gumbel noise is a sample of their distribution.
+                gumbel = -torch.log(-torch.log(noise.clamp(1e-7, 1 - 1e-7)))
+                actions = (out / temperature + gumbel).argmax(-1)
+            else:
+                actions = out + noise * log_std.exp() * temperature
+        logprobs, _ = self._policy.judge(out, log_std, actions, temperature)
+        yield Record(
+            request.identity,
+            steps={
+                "sample": samples,
+                "action": actions.numpy(),
+                "logprob": logprobs.numpy(),
+                "value": values.numpy(),
+            },
+            info={"version": self.version},
+        )
+
+    def _draw(self, request: Record, seed: int, stage: str, size: int) -> torch.Tensor:
+        """Noise of this time step ``[n, size]``: uniform for choices, normal for vectors."""
+        horizon, time = int(request.info["horizon"]), int(request.info["time"])
+        address = (seed, request.identity.iteration, stage, horizon)
+        if address != self._address:
+            self._noise, self._address = {}, address
+        rows = []
+        for sample in request.steps["sample"].tolist():
+            table = self._noise.get(sample)
+            if table is None:
+                random = generator(seed, request.identity.iteration, stage, sample)
+                draw = random.random if self._policy.discrete else random.standard_normal
+                table = draw((horizon, size), dtype=np.float32)
+                self._noise[sample] = table
+            rows.append(table[time])
+        return torch.from_numpy(np.stack(rows))

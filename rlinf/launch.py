@@ -1,0 +1,95 @@
+"""``python -m rlinf.launch experiment=... key=value``: compose a configuration and run it.
+
+With ``-m`` Hydra runs a sweep, one run per point, in this process or as jobs through
+``hydra/launcher=submitit_local`` or ``hydra/launcher=submitit_slurm``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rlinf import tree
+from rlinf.errors import ConfigError, RlinfError
+
+BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    tree.activate()
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        refuse_lone_launcher(words)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    import hydra
+
+    sys.argv = ["rlinf.launch", *words]
+    failures: list[int] = []
+
+    @hydra.main(
+        config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3"
+    )
+    def run(values: Any) -> None:
+        code = run_point(values)
+        if code:
+            failures.append(code)
+            if is_sweep():
+                # A sweep's launcher reports a point as failed only when it raises.
+                raise SystemExit(code)
+
+    run()
+    return failures[0] if failures else 0
+
+
+def is_sweep() -> bool:
+    """Whether this point belongs to a sweep."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def run_point(values: Any) -> int:
+    """Run one composed configuration to its end; returns its exit code."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from pipeline.experiment import execute
+
+    logging.getLogger("rlinf").setLevel(logging.INFO)
+    try:
+        plain = OmegaConf.to_container(values, resolve=True)
+        assert isinstance(plain, dict)
+        execute({str(key): value for key, value in plain.items()})
+    except OmegaConfBaseException as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ConfigError.exit_code
+    except RlinfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def refuse_lone_launcher(words: Sequence[str]) -> None:
+    """Hydra ignores a launcher given without ``-m``, and would train on the login node.
+
+    Raises:
+        ConfigError: says the command that was meant.
+    """
+    sweep = any(word in ("-m", "--multirun") for word in words)
+    launchers = [word for word in words if word.lstrip("+").startswith("hydra/launcher=")]
+    if launchers and not sweep and not launchers[0].endswith("=basic"):
+        raise ConfigError(
+            f"{launchers[0]} only works for sweeps, and Hydra would ignore it here. Either add -m:"
+            f"\n  python -m rlinf.launch -m {' '.join(words)}\n"
+            "or run this one experiment's stages as jobs: replace it by cluster=slurm"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

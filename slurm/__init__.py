@@ -1,0 +1,1 @@
+"""Everything that knows Slurm; also the folder that ``snakemake --profile slurm`` reads."""

@@ -1,0 +1,80 @@
+"""Site files: what a cluster's users must know about its partitions, written down once."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlinf.errors import PlanError, nearest
+
+
+class PartitionSite(BaseModel):
+    """Settings of the jobs of one partition."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    setup: tuple[str, ...] = ()
+    """Shell lines before the job's command: ``module load cuda/12.4``."""
+    python: tuple[str, ...] = ()
+    """Prefix of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif]``."""
+    env: dict[str, str] = {}
+    sbatch: dict[str, str | int | bool] = {}
+    """Further sbatch options by long name."""
+    signal_delay_s: int = 90
+    """Seconds between the warning signal and the end."""
+
+    def as_resources(self) -> dict[str, Any]:
+        """Keyword arguments of :class:`launchers.base.Resources`."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+
+class Site(BaseModel):
+    """``defaults`` for all partitions, then what ``partitions`` says of each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    defaults: PartitionSite = PartitionSite()
+    partitions: dict[str, PartitionSite] = {}
+
+    def of(self, partition: str | None) -> PartitionSite:
+        """Settings of a partition."""
+        own = self.partitions.get(partition or "")
+        if own is None:
+            return self.defaults
+        return self.defaults.model_copy(
+            update={name: getattr(own, name) for name in own.model_fields_set}
+        )
+
+
+@functools.cache
+def load_site(path: Path) -> Site:
+    """Read a site file.
+
+    Raises:
+        PlanError: missing, not YAML, or a key is unknown or of the wrong type.
+    """
+    try:
+        values = yaml.safe_load(path.expanduser().read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise PlanError(f"cluster.site: no file {path}") from None
+    except yaml.YAMLError as error:
+        raise PlanError(f"cluster.site: {path} is not valid YAML ({error})") from None
+    try:
+        return Site.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        hint = ""
+        if problem["type"] == "extra_forbidden":
+            owner = Site if len(problem["loc"]) == 1 else PartitionSite
+            hint = nearest(str(problem["loc"][-1]), owner.model_fields)
+        raise PlanError(f"{path}: {key}: {problem['msg']}{hint}") from None
