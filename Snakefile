@@ -1,29 +1,23 @@
-"""The workflow, stage by stage.
-
-    snakemake -c2                                        # on this machine
-    snakemake --profile slurm                            # every stage a Slurm job
-    snakemake --profile slurm --config experiment=cartpole_ppo iterations=20
-
-The configuration is composed once by Hydra (rule compose), and every stage reads that file. Which
-stage feeds which comes from the experiment's flow, resources from its plan.
-"""
-
+# The workflow, stage by stage.
+#
+#     snakemake -c2                                    on this machine
+#     snakemake --profile slurm                        every stage a Slurm job
+#     snakemake -c2 --config experiment=cartpole_ppo iterations=20 rollout__batch=32
+#
+# The configuration is composed once, frozen into the run directory, and read by every stage. Which
+# stage feeds which comes from the experiment's flow, what a stage runs on from its plan.
 import sys
-
-# The graph is built recursively, one level per job of the chain.
-sys.setrecursionlimit(1_000_000)
 
 from rlinf import tree
 
 tree.activate()
 
-from pipeline import workflow as flowing
+from pipeline import workflow as described
 
-run = flowing.prepare(config)
+# The graph is built recursively, a level per job of the chain.
+sys.setrecursionlimit(1_000_000)
 
-
-wildcard_constraints:
-    i=r"\d+",
+run = described.prepare(config)
 
 
 localrules:
@@ -34,4 +28,58 @@ localrules:
 rule all:
     input:
         run.report,
-        default_target=True
+
+
+for stage in run.offline:
+
+    rule:
+        name:
+            stage
+        output:
+            run.output(stage),
+        log:
+            run.log(stage),
+        params:
+            argv=run.argv(stage),
+        resources:
+            **run.resources(stage),
+        conda:
+            "configs/environment.yaml"
+        shell:
+            run.command(stage)
+
+
+for stage in run.iterated:
+
+    rule:
+        name:
+            stage
+        input:
+            unpack(run.inputs(stage)),
+        output:
+            run.output(stage),
+        log:
+            run.log(stage),
+        params:
+            argv=run.argv(stage),
+        resources:
+            **run.resources(stage),
+        conda:
+            "configs/environment.yaml"
+        shell:
+            run.command(stage)
+
+
+rule report:
+    input:
+        run.targets(),
+    output:
+        report(run.report, category="Run"),
+    log:
+        run.log("report"),
+    params:
+        folder=run.folder,
+    conda:
+        "configs/environment.yaml"
+    shell:
+        "{run.python} -m rlinf.cli report {params.folder:q} > {log:q} 2>&1"

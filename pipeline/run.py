@@ -164,6 +164,12 @@ def _alive(path: Path, owner: dict[str, Any]) -> bool:
         return False
 
 
+def is_driven(path: Path) -> dict[str, Any] | None:
+    """The living owner noted in a lock file, if there is one."""
+    owner = _owner(path)
+    return owner if owner is not None and _alive(path, owner) else None
+
+
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
     """Dotted keys whose values differ."""
     found = set()

@@ -99,15 +99,15 @@ class Console:
             )
 
     def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
-        reward = metrics.get("reward/mean", float("nan"))
+        score = metrics.get("reward/score", float("nan"))
         if self._bars is not None:
             held_out = "" if self._score is None else f", held-out {self._score:.3f}"
             self._bars.update(
-                self._whole, completed=iteration + 1, note=f"reward {reward:.3f}{held_out}"
+                self._whole, completed=iteration + 1, note=f"score {score:.3f}{held_out}"
             )
         else:
             log.info(
-                "iteration %d of %d: reward %.3f", iteration + 1, self._run.config.iterations, reward
+                "iteration %d of %d: score %.3f", iteration + 1, self._run.config.iterations, score
             )
 
 

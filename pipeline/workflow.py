@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.experiment import prepare as prepare_run
 from pipeline.flow import Graph, Node
-from pipeline.plan import Plan, StagePlan
+from pipeline.plan import Plan
 from pipeline.run import Run
 from rlinf import tree
 from rlinf.artifacts import MANIFEST
@@ -56,8 +56,8 @@ class Workflow:
         self._graph = Graph(run.config)
         self._plan = Plan.read(run.folder)
         self.report = str(run.folder / "report" / "report.html")
-        self.iterated = list(self._graph.flow.stages)
         self.offline = list(self._graph.flow.offline)
+        self.iterated = [*self._graph.flow.stages, "evaluate"]
         self.python = shlex.quote(sys.executable)
 
     def output(self, stage: str) -> str:
@@ -92,14 +92,31 @@ class Workflow:
 
         return function
 
+    def command(self, stage: str) -> str:
+        """Shell command of a stage's rule, for executors that run one."""
+        count = self._plan.of(stage).processes
+        ranks = f"-m launchers.ranks {count} stages" if count > 1 else "-m stages"
+        return f"{self.python} {ranks} {{params.argv:q}} > {{log:q}} 2>&1"
+
     def log(self, stage: str) -> str:
         """Log file of a stage's rule."""
-        name = stage if stage in self.offline else f"{stage}-{{i}}"
+        name = f"{stage}-{{i}}" if stage in self.iterated else stage
         return str(self.folder / "logs" / "snakemake" / f"{name}.log")
 
-    def resources(self, stage: str) -> StagePlan:
-        """What the plan gives a stage."""
-        return self._plan.of(stage)
+    def resources(self, stage: str) -> dict[str, Any]:
+        """What the plan gives a stage, in the words of Snakemake and its Slurm plugin."""
+        plan = self._plan.of(stage)
+        kind = f"{plan.gpu_type}:" if plan.gpu_type else ""
+        values = {
+            "slurm_partition": plan.partition,
+            "nodes": plan.nodes,
+            "tasks": plan.nodes * plan.processes,
+            "cpus_per_task": plan.cpus,
+            "mem_mb": plan.mem_mb,
+            "runtime": plan.time_min,
+            "gres": f"gpu:{kind}{plan.gpus}" if plan.gpus else None,
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
     def targets(self) -> list[str]:
         """The manifests a finished run has and nothing else depends on."""

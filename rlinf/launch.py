@@ -7,6 +7,7 @@ With ``-m`` Hydra runs a sweep, one run per point, in this process or as jobs th
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     import hydra
 
-    sys.argv = ["rlinf.launch", *words]
+    # Keys of a part that its YAML file does not mention are overrides too; our own validation,
+    # which knows them all, judges them and hints at the nearest.
+    sys.argv = ["rlinf.launch", *map(forced, words)]
     failures: list[int] = []
 
     @hydra.main(
@@ -44,6 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run()
     return failures[0] if failures else 0
+
+
+def forced(word: str) -> str:
+    """``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file."""
+    key, separator, _ = word.partition("=")
+    plain = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
+    group = (tree.ROOT / "configs" / key).is_dir()
+    own = plain and not group and key.split(".")[0] != "hydra"
+    return f"++{word}" if separator and own else word
 
 
 def is_sweep() -> bool:

@@ -181,7 +181,9 @@ class FSDPTrainer:
         """Write weights and optimizer with torch.distributed.checkpoint, all ranks together."""
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(folder, thread_count=1))
+        alone = not torch.distributed.is_initialized()
+        writer = dcp.FileSystemWriter(folder, thread_count=1)
+        dcp.save(self._state(), storage_writer=writer, no_dist=alone)
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, by any number of processes."""
@@ -189,7 +191,7 @@ class FSDPTrainer:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = self._state()
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
         set_state_dict(
             self.policy.module,
             self.optimizer,

@@ -1,0 +1,70 @@
+# Everything a person does here. `make demo` and `make test` set up a fresh machine by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := configs/constraints.txt
+EXTRAS := slurm,sims,math,dev
+export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# One thread per process: more make small models slower, and waiting threads must not spin.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast lint format bench docs wheel slurm-up slurm-down clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(VENV)/.installed  ## Create the environment in .venv
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	# torch first, pinned: nothing later may replace it by a build with CUDA packages.
+	$(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
+	touch $@
+
+demo: install  ## Warm-start and train the arithmetic model, then say where the report is
+	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
+
+test: install  ## The whole suite, on a real Slurm brought up for it
+	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests $(ARGS)
+
+test-fast: install  ## Without a cluster and without slow tests
+	$(PYTEST) tests -m 'not cluster and not slow' $(ARGS)
+
+lint: install  ## ruff, mypy, codespell, snakefmt
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/snakefmt --check --diff -l 100 Snakefile
+
+format: install  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/snakefmt -q -l 100 Snakefile
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),bench]'
+	touch $@
+
+bench: $(VENV)/.bench  ## Measure and write benchmarks/results.json (NAME=row for one row)
+	$(BIN)/python -m benchmarks $(if $(NAME),--name $(NAME)) $(ARGS)
+
+wheel: install  ## Build dist/*.whl
+	rm -rf dist
+	$(BIN)/python -m build -q --wheel --no-isolation
+
+slurm-up:  ## Start the dev cluster (root; installs Slurm if needed)
+	slurm/devcluster/up.sh
+
+slurm-down:  ## Stop the dev cluster
+	slurm/devcluster/down.sh
+
+clean:  ## Remove build products; runs are kept
+	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,137 @@
+"""Snakemake executor ``rlinf``: rules become Slurm jobs through the project's own launcher.
+
+One queue query serves all jobs of a round, ends are seen first by the manifest, and a job runs its
+stage directly instead of a second Snakemake (docs/decisions/0002-snakemake-executor.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snakemake_interface_common.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
+from snakemake_interface_executor_plugins.settings import CommonSettings, ExecutorSettingsBase
+
+from rlinf import tree
+
+tree.activate()
+
+from launchers.base import Job, Resources  # noqa: E402
+from launchers.submitit import SubmititLauncher  # noqa: E402
+from rlinf.errors import RlinfError  # noqa: E402
+from slurm.client import SlurmClient  # noqa: E402
+from slurm.site import load_site  # noqa: E402
+
+
+@dataclass
+class ExecutorSettings(ExecutorSettingsBase):
+    """Command-line options ``--rlinf-...``."""
+
+    site: Path | None = field(
+        default=None,
+        metadata={"help": "Site file with account, set-up lines, container of each partition"},
+    )
+
+
+common_settings = CommonSettings(
+    non_local_exec=True,
+    implies_no_shared_fs=False,
+    job_deploy_sources=False,
+    pass_default_storage_provider_args=False,
+    pass_default_resources_args=False,
+    pass_envvar_declarations_to_cmd=False,
+    auto_deploy_default_storage_provider=False,
+)
+
+
+class Executor(RemoteExecutor):
+    """See the module."""
+
+    def __post_init__(self) -> None:
+        self._launcher = SubmititLauncher(SlurmClient())
+
+    def run_job(self, job: Any) -> None:
+        """Submit a rule's job.
+
+        Raises:
+            WorkflowError: the rule is no stage, or Slurm refused the job.
+        """
+        argv = job.params.get("argv")
+        if argv is None:
+            raise WorkflowError(
+                f"rule {job.name}: the executor 'rlinf' runs rules with params.argv (stages); "
+                "make this one a localrule"
+            )
+        manifest = Path(str(job.output[0])).absolute()
+        site = self.workflow.executor_settings.site
+        name = "-".join([job.name, *map(str, job.wildcards)])
+        request = Job(
+            name=name,
+            argv=tuple(str(word) for word in argv),
+            out=manifest.parent,
+            logs=Path(str(job.log[0])).absolute().parent / "slurm" / job.name,
+            resources=resources(job.resources, site),
+        )
+        try:
+            identity = self._launcher.submit(request)
+        except RlinfError as error:
+            raise WorkflowError(str(error)) from None
+        self.logger.info(f"{name}: Slurm job {identity}, logs in {request.logs}")
+        self.report_job_submission(SubmittedJobInfo(job, external_jobid=identity))
+
+    async def check_active_jobs(
+        self, active_jobs: list[SubmittedJobInfo]
+    ) -> AsyncGenerator[SubmittedJobInfo, None]:
+        """One look at the queue for all active jobs."""
+        if not active_jobs:
+            return
+        async with self.status_rate_limiter:
+            try:
+                statuses = self._launcher.poll([info.external_jobid for info in active_jobs])
+            except RlinfError as error:
+                # The controller may be restarting; the next round asks again.
+                self.logger.warning(f"cannot ask Slurm: {error}")
+                statuses = {}
+        for info in active_jobs:
+            status = statuses.get(info.external_jobid)
+            if status is None or status.state.active:
+                yield info
+            elif status.exit_code in (0, None) and status.state.value == "done":
+                self.report_job_success(info)
+            else:
+                message = f"{info.job.name}: {status.state.value}: {status.reason}"
+                self.report_job_error(info, msg=message + "\n")
+
+    def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
+        self._launcher.cancel([info.external_jobid for info in active_jobs])
+
+
+def resources(wanted: Any, site: Path | None) -> Resources:
+    """A rule's standard resources, with the site's settings for its partition."""
+
+    def get(name: str, default: Any = None) -> Any:
+        value = wanted.get(name, default)
+        return default if value in ("", "None", None) else value
+
+    gpus, kind = 0, None
+    if get("gres"):
+        _, *middle, count = str(get("gres")).split(":")
+        gpus, kind = int(count), middle[0] if middle else None
+    nodes = int(get("nodes", 1))
+    partition = get("slurm_partition")
+    extra = load_site(site).of(partition).as_resources() if site else {}
+    return Resources(
+        partition=partition,
+        nodes=nodes,
+        tasks_per_node=max(1, int(get("tasks", 1)) // nodes),
+        gpus_per_node=gpus,
+        gpu_type=kind,
+        cpus_per_task=int(get("cpus_per_task", 1)),
+        mem_mb=int(get("mem_mb")) if get("mem_mb") else None,
+        time_min=int(get("runtime")) if get("runtime") else None,
+        **extra,
+    )

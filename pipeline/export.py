@@ -1,0 +1,46 @@
+"""Taking weights out of a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pipeline.run import Run
+from rlinf.artifacts import is_pruned, read_manifest, verify
+from rlinf.errors import InputError
+from stages.layout import stage_folder
+
+
+def versions(run: Path) -> dict[int, Path]:
+    """Versions of the weights still on disk: 0 after the warm start, n after n iterations."""
+    found = {}
+    if read_manifest(stage_folder(run, "warm_start", 0)) is not None:
+        found[0] = stage_folder(run, "warm_start", 0)
+    for folder in sorted((run / "it").glob("*/sync")):
+        if read_manifest(folder) is not None and not is_pruned(folder):
+            found[int(folder.parent.name) + 1] = folder
+    return found
+
+
+def export_weights(folder: Path, to: Path, version: int | None) -> int:
+    """Copy a version's policy folder to a new place; returns the version.
+
+    Raises:
+        InputError: no such version, or the target exists.
+        ArtifactError: the weights on disk are damaged.
+    """
+    run = Run.open(folder)
+    found = versions(run.folder)
+    if not found:
+        raise InputError(f"{folder}: no weights yet")
+    chosen = max(found) if version is None else version
+    if chosen not in found:
+        kept = ", ".join(str(number) for number in sorted(found))
+        raise InputError(f"--version: {chosen} is not on disk; there are {kept}")
+    if to.exists() and any(to.iterdir()):
+        raise InputError(f"{to}: exists and is not empty")
+    manifest = read_manifest(found[chosen])
+    assert manifest is not None
+    verify(found[chosen], manifest, checksums=True)
+    shutil.copytree(found[chosen] / manifest.data / "weights", to, dirs_exist_ok=True)
+    return chosen

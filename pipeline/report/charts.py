@@ -1,0 +1,222 @@
+"""The charts: each a function from the data to a figure, or None when there is nothing to show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from pipeline.report.data import ReportData
+from stages.layout import PER_ITERATION
+
+INK, GRID = "#24292f", "#e4e7eb"
+COLOURS = {
+    "warm_start": "#8a6fb3",
+    "rollout": "#2f7fb5",
+    "reward": "#e0a030",
+    "inference": "#57a773",
+    "train": "#c8553d",
+    "sync": "#6b7785",
+    "evaluate": "#b0568f",
+}
+mpl.rcParams.update(
+    {
+        "font.size": 10,
+        "axes.edgecolor": "#9aa4af",
+        "axes.labelcolor": INK,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": GRID,
+        "axes.axisbelow": True,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "legend.frameon": False,
+        "figure.facecolor": "white",
+        "svg.hashsalt": "rlinf",
+    }
+)
+
+
+def learning(data: ReportData) -> Figure | None:
+    """Held-out score through both phases: fine-tuning steps, then iterations of RL."""
+    warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
+    if not warm and not data.scores and not data.rows:
+        return None
+    panels = 2 if warm else 1
+    figure, axes = plt.subplots(
+        1, panels, figsize=(10, 3.6), sharey=True, width_ratios=[1, 2][-panels:], squeeze=False
+    )
+    last = axes[0, -1]
+    if warm:
+        x, y = zip(*warm, strict=True)
+        axes[0, 0].plot(x, y, "o-", ms=3.5, color=COLOURS["warm_start"])
+        axes[0, 0].set(title="Warm start", xlabel="fine-tuning step", ylabel="score")
+    x, y = data.column("reward/score")
+    if len(x):
+        last.plot(x, y, lw=0.9, alpha=0.55, color=COLOURS["rollout"], label="training samples")
+    if data.scores:
+        x, y = (np.array(values) for values in zip(*data.scores, strict=True))
+        last.plot(x, y, "o-", ms=4, color=COLOURS["train"], label="held-out")
+        last.annotate(
+            f"{y[-1]:.3g}", (x[-1], y[-1]), xytext=(6, 0), textcoords="offset points", va="center"
+        )
+    last.set(title="Reinforcement learning", xlabel="iteration")
+    last.margins(x=0.06)
+    if not warm:
+        last.set_ylabel("score")
+    last.legend(loc="best")
+    return _finish(figure)
+
+
+def training(data: ReportData) -> Figure | None:
+    """Small multiples of what tells whether training is healthy."""
+    wanted = [
+        ("reward/mean", "mean reward"),
+        ("train/loss", "loss"),
+        ("train/entropy", "entropy (nats)"),
+        ("train/kl_old", "KL to the old policy"),
+        ("train/clip_share", "clipped share"),
+        ("train/grad_norm", "gradient norm"),
+        ("rollout/length_mean", "mean length (steps)"),
+        ("train/explained_variance", "explained variance"),
+        ("inference/logprob_gap_mean", "|engine - trainer| log-prob"),
+    ]
+    present = [(name, title) for name, title in wanted if len(data.column(name)[0])][:9]
+    if not present:
+        return None
+    rows = -(-len(present) // 3)
+    figure, axes = plt.subplots(rows, 3, figsize=(10, 2.3 * rows), squeeze=False)
+    for axis, (name, title) in zip(axes.flat, present, strict=False):
+        x, y = data.column(name)
+        axis.plot(x, y, lw=1.2, color=COLOURS["rollout"])
+        axis.set_title(title, fontsize=10)
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4))
+    for axis in list(axes.flat)[len(present) :]:
+        axis.axis("off")
+    for axis in axes[-1]:
+        axis.set_xlabel("iteration")
+    return _finish(figure)
+
+
+def stage_times(data: ReportData) -> Figure | None:
+    """Seconds of each stage, stacked per iteration."""
+    if not data.rows:
+        return None
+    last = max(row["iteration"] for row in data.rows)
+    seconds = {stage: np.zeros(last + 1) for stage in PER_ITERATION}
+    for entry in data.stages:
+        if entry["stage"] in seconds and entry["iteration"] <= last:
+            seconds[entry["stage"]][entry["iteration"]] = entry["seconds"]
+    figure, axis = plt.subplots(figsize=(10, 3))
+    base = np.zeros(last + 1)
+    for stage, values in seconds.items():
+        axis.bar(np.arange(1, last + 2), values, 1.0, base, color=COLOURS[stage], label=stage)
+        base += values
+    axis.set(xlabel="iteration", ylabel="seconds", xlim=(0.5, last + 1.5))
+    # One slow iteration must not flatten all others.
+    axis.set_ylim(0, max(1e-3, 1.3 * float(np.quantile(base, 0.98))))
+    axis.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1.0))
+    return _finish(figure)
+
+
+def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
+    """Real stage spans per host and rank: the whole run above, the newest iterations below."""
+    spans = [span for span in data.spans if span.name == span.stage]
+    if not spans:
+        return None
+    lanes = sorted({span.lane for span in spans})
+    origin = min(span.start for span in spans)
+    last = max((s.iteration for s in spans if s.stage in PER_ITERATION), default=0)
+    recent = [s for s in spans if s.stage in PER_ITERATION and s.iteration > last - newest]
+    since = min((s.start for s in recent), default=origin)
+    until = max(s.end for s in spans)
+    height = max(1.2, 0.32 * len(lanes) + 0.9)
+    figure, axes = plt.subplots(2, 1, figsize=(10, 2 * height + 0.4), squeeze=False)
+    titles = ("Whole run", f"Last {min(newest, last + 1)} iterations")
+    for axis, start, title in zip(axes[:, 0], (origin, since), titles, strict=True):
+        for row, lane in enumerate(lanes):
+            mine = [s for s in spans if s.lane == lane and s.end >= start]
+            for stage, colour in COLOURS.items():
+                bars = [(s.start - origin, s.end - s.start) for s in mine if s.stage == stage]
+                axis.broken_barh(bars, (row - 0.38, 0.76), facecolors=colour)
+        axis.set_yticks(range(len(lanes)), lanes)
+        axis.set(title=title, xlim=(start - origin, until - origin), ylim=(len(lanes) - 0.5, -0.5))
+        axis.grid(axis="y", visible=False)
+    axes[1, 0].set_xlabel("seconds since the first stage")
+    shown = [stage for stage in COLOURS if any(s.stage == stage for s in spans)]
+    handles = [Patch(color=COLOURS[stage], label=stage) for stage in shown]
+    figure.legend(handles=handles, ncols=len(shown), loc="upper right", fontsize=9)
+    return _finish(figure)
+
+
+def throughput(data: ReportData) -> Figure | None:
+    """Steps per second of rollout alone and of the whole iteration."""
+    steps = {row["iteration"]: row["rollout/steps"] for row in data.rows if "rollout/steps" in row}
+    if not steps:
+        return None
+    alone: dict[int, float] = {}
+    whole: dict[int, float] = {}
+    for entry in data.stages:
+        iteration = entry["iteration"]
+        if entry["stage"] in PER_ITERATION and iteration in steps:
+            whole[iteration] = whole.get(iteration, 0.0) + entry["seconds"]
+            if entry["stage"] == "rollout":
+                alone[iteration] = entry["seconds"]
+    figure, axis = plt.subplots(figsize=(10, 2.8))
+    for label, seconds, colour in (
+        ("rollout", alone, COLOURS["rollout"]),
+        ("whole iteration", whole, COLOURS["train"]),
+    ):
+        x = sorted(i for i in seconds if seconds[i] > 0)
+        axis.plot([i + 1 for i in x], [steps[i] / seconds[i] for i in x], color=colour, label=label)
+    axis.set(xlabel="iteration", ylabel="steps per second", ylim=(0, None))
+    axis.legend()
+    return _finish(figure)
+
+
+def distributions(data: ReportData) -> Figure | None:
+    """Scores and lengths of samples, early against late."""
+    if not data.lengths:
+        return None
+    figure, axes = plt.subplots(1, 2, figsize=(10, 2.8))
+    for axis, table, title in (
+        (axes[0], data.rewards, "score"),
+        (axes[1], data.lengths, "length (steps)"),
+    ):
+        everything = np.concatenate(list(table.values()))
+        low, high = float(everything.min()), float(everything.max())
+        bins = np.linspace(low, high, 25) if high > low else np.array([low - 0.5, low + 0.5])
+        for (label, values), colour in zip(
+            table.items(), (COLOURS["sync"], COLOURS["train"]), strict=False
+        ):
+            share = np.full(len(values), 1 / max(1, len(values)))
+            axis.hist(values, bins, weights=share, alpha=0.6, color=colour, label=label)
+        axis.set(title=title, ylabel="share of samples")
+        axis.legend()
+    return _finish(figure)
+
+
+CHARTS: dict[str, tuple[str, Any]] = {
+    "learning": ("Learning", learning),
+    "training": ("Training", training),
+    "stage-times": ("Stage times", stage_times),
+    "gantt": ("Where the time went", gantt),
+    "throughput": ("Throughput", throughput),
+    "distributions": ("Samples, early and late", distributions),
+}
+
+
+def _finish(figure: Figure) -> Figure:
+    figure.tight_layout()
+    return figure

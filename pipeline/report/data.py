@@ -1,0 +1,138 @@
+"""What the report shows, read from a run's manifests and kept trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.metrics import collect, iterations, manifest_of
+from pipeline.run import Run
+from rlinf.artifacts import is_pruned
+from rlinf.channels.file import FileReader
+from stages.layout import PER_ITERATION, stage_folder
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stage instance, or a part of one, on one rank."""
+
+    stage: str
+    name: str
+    iteration: int
+    lane: str
+    """Host and rank."""
+    start: float
+    end: float
+
+
+@dataclass
+class ReportData:
+    """Everything the charts and the page need."""
+
+    run: Run
+    warm_start: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    lengths: dict[str, np.ndarray] = field(default_factory=dict)
+    rewards: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def wall_s(self) -> float:
+        """From the start of the first stage to the end of the last, interruptions included."""
+        if not self.spans:
+            return 0.0
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def busy_s(self) -> float:
+        """Sum of the stages' own times."""
+        return float(sum(s.end - s.start for s in self.spans if s.name == s.stage))
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Iterations and values of a metric, where it was recorded."""
+        found = [(row["iteration"] + 1, row[name]) for row in self.rows if name in row]
+        x, y = zip(*found, strict=True) if found else ((), ())
+        return np.array(x, dtype=float), np.array(y, dtype=float)
+
+
+def read(folder: Path) -> ReportData:
+    """Collect what is there; missing, unfinished and pruned parts are left out."""
+    run = Run.open(folder)
+    data = ReportData(run, rows=collect(run.folder))
+    warm = manifest_of(run.folder, "warm_start", 0)
+    if warm is not None:
+        data.warm_start = list(warm.extra.get("curve", []))
+    instances = [("warm_start", 0)]
+    instances += [(stage, i) for i in iterations(run.folder) for stage in PER_ITERATION]
+    versions = sorted(int(p.name) for p in (run.folder / "evaluate").glob("[0-9]*"))
+    instances += [("evaluate", version) for version in versions]
+    for stage, iteration in instances:
+        manifest = manifest_of(run.folder, stage, iteration)
+        if manifest is None:
+            continue
+        if stage == "evaluate":
+            data.scores.append((iteration, manifest.metrics["score"]))
+        seconds = manifest.timing["end"] - manifest.timing["start"]
+        data.stages.append(
+            {
+                "stage": stage,
+                "iteration": iteration,
+                "host": manifest.host,
+                "job": manifest.job,
+                "world": manifest.world,
+                "seconds": seconds,
+            }
+        )
+        for span in manifest.timing["spans"]:
+            lane = f"{span['host']} · {span['rank']}"
+            data.spans.append(
+                Span(stage, span["name"], iteration, lane, span["start"], span["end"])
+            )
+    _read_trajectories(data)
+    return data
+
+
+def _read_trajectories(data: ReportData) -> None:
+    """Transcripts and distributions of the first and the last iteration still on disk."""
+    kept = []
+    for iteration in iterations(data.run.folder):
+        folder = stage_folder(data.run.folder, "rollout", iteration)
+        manifest = manifest_of(data.run.folder, "reward", iteration)
+        if manifest is not None and not is_pruned(folder) and (folder / "manifest.json").exists():
+            kept.append(iteration)
+    chosen = dict.fromkeys([*kept[:1], *kept[-1:]])
+    for iteration in chosen:
+        records = _records(data.run.folder, "rollout", iteration, "trajectories")
+        rewards = {r.identity.key: r for r in _records(data.run.folder, "reward", iteration, "rewards")}
+        label = f"iteration {iteration + 1}"
+        data.lengths[label] = np.array([len(record) for record in records])
+        scores = [rewards[r.identity.key].info["score"] for r in records if r.identity.key in rewards]
+        data.rewards[label] = np.array(scores, dtype=float)
+        texts = [
+            {
+                "prompt": record.info["prompt_text"],
+                "text": record.info["text"],
+                "answer": record.info["answer"],
+                "stop": record.info["stop_reason"],
+                "score": rewards[record.identity.key].info["score"],
+            }
+            for record in records
+            if "text" in record.info and record.identity.key in rewards
+        ]
+        if texts:
+            step = max(1, len(texts) // 8)
+            data.samples.append((label, texts[::step][:8]))
+
+
+def _records(run: Path, stage: str, iteration: int, channel: str) -> list[Any]:
+    folder = stage_folder(run, stage, iteration)
+    manifest = manifest_of(run, stage, iteration)
+    if manifest is None or is_pruned(folder):
+        return []
+    return list(FileReader((folder / manifest.data).glob(f"{channel}-r*.h5")))

@@ -1,0 +1,120 @@
+"""The ``rlinf`` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlinf import __version__, tree
+from rlinf.errors import RlinfError
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/arithmetic_grpo")]
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
+) -> None:
+    """Reinforcement-learning post-training on Slurm, without Ray and without daemons."""
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    overrides: Annotated[
+        list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
+    ],
+) -> None:
+    """Compose an experiment and run it (the same as python -m rlinf.launch)."""
+    from rlinf.launch import main as launch
+
+    raise typer.Exit(launch(overrides))
+
+
+@app.command()
+def resume(
+    folder: RunFolder,
+    cluster: Annotated[
+        str | None, typer.Option(help="inprocess, local or slurm; as before by default")
+    ] = None,
+) -> None:
+    """Go on with a run from what is on disk."""
+    from pipeline.experiment import drive
+    from pipeline.run import Run
+
+    report = drive(Run.open(folder), {"launcher": cluster} if cluster else None)
+    typer.echo(f"report: {report}")
+
+
+@app.command()
+def status(
+    folder: RunFolder,
+    watch: Annotated[bool, typer.Option(help="Refresh until the run is finished")] = False,
+) -> None:
+    """Where a run is: iteration, stage, jobs, rates, time left."""
+    from pipeline.status import show
+
+    show(folder, watch=watch)
+
+
+@app.command()
+def report(folder: RunFolder) -> None:
+    """Write report.html and its pictures anew."""
+    from pipeline.metrics import write
+    from pipeline.report import write_report
+    from pipeline.run import Run
+
+    opened = Run.open(folder)
+    write(opened.folder)
+    typer.echo(f"report: {write_report(opened.folder)}")
+
+
+@app.command()
+def export(
+    folder: RunFolder,
+    to: Annotated[Path, typer.Argument(help="New folder for the model")],
+    weights: Annotated[
+        int | None, typer.Option("--version", help="Version of the weights; the newest by default")
+    ] = None,
+) -> None:
+    """Copy a version of the weights out of a run, as an ordinary model folder."""
+    from pipeline.export import export_weights
+
+    typer.echo(f"version {export_weights(folder, to, weights)} in {to}")
+
+
+@app.command()
+def doctor(
+    folder: Annotated[
+        Path, typer.Option(help="Where runs are kept; must be visible on every node")
+    ] = Path("runs"),
+) -> None:
+    """Check Slurm, the run directory's filesystem, Python on the nodes, and packages."""
+    from pipeline.doctor import examine
+
+    raise typer.Exit(examine(folder))
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
+    tree.activate()
+    try:
+        return app(args=argv, prog_name="rlinf")
+    except RlinfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
