@@ -140,10 +140,12 @@ class SubmititLauncher:
             options["slurm_python"] = " ".join(job.resources.python)
         executor = submitit.AutoExecutor(folder=job.logs, cluster="slurm", **options)
         executor.update_parameters(**parameters(job.name, job.resources, path))
+        configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
         call = ModuleCall(job.module, job.argv, path, str(job.logs))
         try:
             # Inside another job, sbatch would inherit that job's settings.
             with submitit.helpers.clean_env():
+                os.environ.update(configuration)
                 return str(executor.submit(call).job_id)
         except FailedJobError as error:
             raise SlurmError(f"{job.name}: sbatch refused the job: {_cause(error)}") from None

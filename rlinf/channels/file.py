@@ -105,7 +105,8 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
     Raises:
         ValueError: records differ in their column names, kinds or trailing shapes.
     """
-    with h5py.File(path, "w", libver="latest", locking=False) as file:
+    # The newest file format stores times in group headers; equal records must give equal bytes.
+    with h5py.File(path, "w", libver="earliest", locking=False) as file:
         file.attrs["schema"] = SCHEMA
         file.attrs["count"] = len(records)
         identities = np.array([record.identity for record in records], dtype=np.int64)

@@ -33,6 +33,9 @@ class ArithmeticConfig(Section):
     least_significant_first: bool = False
     """Write answers from the last digit to the first, the order in which carries arise; small
     models learn it with far fewer examples (arXiv 2307.03381)."""
+    demonstration_noise: float = Field(default=0.0, ge=0, lt=1)
+    """Share of demonstrations with one wrong digit: what fine-tuning on them can at best reach,
+    sampling at temperature 1, is one minus this."""
     test_seed: int = Field(default=1234, ge=0)
     """Seed of the held-out questions; the run's seed does not change them."""
 
@@ -69,41 +72,54 @@ class ArithmeticEnvironment(PromptEnvironment):
         starts: Sequence[int],
     ) -> list[Prompt]:
         if split == "test":
-            return [self._draw(self.config.test_seed, split, int(start)) for start in starts]
-        return [self._draw(seed, split, iteration, int(start)) for start in starts]
+            seed, iteration = self.config.test_seed, 0
+        return [
+            self._draw(generator(seed, "arithmetic", split, iteration, int(start)), split)
+            for start in starts
+        ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+        random = generator(seed, "arithmetic", "demonstration", step)
+        prompts = [self._draw(random, "train") for _ in range(count)]
+        answers = [self._corrupted(random, prompt.answer) for prompt in prompts]
         stop = self.tokenizer.eos_token_id
-        records = []
-        for sample in range(count):
-            prompt = self._draw(seed, "train", "demonstration", step, sample)
-            answer = self.tokenizer.encode(prompt.answer, add_special_tokens=False)
-            actions = np.asarray([*answer, stop], dtype=np.int64)
-            context = {"prompt": self.encode(prompt)}
-            records.append(Record(Identity(step, sample), {"actions": actions}, context))
-        return records
+        questions = self.encode([prompt.text for prompt in prompts])
+        replies = self.encode(answers)
+        return [
+            Record(Identity(step, i), {"actions": np.append(reply, stop)}, {"prompt": question})
+            for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
+        ]
 
     def grade(self, response: str, answer: str) -> float:
         return float(response.strip() == answer)
 
-    def _draw(self, seed: int, split: str, *address: int | str) -> Prompt:
+    def _draw(self, random: np.random.Generator, split: str) -> Prompt:
         """One question of the split: redrawn until it falls on the right side."""
-        random = generator(seed, "arithmetic", split, *address)
         while True:
             prompt = self._question(random)
             if is_held_out(prompt.text) == (split == "test"):
                 return prompt
 
+    def _corrupted(self, random: np.random.Generator, answer: str) -> str:
+        """The answer, or with probability ``demonstration_noise`` one with a wrong digit."""
+        if random.random() >= self.config.demonstration_noise:
+            return answer
+        at = int(random.integers(answer.startswith("-"), len(answer)))
+        wrong = (int(answer[at]) + int(random.integers(1, 10))) % 10
+        return f"{answer[:at]}{wrong}{answer[at + 1 :]}"
+
     def _question(self, random: np.random.Generator) -> Prompt:
-        weights = self.config.weights
-        share = None if weights is None else np.asarray(weights) / sum(weights)
-        digits = int(random.choice(self.config.digits, p=share))
+        weights = np.cumsum(self.config.weights or (1.0,) * len(self.config.digits))
+        chosen = np.searchsorted(weights, random.random() * weights[-1], side="right")
+        digits = self.config.digits[int(chosen)]
         low, high = (0, 10) if digits == 1 else (10 ** (digits - 1), 10**digits)
         a, b = int(random.integers(low, high)), int(random.integers(0, high))
         operation = self.config.operations[int(random.integers(len(self.config.operations)))]
         answer = str(OPERATIONS[operation](a, b))
         if self.config.least_significant_first:
-            answer = answer[::-1]
+            # The sign stays in front.
+            sign = "-" if answer.startswith("-") else ""
+            answer = sign + answer.removeprefix("-")[::-1]
         return Prompt(f"{a}{operation}{b}=", answer)
 
 

@@ -39,16 +39,16 @@ class PromptEnvironment(Environment):
     ) -> list[Prompt]:
         """The prompts of the given start numbers; the same arguments give the same prompts."""
 
-    def encode(self, prompt: Prompt) -> np.ndarray:
-        """Token ids of a prompt as the model reads it, int64."""
-        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
-        return np.asarray(ids, dtype=np.int64)
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of texts, int64; a task may format them for the model first."""
+        ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [np.asarray(row, dtype=np.int64) for row in ids]
 
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         prompts = self.prompts(episodes.seed, episodes.iteration, episodes.split, episodes.starts)
-        encoded = [self.encode(prompt) for prompt in prompts]
+        encoded = self.encode([prompt.text for prompt in prompts])
         samples = episodes.samples()
         row_of = {int(sample): i // episodes.group_size for i, sample in enumerate(samples)}
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)

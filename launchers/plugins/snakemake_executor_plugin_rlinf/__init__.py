@@ -4,12 +4,10 @@ One queue query serves all jobs of a round, ends are seen first by the manifest,
 stage directly instead of a second Snakemake (docs/decisions/0002-snakemake-executor.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
@@ -31,7 +29,8 @@ from slurm.site import load_site  # noqa: E402
 class ExecutorSettings(ExecutorSettingsBase):
     """Command-line options ``--rlinf-...``."""
 
-    site: Path | None = field(
+    # Snakemake makes an argument parser from the annotation, which must be this form.
+    site: Optional[Path] = field(  # noqa: UP045
         default=None,
         metadata={"help": "Site file with account, set-up lines, container of each partition"},
     )
