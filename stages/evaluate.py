@@ -39,6 +39,7 @@ def held_out(
         iteration=0,
         split="test",
         starts=starts,
+        batch=ctx.config.evaluate.samples,
         group_size=1,
         horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,

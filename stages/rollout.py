@@ -21,6 +21,7 @@ def run(ctx: Context) -> None:
         iteration=ctx.iteration,
         split="train",
         starts=starts,
+        batch=settings.batch,
         group_size=settings.group_size,
         horizon=settings.horizon,
         temperature=settings.temperature,

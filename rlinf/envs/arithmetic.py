@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Literal
-
 import numpy as np
 from pydantic import Field, field_validator
 
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
+from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.models.base import Spec
 from rlinf.seeding import generator
@@ -33,9 +31,9 @@ class ArithmeticConfig(Section):
     least_significant_first: bool = False
     """Write answers from the last digit to the first, the order in which carries arise; small
     models learn it with far fewer examples (arXiv 2307.03381)."""
-    demonstration_noise: float = Field(default=0.0, ge=0, lt=1)
-    """Share of demonstrations with one wrong digit: what fine-tuning on them can at best reach,
-    sampling at temperature 1, is one minus this."""
+    rambling: float = Field(default=0.0, ge=0, lt=1)
+    """Share of demonstrations that go on with another question after the answer, as raw text does.
+    A model fine-tuned on them samples exact answers at most one minus this often."""
     test_seed: int = Field(default=1234, ge=0)
     """Seed of the held-out questions; the run's seed does not change them."""
 
@@ -64,24 +62,22 @@ class ArithmeticEnvironment(PromptEnvironment):
     def describe(cls, config: ArithmeticConfig) -> Spec:
         return {"alphabet": ALPHABET}
 
-    def prompts(
-        self,
-        seed: int,
-        iteration: int,
-        split: Literal["train", "test"],
-        starts: Sequence[int],
-    ) -> list[Prompt]:
-        if split == "test":
+    def prompts(self, episodes: Episodes) -> list[Prompt]:
+        seed, iteration = episodes.seed, episodes.iteration
+        if episodes.split == "test":
             seed, iteration = self.config.test_seed, 0
         return [
-            self._draw(generator(seed, "arithmetic", split, iteration, int(start)), split)
-            for start in starts
+            self._draw(
+                generator(seed, "arithmetic", episodes.split, iteration, int(start)),
+                episodes.split,
+            )
+            for start in episodes.starts
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         random = generator(seed, "arithmetic", "demonstration", step)
         prompts = [self._draw(random, "train") for _ in range(count)]
-        answers = [self._corrupted(random, prompt.answer) for prompt in prompts]
+        answers = [self._demonstrated(random, prompt.answer) for prompt in prompts]
         stop = self.tokenizer.eos_token_id
         questions = self.encode([prompt.text for prompt in prompts])
         replies = self.encode(answers)
@@ -100,13 +96,11 @@ class ArithmeticEnvironment(PromptEnvironment):
             if is_held_out(prompt.text) == (split == "test"):
                 return prompt
 
-    def _corrupted(self, random: np.random.Generator, answer: str) -> str:
-        """The answer, or with probability ``demonstration_noise`` one with a wrong digit."""
-        if random.random() >= self.config.demonstration_noise:
+    def _demonstrated(self, random: np.random.Generator, answer: str) -> str:
+        """The answer, or with probability ``rambling`` the answer and the next question."""
+        if random.random() >= self.config.rambling:
             return answer
-        at = int(random.integers(answer.startswith("-"), len(answer)))
-        wrong = (int(answer[at]) + int(random.integers(1, 10))) % 10
-        return f"{answer[:at]}{wrong}{answer[at + 1 :]}"
+        return f"{answer} {self._draw(random, 'train').text}"
 
     def _question(self, random: np.random.Generator) -> Prompt:
         weights = np.cumsum(self.config.weights or (1.0,) * len(self.config.digits))

@@ -29,6 +29,8 @@ class Episodes:
     split: Literal["train", "test"]
     starts: Sequence[int]
     """Numbers of the starts (prompts, environments) this worker does, out of the whole batch."""
+    batch: int
+    """Starts of the whole batch, over all workers."""
     group_size: int
     """Samples per start: sample ``start * group_size + k``."""
     horizon: int

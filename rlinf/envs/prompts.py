@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,14 +30,8 @@ class PromptEnvironment(Environment):
         self.tokenizer = processor
 
     @abstractmethod
-    def prompts(
-        self,
-        seed: int,
-        iteration: int,
-        split: Literal["train", "test"],
-        starts: Sequence[int],
-    ) -> list[Prompt]:
-        """The prompts of the given start numbers; the same arguments give the same prompts."""
+    def prompts(self, episodes: Episodes) -> list[Prompt]:
+        """The prompts of ``episodes.starts``; equal arguments give equal prompts."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of texts, int64; a task may format them for the model first."""
@@ -47,7 +41,7 @@ class PromptEnvironment(Environment):
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        prompts = self.prompts(episodes.seed, episodes.iteration, episodes.split, episodes.starts)
+        prompts = self.prompts(episodes)
         encoded = self.encode([prompt.text for prompt in prompts])
         samples = episodes.samples()
         row_of = {int(sample): i // episodes.group_size for i, sample in enumerate(samples)}
