@@ -95,7 +95,6 @@ def set_rank_variables() -> int:
         MASTER_PORT=str(port),
         RLINF_ATTEMPT=f"{job}-{restart}",
     )
-    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     return rank
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launchers.base import Job, State, Status, tail
+from launchers.base import THREADS, Job, State, Status, tail
 from rlinf.tree import python_path
 
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +44,7 @@ class LocalLauncher:
         for rank in range(size):
             environment = {
                 **os.environ,
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                **THREADS,
                 **job.resources.env,
                 "PYTHONPATH": python_path(),
                 "RANK": str(rank),

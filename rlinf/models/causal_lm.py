@@ -83,7 +83,9 @@ class CausalLM(Policy):
                 shutil.copyfile(path, folder / path.name)
             return
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         vocabulary = write_character_tokenizer(spec["alphabet"], folder)
         settings = AutoConfig.for_model(
             config.architecture,
@@ -188,7 +190,9 @@ def load_module(folder: Path, config: CausalLMConfig) -> nn.Module:
         DataError: missing folder or files, or model code without permission to run it.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     check_checkpoint(folder, config.trust_remote_code)
     try:
         module = AutoModelForCausalLM.from_pretrained(

@@ -1,0 +1,59 @@
+"""What all tests share: one thread, no network, small runs in temporary folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from rlinf import tree
+
+tree.activate()
+
+
+@pytest.fixture
+def compose(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Composed values of a tiny arithmetic run below a temporary folder, with overrides."""
+    from pipeline.workflow import compose as hydra_compose
+
+    def make(*overrides: str, experiment: str = "arithmetic_grpo") -> dict[str, Any]:
+        tiny = TINY if experiment == "arithmetic_grpo" else []
+        return hydra_compose(
+            [
+                f"experiment={experiment}",
+                f"++run.root={tmp_path}",
+                "++log.trackers=[]",
+                *tiny,
+                *(f"++{word}" if "." in word.split("=")[0] else word for word in overrides),
+            ]
+        )
+
+    return make
+
+
+TINY = [
+    "++run.name=tiny",
+    "iterations=2",
+    "++model.hidden=32",
+    "++model.layers=2",
+    "++model.heads=2",
+    "++model.kv_heads=1",
+    "++model.intermediate=64",
+    "++warm_start.max_steps=3",
+    "++warm_start.batch=16",
+    "++warm_start.evaluate_every=2",
+    "++rollout.batch=4",
+    "++rollout.group_size=4",
+    "++rollout.horizon=6",
+    "++evaluate.samples=8",
+    "++evaluate.every=1",
+    "++algorithm.drop_equal_groups=false",
+]
+"""A run of a few seconds that goes through every stage."""

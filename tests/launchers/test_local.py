@@ -1,0 +1,84 @@
+"""Local jobs: ranks, exit codes, and no process left behind."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launchers.base import Job, Resources, State, Status
+from launchers.local import LocalLauncher
+from launchers.submitit import parameters
+
+PROGRAM = """
+import os, sys, time, pathlib
+what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+rank = os.environ["RANK"]
+(folder / f"rank-{rank}").write_text(f"{os.getpid()} {os.environ['WORLD_SIZE']} "
+                                     f"{os.environ['RLINF_ATTEMPT']} {os.environ['MASTER_PORT']}")
+if what == "fail" and rank == "1":
+    print("the reason"); sys.exit(66)
+if what in ("sleep", "fail"):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "program_of_test.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def job(folder: Path, what: str, ranks: int = 1) -> Job:
+    return Job(
+        what, (what, str(folder)), folder, folder / "logs", Resources(tasks_per_node=ranks),
+        "program_of_test",
+    )
+
+
+def finish(launcher: LocalLauncher, identity: str, timeout_s: float = 20) -> Status:
+    deadline = time.monotonic() + timeout_s
+    while (status := launcher.poll([identity])[identity]).state.active:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return status
+
+
+def test_ranks_share_an_attempt_and_a_port(program: Path) -> None:
+    launcher = LocalLauncher()
+    status = finish(launcher, launcher.submit(job(program, "pass", ranks=2)))
+    assert status.state is State.DONE
+    notes = [(program / f"rank-{r}").read_text().split() for r in range(2)]
+    assert notes[0][1:] == notes[1][1:]
+    assert notes[0][1] == "2"
+
+
+def test_a_failing_rank_takes_the_others_down_and_says_why(program: Path) -> None:
+    launcher = LocalLauncher()
+    status = finish(launcher, launcher.submit(job(program, "fail", ranks=2)))
+    assert (status.state, status.exit_code) == (State.FAILED, 66)
+    assert "the reason" in status.reason
+    assert not psutil.pid_exists(int((program / "rank-0").read_text().split()[0]))
+
+
+def test_closing_ends_what_runs(program: Path) -> None:
+    launcher = LocalLauncher()
+    launcher.submit(job(program, "sleep"))
+    deadline = time.monotonic() + 20
+    while not (program / "rank-0").exists() or not (program / "rank-0").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.close()
+    assert not psutil.pid_exists(int((program / "rank-0").read_text().split()[0]))
+
+
+def test_settings_are_quoted_for_the_batch_script() -> None:
+    found = parameters("a/b", Resources(env={"X": "a b; rm -rf /"}, gpus_per_node=2, gpu_type="h100"),
+                       (sys.prefix,))
+    assert "export X='a b; rm -rf /'" in found["slurm_setup"]
+    assert found["slurm_additional_parameters"]["gres"] == "gpu:h100:2"
+    assert found["name"] == "a-b"

@@ -1,0 +1,91 @@
+"""Loss terms at points where they can be worked out by hand, and their weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.algorithms.base import AlgorithmConfig, scheduled_lr, step_weights
+from rlinf.algorithms.grpo import DAPO, DAPOConfig
+from rlinf.algorithms.losses import clipped_surrogate, clipped_value_loss, kl_estimate
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "want", "clipped"),
+    [
+        (1.0, 2.0, -2.0, 0.0),
+        (1.5, 1.0, -1.2, 1.0),
+        (0.5, 1.0, -0.5, 0.0),
+        (0.5, -1.0, 0.8, 1.0),
+        (1.5, -1.0, 1.5, 0.0),
+    ],
+)
+def test_the_surrogate_is_pessimistic(
+    ratio: float, advantage: float, want: float, clipped: float
+) -> None:
+    loss, took = clipped_surrogate(
+        torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2
+    )
+    assert float(loss) == pytest.approx(want)
+    assert float(took) == clipped
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    logprobs = torch.randn(5, requires_grad=True)
+    advantages = torch.randn(5)
+    loss, _ = clipped_surrogate(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, -advantages)
+
+
+@settings(deadline=None)
+@given(st.floats(-30, 0), st.floats(-30, 0))
+def test_the_divergence_estimate_is_never_negative(a: float, b: float) -> None:
+    assert float(kl_estimate(torch.tensor(a), torch.tensor(b))) >= -1e-6
+
+
+def test_the_divergence_estimate_is_unbiased() -> None:
+    policy = torch.tensor([0.7, 0.2, 0.1])
+    reference = torch.tensor([0.5, 0.3, 0.2])
+    estimate = (policy * kl_estimate(policy.log(), reference.log())).sum()
+    exact = (policy * (policy.log() - reference.log())).sum()
+    torch.testing.assert_close(estimate, exact)
+
+
+def test_a_value_far_from_the_old_one_earns_nothing() -> None:
+    loss = clipped_value_loss(
+        torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), clip=0.2
+    )
+    assert float(loss) == pytest.approx(0.5 * 0.8**2)
+
+
+def test_aggregations_are_the_means_they_are_called() -> None:
+    mask = torch.tensor([[1.0, 1, 1, 1], [1.0, 0, 0, 0]])
+    loss = torch.tensor([[1.0, 1, 1, 1], [5.0, 9, 9, 9]])
+    got = {
+        mode: float((step_weights(mask, mode) * loss).sum())
+        for mode in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
+    }
+    assert got == pytest.approx(
+        {"token_mean": 9 / 5, "seq_mean_token_mean": 3.0, "seq_mean_token_sum": 4.5}
+    )
+
+
+def test_the_schedule_warms_up_and_falls() -> None:
+    config = AlgorithmConfig(lr=1.0, schedule="linear", lr_warmup=2, lr_final=0.1)
+    rates = [scheduled_lr(config, i, 12) for i in range(12)]
+    assert rates[:3] == pytest.approx([0.5, 1.0, 1.0])
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(rates[2:], rates[3:], strict=False))
+
+
+def test_dapo_leaves_out_groups_without_a_signal() -> None:
+    import numpy as np
+
+    keep = DAPO(DAPOConfig()).keep(np.array([1.0, 1, 0, 1]), np.array([0, 0, 1, 1]))
+    assert keep.tolist() == [False, False, True, True]

@@ -1,0 +1,98 @@
+"""Records survive files exactly, equal records give equal bytes, nothing is unpickled."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.channels.base import ChannelClosed
+from rlinf.channels.file import FileReader, FileWriter, read_records, write_records
+from rlinf.data.record import Identity, Record
+
+
+def equal(a: Record, b: Record) -> bool:
+    return (
+        a.identity == b.identity
+        and a.info == b.info
+        and a.steps.keys() == b.steps.keys()
+        and all(np.array_equal(a.steps[k], b.steps[k]) for k in a.steps)
+        and all(np.array_equal(a.context[k], b.context[k]) for k in a.context)
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=0, max_size=8),
+    text=st.text(max_size=12),
+    width=st.integers(1, 3),
+)
+def test_records_come_back_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], text: str, width: int
+) -> None:
+    path = tmp_path_factory.mktemp("records") / "a.h5"
+    records = [
+        Record(
+            Identity(3, i),
+            {"actions": np.arange(n), "observations": np.ones((n, width), np.float32) * i},
+            {"prompt": np.arange(n + 1)},
+            {"text": text + str(i), "count": i, "share": i / 7},
+        )
+        for i, n in enumerate(lengths)
+    ]
+    write_records(path, records)
+    back = read_records(path)
+    assert len(back) == len(records)
+    assert all(equal(a, b) for a, b in zip(records, back, strict=True))
+
+
+def test_equal_records_give_equal_bytes_at_any_time(tmp_path: Path) -> None:
+    records = [Record(Identity(0, 1), {"x": np.arange(4)}, info={"s": "a"})]
+    write_records(tmp_path / "a.h5", records)
+    time.sleep(1.1)
+    write_records(tmp_path / "b.h5", records)
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+def test_the_latest_attempt_of_a_sample_is_read(tmp_path: Path) -> None:
+    for rank, attempt in ((0, 0), (1, 1)):
+        writer = FileWriter(tmp_path, "t", rank)
+        writer.put(Record(Identity(0, 5, attempt), info={"attempt": attempt}))
+        writer.close()
+    assert [r.info["attempt"] for r in FileReader(tmp_path.glob("*.h5"))] == [1]
+
+
+def test_records_of_one_channel_have_one_schema(tmp_path: Path) -> None:
+    records = [Record(Identity(0, 0), {"a": np.ones(2)}), Record(Identity(0, 1), {"b": np.ones(2)})]
+    with pytest.raises(ValueError, match="one schema"):
+        write_records(tmp_path / "a.h5", records)
+
+
+def test_steps_have_one_length() -> None:
+    with pytest.raises(ValueError, match="one length"):
+        Record(Identity(0, 0), {"a": np.ones(2), "b": np.ones(3)})
+
+
+def test_a_file_that_is_no_channel_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    path.write_bytes(b"not hdf5")
+    with pytest.raises(ValueError, match="not a readable HDF5"):
+        read_records(path)
+
+
+def test_batches_by_weight_and_the_end(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path, "t")
+    for i, n in enumerate([4, 4, 9]):
+        writer.put(Record(Identity(0, i), {"x": np.zeros(n)}))
+    writer.close()
+    with pytest.raises(ChannelClosed):
+        writer.put(Record(Identity(0, 9), {"x": np.zeros(1)}))
+    reader = FileReader(tmp_path.glob("*.h5"))
+    assert [r.identity.sample for r in reader.get_batch(8)] == [0, 1]
+    assert [r.identity.sample for r in reader.get_batch(8)] == [2]
+    with pytest.raises(ChannelClosed):
+        reader.get()

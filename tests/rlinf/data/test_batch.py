@@ -1,0 +1,42 @@
+"""Joining channels notices what is missing or doubled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlinf.data.batch import assemble, join
+from rlinf.data.record import Identity, Record
+
+
+def records(*samples: int, **steps: int) -> list[Record]:
+    return [
+        Record(Identity(0, s), {k: np.full(v, float(s)) for k, v in steps.items()}, info={"group": 0})
+        for s in samples
+    ]
+
+
+def test_records_meet_by_identity_whatever_their_order() -> None:
+    rows = join(records(1, 2, 3), records(3, 1, 2))
+    assert all(a.identity == b.identity for a, b in rows)
+
+
+def test_a_missing_record_is_noticed() -> None:
+    with pytest.raises(ValueError, match="no record for"):
+        join(records(1, 2), records(1))
+
+
+def test_a_doubled_record_is_noticed() -> None:
+    with pytest.raises(ValueError, match="two records"):
+        join(records(1), records(1, 1))
+
+
+def test_columns_are_padded_and_masked() -> None:
+    trajectories = records(1, actions=2, logprobs=2) + records(2, actions=3, logprobs=3)
+    rewards = records(1, rewards=2) + records(2, rewards=3)
+    batch = assemble(join(trajectories, rewards, [Record(Identity(0, s)) for s in (1, 2)]))
+    assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch.old_logprobs.tolist() == [[1, 1, 0], [2, 2, 2]], "falls back to the engine's"
+    assert batch.values is None
+    with pytest.raises(ValueError, match="no values"):
+        batch.require("values")
