@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
@@ -20,13 +21,15 @@ class DirectConfig(Section):
     """One forward pass per time step."""
 
     threads: int = Field(default=1, gt=0)
+    """Torch threads; small networks want one."""
 
 
 class DirectEngine(Engine):
     """Answers each observation batch at once.
 
-    A request holds ``sample`` and ``observation`` ``[n, D]``; ``info["time"]`` is the time step.
-    Replies hold ``action``, ``logprob`` and ``value``.
+    A request holds ``sample`` and ``observation`` ``[n, D]``; ``info["time"]`` is the time step,
+    below ``info["horizon"]``. Replies hold ``action`` (int64 ``[n]`` or float32 ``[n, A]``),
+    ``logprob`` and ``value``, float32 ``[n]``. Temperature 0 takes the mode.
     """
 
     Config = DirectConfig
@@ -38,33 +41,30 @@ class DirectEngine(Engine):
         self._address: tuple[Any, ...] = ()
 
     def load(self, folder: Path, version: int) -> None:
-        self._policy = self._class.load(folder, self._policy_config)  # type: ignore[attr-defined]
+        self._policy: Any = self._class.load(folder, self._policy_config)  # type: ignore[attr-defined]
         self._policy.module.eval()
         self.version = version
 
     @torch.inference_mode()
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
-        samples = request.steps["sample"]
         temperature = float(request.info["temperature"])
-        out, log_std, values = self._policy.module(
-            torch.from_numpy(request.steps["observation"])
-        )
+        policy = self._policy
+        out, log_std, values = policy.module(torch.from_numpy(request.steps["observation"]))
         if temperature == 0:
-            actions = out.argmax(-1) if self._policy.discrete else out
+            actions = out.argmax(-1) if policy.discrete else out
         else:
             noise = self._draw(request, seed, stage, out.shape[-1])
-            if self._policy.discrete:
+            if policy.discrete:
                 # The largest of logits plus Gumbel noise is a sample of their distribution.
-                gumbel = -torch.log(-torch.log(noise.clamp(1e-7, 1 - 1e-7)))
-                actions = (out / temperature + gumbel).argmax(-1)
+                actions = (out / temperature + noise).argmax(-1)
             else:
                 actions = out + noise * log_std.exp() * temperature
-        logprobs, _ = self._policy.judge(out, log_std, actions, temperature)
+        logprobs, _ = policy.judge(out, log_std, actions, temperature)
         yield Record(
             request.identity,
             steps={
-                "sample": samples,
+                "sample": request.steps["sample"],
                 "action": actions.numpy(),
                 "logprob": logprobs.numpy(),
                 "value": values.numpy(),
@@ -72,10 +72,14 @@ class DirectEngine(Engine):
             info={"version": self.version},
         )
 
-    def _draw(self, request: Record, seed: int, stage: str, size: int) -> torch.Tensor:
-        """Noise of this time step ``[n, size]``: uniform for choices, normal for vectors."""
+    def _draw(self, request: Record, seed: int, stage: str, size: int) -> Tensor:
+        """Noise ``[n, size]`` of this time step: Gumbel for choices, normal for vectors.
+
+        A sample's noise is drawn for the whole horizon when it is first seen; drawing it step by
+        step would take longer than the network.
+        """
         horizon, time = int(request.info["horizon"]), int(request.info["time"])
-        address = (seed, request.identity.iteration, stage, horizon)
+        address = (seed, request.identity.iteration, stage, horizon, size)
         if address != self._address:
             self._noise, self._address = {}, address
         rows = []
@@ -83,8 +87,8 @@ class DirectEngine(Engine):
             table = self._noise.get(sample)
             if table is None:
                 random = generator(seed, request.identity.iteration, stage, sample)
-                draw = random.random if self._policy.discrete else random.standard_normal
-                table = draw((horizon, size), dtype=np.float32)
+                draw = random.gumbel if self._policy.discrete else random.standard_normal
+                table = draw(size=(horizon, size)).astype(np.float32)
                 self._noise[sample] = table
             rows.append(table[time])
         return torch.from_numpy(np.stack(rows))

@@ -1,12 +1,17 @@
 """Gymnasium environments, MuJoCo's included, stepped together as one vector.
 
-Every iteration starts fresh episodes, seeded by (seed, iteration, environment, episode): nothing is
-carried from one job to the next, so any driver collects the same experience.
+Every iteration starts fresh episodes, seeded by (seed, iteration, start, episode): nothing is
+carried from one job to the next, so any driver collects the same experience. The samples of a group
+share their start's episodes and differ in their actions alone.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,34 +24,46 @@ from rlinf.errors import ConfigError, MissingPackageError
 from rlinf.models.base import Spec
 from rlinf.seeding import generator
 
+log = logging.getLogger(__name__)
+
 
 class GymConfig(Section):
     """A registered Gymnasium environment with vector observations."""
 
     id: str
+    """``CartPole-v1``, or ``module:Name-v0`` to import the module that registers it."""
     kwargs: dict[str, Any] = {}
     """Arguments of ``gymnasium.make``."""
 
 
 class GymEnvironment(Environment):
-    """See the module. Starts are environments; a sample is the experience of one of them."""
+    """A start is an environment, a sample the experience of one of them.
+
+    On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
+    ones; on the test split it is one episode, or as much of it as fits.
+
+    The action space is not scaled: a Gaussian policy's actions are clipped on their way in, and
+    trajectories keep what the policy drew, to which its log-probability belongs.
+    """
 
     Config = GymConfig
 
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config
-        self._environments: list[Any] = []
+        self._worlds: list[Any] = []
 
     @classmethod
     def describe(cls, config: GymConfig) -> Spec:
-        import_gymnasium()
+        """``observation``: length of a vector; ``action``: ``kind`` discrete or box, and ``size``.
+
+        Raises:
+            ConfigError: the environment is unknown, or its spaces are of another kind.
+        """
+        one = make(config)
+        seen, act = one.observation_space, one.action_space
+        one.close()
         from gymnasium.spaces import Box, Discrete
 
-        one = make(config)
-        try:
-            seen, act = one.observation_space, one.action_space
-        finally:
-            one.close()
         if not isinstance(seen, Box) or len(seen.shape) != 1:
             raise ConfigError(f"task.id: {config.id} has no vector observations ({seen})")
         if isinstance(act, Discrete):
@@ -60,70 +77,53 @@ class GymEnvironment(Environment):
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
+        """One request per time step, of all environments still running.
+
+        Besides ``actions`` and ``logprobs`` trajectories have the step columns ``observations``
+        ``[T, D]``, ``values``, ``rewards``, ``terminated``, ``truncated`` and ``bootstrap``: the
+        value of the state after a step at which an episode was cut off, 0 at all others.
+        """
         samples = episodes.samples()
-        whole = episodes.split == "test"
-        worlds = self._worlds(len(samples))
-        counts = np.zeros(len(samples), dtype=np.int64)
-        current = [
-            _reset(world, episodes, int(sample), 0)
-            for world, sample in zip(worlds, samples, strict=True)
+        starts = samples // episodes.group_size
+        worlds = self._first(len(samples))
+        ask = _Exchange(episodes, observations, actions)
+        rows = [
+            _Sample(world, episodes, int(start))
+            for world, start in zip(worlds, starts, strict=True)
         ]
-        columns: list[dict[str, list[Any]]] = [
-            {name: [] for name in COLUMNS} for _ in range(len(samples))
-        ]
-        finals: list[tuple[int, int, np.ndarray]] = []
-        returns: list[list[float]] = [[] for _ in samples]
-        running = np.zeros(len(samples))
-        live = np.arange(len(samples))
-        version = 0
+        live = list(range(len(rows)))
+        cut: list[tuple[int, int, np.ndarray]] = []
         for time in range(episodes.horizon):
-            if not len(live):
+            if not live:
                 break
-            batch = np.stack([current[i] for i in live]).astype(np.float32)
-            reply = _ask(observations, actions, episodes, samples[live], batch, time)
-            version = int(reply.info["version"])
-            still = []
+            reply = ask(samples[live], np.stack([rows[i].seen for i in live]), time)
             for k, i in enumerate(live):
-                action = reply.steps["action"][k]
-                seen, reward, terminated, truncated, _ = worlds[i].step(
-                    _clipped(worlds[i], action)
-                )
-                running[i] += reward
-                row = columns[i]
-                row["observations"].append(batch[k])
-                row["actions"].append(action)
-                row["logprobs"].append(reply.steps["logprob"][k])
-                row["values"].append(reply.steps["value"][k])
-                row["rewards"].append(np.float32(reward))
-                row["terminated"].append(np.uint8(terminated))
-                row["truncated"].append(np.uint8(truncated and not terminated))
-                row["bootstrap"].append(np.float32(0))
-                last = time + 1 == episodes.horizon
-                if not terminated and (truncated or last):
-                    finals.append((i, len(row["rewards"]) - 1, np.asarray(seen, np.float32)))
-                if terminated or truncated:
-                    returns[i].append(float(running[i]))
-                    running[i] = 0.0
-                    counts[i] += 1
-                    if whole:
-                        continue
-                    seen = _reset(worlds[i], episodes, int(samples[i]), int(counts[i]))
-                current[i] = seen
-                still.append(i)
-            live = np.array(still, dtype=np.int64)
-        self._bootstrap(observations, actions, episodes, samples, columns, finals)
+                row, last = rows[i], time + 1 == episodes.horizon
+                row.step(*(reply.steps[name][k] for name in ("action", "logprob", "value")))
+                if row.truncated or (last and not row.terminated):
+                    cut.append((i, time, row.seen))
+                if row.ended and not last and episodes.split == "train":
+                    row.reset()
+            if episodes.split == "test":
+                live = [i for i in live if not rows[i].ended]
+        bootstrap = [np.zeros(len(row.columns["rewards"]), np.float32) for row in rows]
+        if cut and episodes.split == "train":
+            who, after = samples[[i for i, _, _ in cut]], np.stack([seen for _, _, seen in cut])
+            reply = ask(who, after, 0, temperature=0.0)
+            for (i, at, _), value in zip(cut, reply.steps["value"], strict=True):
+                bootstrap[i][at] = value
         observations.close()
-        for i, sample in enumerate(samples):
-            ended = returns[i] or [float(running[i])]
+        for sample, start, row, values in zip(samples, starts, rows, bootstrap, strict=True):
+            steps = {name: np.stack(column) for name, column in row.columns.items()}
             yield Record(
                 Identity(episodes.iteration, int(sample)),
-                steps={name: np.stack(values) for name, values in columns[i].items()},
+                steps={**steps, "bootstrap": values},
                 info={
-                    "group": int(sample) // episodes.group_size,
-                    "policy_version": version,
-                    "stop_reason": "stop" if returns[i] else "length",
-                    "return": float(np.mean(ended)),
-                    "episodes": int(counts[i]),
+                    "group": int(start),
+                    "policy_version": ask.version,
+                    "stop_reason": "stop" if row.returns else "length",
+                    "return": float(np.mean(row.returns or [row.running])),
+                    "episodes": len(row.returns),
                 },
             )
 
@@ -132,32 +132,65 @@ class GymEnvironment(Environment):
         return [float(trajectory.info["return"]) for trajectory in trajectories]
 
     def close(self) -> None:
-        for world in self._environments:
+        for world in self._worlds:
             world.close()
-        self._environments = []
+        self._worlds = []
 
-    def _worlds(self, count: int) -> list[Any]:
-        while len(self._environments) < count:
-            self._environments.append(make(self.config))
-        return self._environments[:count]
+    def _first(self, count: int) -> list[Any]:
+        """That many simulators; they are kept, for a seeded reset leaves nothing of the past."""
+        while len(self._worlds) < count:
+            self._worlds.append(make(self.config))
+        return self._worlds[:count]
 
-    def _bootstrap(
-        self,
-        observations: Channel,
-        actions: Channel,
-        episodes: Episodes,
-        samples: np.ndarray,
-        columns: list[dict[str, list[Any]]],
-        finals: list[tuple[int, int, np.ndarray]],
-    ) -> None:
-        """Fill in the values of the states in which episodes were cut off."""
-        if not finals or episodes.split == "test":
-            return
-        batch = np.stack([seen for _, _, seen in finals])
-        who = samples[[i for i, _, _ in finals]]
-        reply = _ask(observations, actions, episodes, who, batch, 0, temperature=0.0)
-        for (i, at, _), value in zip(finals, reply.steps["value"], strict=True):
-            columns[i]["bootstrap"][at] = np.float32(value)
+
+class _Sample:
+    """One environment and what was recorded of it.
+
+    ``seen`` is the last observation; ``terminated`` and ``truncated`` are those of the last step.
+    """
+
+    def __init__(self, world: Any, episodes: Episodes, start: int) -> None:
+        self._world, self._episodes, self._start = world, episodes, start
+        space = world.action_space
+        self._bounds = (space.low, space.high) if hasattr(space, "low") else None
+        self._first_action = int(getattr(space, "start", 0))
+        self.columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.returns: list[float] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the next episode."""
+        episodes, number = self._episodes, len(self.returns)
+        random = generator(
+            episodes.seed, episodes.iteration, episodes.split, "reset", self._start, number
+        )
+        seen, _ = self._world.reset(seed=int(random.integers(2**31)))
+        self.seen = np.asarray(seen, np.float32)
+        self.terminated = self.truncated = False
+        self.running = 0.0
+
+    def step(self, action: Any, logprob: Any, value: Any) -> None:
+        """Act and record."""
+        before = self.seen
+        if self._bounds is None:
+            performed = int(action) + self._first_action
+        else:
+            performed = np.clip(action, *self._bounds)
+        seen, reward, terminated, truncated, _ = self._world.step(performed)
+        self.seen = np.asarray(seen, np.float32)
+        self.terminated, self.truncated = bool(terminated), bool(truncated and not terminated)
+        self.running += float(reward)
+        if self.ended:
+            self.returns.append(self.running)
+        flags = np.uint8(self.terminated), np.uint8(self.truncated)
+        step = (before, action, logprob, value, np.float32(reward), *flags)
+        for name, entry in zip(COLUMNS, step, strict=True):
+            self.columns[name].append(entry)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step was the last of its episode."""
+        return self.terminated or self.truncated
 
 
 COLUMNS = (
@@ -168,69 +201,64 @@ COLUMNS = (
     "rewards",
     "terminated",
     "truncated",
-    "bootstrap",
 )
 
 
-def import_gymnasium() -> Any:
-    """The gymnasium package.
+@dataclass
+class _Exchange:
+    """Observations out, actions back."""
 
-    Raises:
-        MissingPackageError: it is not installed.
-    """
-    try:
-        import gymnasium
-    except ImportError:
-        raise MissingPackageError("gymnasium", "sims", "task.name: gym") from None
-    return gymnasium
+    episodes: Episodes
+    observations: Channel
+    actions: Channel
+    version: int = 0
+
+    def __call__(
+        self, samples: np.ndarray, batch: np.ndarray, time: int, temperature: float | None = None
+    ) -> Record:
+        episodes = self.episodes
+        self.observations.put(
+            Record(
+                Identity(episodes.iteration, int(samples[0])),
+                steps={"sample": samples, "observation": batch},
+                info={
+                    "time": time,
+                    "horizon": episodes.horizon,
+                    "temperature": episodes.temperature if temperature is None else temperature,
+                },
+            ),
+            weight=len(samples),
+        )
+        reply = self.actions.get()
+        self.version = int(reply.info["version"])
+        return reply
 
 
 def make(config: GymConfig) -> Any:
     """One environment.
 
     Raises:
+        MissingPackageError: Gymnasium is not installed.
         ConfigError: Gymnasium does not know it, or cannot make it with these arguments.
     """
-    gymnasium = import_gymnasium()
     try:
-        return gymnasium.make(config.id, **config.kwargs)
-    except (gymnasium.error.Error, TypeError) as error:
+        import gymnasium
+    except ImportError:
+        raise MissingPackageError("gymnasium", "sims", "task.name: gym") from None
+    _quiet_mujoco()
+    try:
+        # The checker repeats assertions at every step; describe() has looked at the spaces.
+        return gymnasium.make(config.id, disable_env_checker=True, **config.kwargs)
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ConfigError(f"task.id: cannot make {config.id!r}: {error}") from None
 
 
-def _ask(
-    observations: Channel,
-    actions: Channel,
-    episodes: Episodes,
-    samples: np.ndarray,
-    batch: np.ndarray,
-    time: int,
-    temperature: float | None = None,
-) -> Record:
-    """One exchange with the engine: observations out, actions back."""
-    observations.put(
-        Record(
-            Identity(episodes.iteration, int(samples[0])),
-            steps={"sample": samples, "observation": batch},
-            info={
-                "time": time,
-                "horizon": episodes.horizon,
-                "temperature": episodes.temperature if temperature is None else temperature,
-            },
-        ),
-        weight=len(samples),
-    )
-    return actions.get()
-
-
-def _reset(world: Any, episodes: Episodes, sample: int, episode: int) -> np.ndarray:
-    random = generator(episodes.seed, episodes.iteration, episodes.split, "reset", sample, episode)
-    seen, _ = world.reset(seed=int(random.integers(2**31)))
-    return np.asarray(seen)
-
-
-def _clipped(world: Any, action: Any) -> Any:
-    space = world.action_space
-    if hasattr(space, "low"):
-        return np.clip(action, space.low, space.high)
-    return int(action)
+@functools.cache
+def _quiet_mujoco() -> None:
+    """Have MuJoCo's warnings logged, each once: it prints them and appends to a MUJOCO_LOG.TXT in
+    the working directory, for every environment made."""
+    try:
+        mujoco = importlib.import_module("mujoco")
+    except ImportError:
+        return
+    mujoco.set_mju_user_warning(functools.cache(functools.partial(log.warning, "MuJoCo: %s")))

@@ -222,7 +222,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"model.path: {folder}: cannot load a tokenizer ({error})") from None
-    if tokenizer.eos_token_id is None:
+    size = json.loads((folder / "config.json").read_text()).get("vocab_size")
+    # A tokenizer class may make up an end token that the model was never given.
+    if tokenizer.eos_token_id is None or (size and tokenizer.eos_token_id >= size):
         raise DataError(
             f"model.path: the tokenizer of {folder} has no end-of-sequence token, so no sample "
             "could ever end; set eos_token in its tokenizer_config.json"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
 
 from rlinf.config import Section
 from rlinf.data.record import Record
@@ -23,24 +26,38 @@ WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 
 
 class MLPConfig(Section):
-    """Two hyperbolic-tangent networks of equal shape, one for the policy, one for the value."""
+    """Hyperbolic-tangent networks: one for the policy and an equal one for the value."""
 
-    hidden: tuple[int, ...] = (64, 64)
+    hidden: tuple[Annotated[int, Field(gt=0)], ...] = (64, 64)
+    shared: bool = False
+    """One network for both, with a linear head each."""
     normalise_observations: bool = False
     """Standardise observations by running statistics, which travel with the weights."""
     initial_log_std: float = 0.0
     """Of a Gaussian policy; it is learned, the same for all states."""
     observation_clip: float = Field(default=10.0, gt=0)
+    """Largest magnitude of a (standardised) observation."""
 
 
 class ActorCritic(nn.Module):
-    """From observations ``[..., D]`` to action parameters ``[..., A]`` and values ``[...]``."""
+    """From observations ``[..., D]`` to action parameters ``[..., A]`` and values ``[...]``.
+
+    ``seen``, ``mean`` and ``square`` (number, means and variances of the observations so far) are
+    in double precision, for they are sums over a whole run.
+    """
+
+    seen: Tensor
+    mean: Tensor
+    square: Tensor
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
         size, out = settings["observation"], settings["action"]["size"]
-        self.policy = _network([size, *settings["hidden"], out], gain=0.01)
-        self.value = _network([size, *settings["hidden"], 1], gain=1.0)
+        sizes = [size, *settings["hidden"]]
+        common, own = (sizes, sizes[-1:]) if settings["shared"] else (sizes[:1], sizes)
+        self.trunk = _network(common, last_gain=None)
+        self.policy = _network([*own, out], last_gain=0.01)
+        self.value = _network([*own, 1], last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((out,), float(settings["initial_log_std"])))
         self.log_std.requires_grad_(settings["action"]["kind"] == "box")
         self.clip = float(settings["observation_clip"])
@@ -49,10 +66,12 @@ class ActorCritic(nn.Module):
         self.register_buffer("square", torch.ones(size, dtype=torch.float64))
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Action parameters, log standard deviations and values."""
+        """Action parameters, log standard deviations ``[A]`` and values, float32."""
         deviation = self.square.clamp(min=1e-8).sqrt()
-        scaled = ((observations - self.mean) / deviation).float().clamp(-self.clip, self.clip)
-        return self.policy(scaled), self.log_std, self.value(scaled)[..., 0]
+        scaled = ((observations - self.mean) / deviation).clamp(-self.clip, self.clip)
+        # Mixed precision shows in the parameters' type.
+        hidden = self.trunk(scaled.to(self.log_std.dtype))
+        return self.policy(hidden).float(), self.log_std.float(), self.value(hidden)[..., 0].float()
 
 
 class MLPPolicy(Policy):
@@ -88,11 +107,16 @@ class MLPPolicy(Policy):
 
     @classmethod
     def load(cls, folder: Path, config: MLPConfig) -> MLPPolicy:
+        """Read a policy folder; its own ``config.json`` says what the network is.
+
+        Raises:
+            DataError: files are missing, damaged, or do not belong together.
+        """
         try:
             settings = json.loads((folder / SETTINGS).read_text())
             module = ActorCritic(settings)
             module.load_state_dict(load_file(folder / WEIGHTS))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise DataError(f"{folder}: not a policy folder ({error})") from None
         return cls(module, settings)
 
@@ -101,6 +125,7 @@ class MLPPolicy(Policy):
         save_file({k: v.contiguous() for k, v in sorted(tensors.items())}, folder / WEIGHTS)
 
     def collate(self, records: Sequence[Record]) -> Batch:
+        """``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or ``[B, T, A]``, ``mask``."""
         length = max(len(record) for record in records)
         return {
             "observations": pad([r.steps["observations"] for r in records], length),
@@ -117,12 +142,19 @@ class MLPPolicy(Policy):
     def judge(
         self, out: Tensor, log_std: Tensor, actions: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of actions given the network's output."""
+        """Log-probabilities and entropies ``[...]`` of actions given the network's output.
+
+        A temperature divides logits or multiplies standard deviations; 0 (greedy) is judged as 1.
+        """
         if self.discrete:
-            kind = Categorical(logits=out / (temperature or 1.0), validate_args=False)
-            return kind.log_prob(actions), kind.entropy()
-        normal = Normal(out, log_std.exp() * (temperature or 1.0), validate_args=False)
-        return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
+            choices = F.log_softmax(out / (temperature or 1.0), dim=-1)
+            taken = choices.gather(-1, actions.long()[..., None])[..., 0]
+            return taken, -(choices.exp() * choices).sum(-1)
+        log_scale = (log_std + math.log(temperature or 1.0)).expand_as(out)
+        distance = (actions - out) / log_scale.exp()
+        logprobs = -0.5 * distance.square() - log_scale - 0.5 * math.log(2 * math.pi)
+        entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
+        return logprobs.sum(-1), entropy.sum(-1)
 
     @property
     def discrete(self) -> bool:
@@ -131,27 +163,33 @@ class MLPPolicy(Policy):
 
     @torch.no_grad()
     def observe(self, records: Sequence[Record]) -> None:
-        """Fold a batch of observations into the running statistics (Chan et al.'s update)."""
+        """Fold a batch of observations into the running statistics.
+
+        The pairwise update of Chan, Golub and LeVeque (1979): exact, whatever the batches.
+        """
         if not self.settings["normalise_observations"]:
             return
-        seen = np.concatenate([record.steps["observations"] for record in records])
-        batch = torch.as_tensor(seen, dtype=torch.float64)
-        old, new = self.module.seen, float(len(batch))
-        mean, variance = batch.mean(0), batch.var(0, unbiased=False)
+        module = self.module
+        observations = np.concatenate([record.steps["observations"] for record in records])
+        batch = torch.as_tensor(observations, dtype=torch.float64)
+        mean = batch.mean(0).to(module.mean.device)
+        variance = batch.var(0, unbiased=False).to(module.mean.device)
+        old, new = module.seen, len(batch)
         total = old + new
-        delta = mean - self.module.mean
-        combined = self.module.square * old + variance * new + delta**2 * old * new / total
-        self.module.square.copy_(combined / total)
-        self.module.mean.add_(delta * new / total)
-        self.module.seen.copy_(total)
+        delta = mean - module.mean
+        squares = module.square * old + variance * new + delta.square() * old * new / total
+        module.square.copy_(squares / total)
+        module.mean.add_(delta * new / total)
+        module.seen.copy_(total)
 
 
-def _network(sizes: list[int], gain: float) -> nn.Sequential:
+def _network(sizes: Sequence[int], last_gain: float | None) -> nn.Sequential:
+    """Linear layers with hyperbolic tangents after all, or after all but an output of that gain."""
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
-        last = i + 2 == len(sizes)
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
+        output = last_gain is not None and i + 2 == len(sizes)
         linear = nn.Linear(a, b)
-        nn.init.orthogonal_(linear.weight, gain if last else 2**0.5)
+        nn.init.orthogonal_(linear.weight, last_gain if last_gain and output else 2**0.5)
         nn.init.zeros_(linear.bias)
-        layers += [linear] if last else [linear, nn.Tanh()]
+        layers += [linear] if output else [linear, nn.Tanh()]
     return nn.Sequential(*layers)

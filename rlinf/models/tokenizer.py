@@ -1,25 +1,35 @@
-"""A character tokenizer in the Hugging Face format, for tasks with a small alphabet."""
+"""A character tokenizer in the Hugging Face format, for tasks with a small alphabet.
+
+It is byte-level BPE without merges: ``AutoTokenizer`` rebuilds the tokenizers of some architectures
+in that form whatever their files say, and so this one comes out the same.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
-PAD, EOS = "<pad>", "<eos>"
+PAD, EOS = "<pad>", "<|endoftext|>"
 
 
 def write_character_tokenizer(alphabet: str, folder: Path) -> dict[str, int]:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``; returns the vocabulary."""
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = {
+        byte
+        for character in alphabet
+        for part, _ in level.pre_tokenize_str(character)
+        for byte in part
+    }
     vocabulary = {PAD: 0, EOS: 1}
-    for character in sorted(set(alphabet)):
+    for character in sorted(characters):
         vocabulary[character] = len(vocabulary)
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = level
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -27,6 +37,7 @@ def write_character_tokenizer(alphabet: str, folder: Path) -> dict[str, int]:
         "pad_token": PAD,
         "eos_token": EOS,
         "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

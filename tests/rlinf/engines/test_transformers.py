@@ -1,0 +1,123 @@
+"""Decoding: log-probs of the training stack, independence of the batch, right frequencies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.data.record import Identity, Record
+from rlinf.engines.transformers import TransformersConfig, TransformersEngine, sample
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+
+CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    CausalLM.create(CONFIG, {"alphabet": "0123456789+="}, 0, path)
+    return path
+
+
+def engine(folder: Path, **options: int) -> TransformersEngine:
+    made = TransformersEngine(TransformersConfig(**options), CausalLM, CONFIG)
+    made.load(folder, 3)
+    return made
+
+
+def request(lengths: list[int], horizon: int = 10, temperature: float = 1.0) -> Record:
+    random = np.random.default_rng(0)
+    width = max(lengths)
+    prompts = np.zeros((len(lengths), width), dtype=np.int64)
+    for row, length in zip(prompts, lengths, strict=True):
+        row[:length] = random.integers(2, 14, length)
+    # Two samples of each prompt, as in a group.
+    return Record(
+        Identity(0, 0),
+        steps={
+            "sample": np.arange(2 * len(lengths)),
+            "prompt": prompts.repeat(2, axis=0),
+            "prompt_length": np.array(lengths).repeat(2),
+        },
+        info={"horizon": horizon, "temperature": temperature},
+    )
+
+
+def rows(engine: TransformersEngine, wanted: Record) -> dict[int, dict[str, np.ndarray]]:
+    found = {}
+    for reply in engine.generate(wanted, 7, "rollout"):
+        assert reply.info["version"] == 3
+        for i, number in enumerate(reply.steps["sample"]):
+            found[int(number)] = {name: array[i] for name, array in reply.steps.items()}
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_training_stack(folder: Path, temperature: float) -> None:
+    wanted = request([3, 7, 5, 3], temperature=temperature)
+    got = rows(engine(folder), wanted)
+    policy = CausalLM.load(folder, CONFIG)
+    records = []
+    for number in sorted(got):
+        length = int(got[number]["length"])
+        prompt = wanted.steps["prompt"][number][: wanted.steps["prompt_length"][number]]
+        records.append(
+            Record(Identity(0, number), {"actions": got[number]["tokens"][:length]}, {"prompt": prompt})
+        )
+    with torch.no_grad():
+        outputs = policy.evaluate(policy.collate(records), temperature)
+    for i, record in enumerate(records):
+        n = len(record)
+        np.testing.assert_allclose(
+            outputs.logprobs[i, :n].numpy(), got[i]["logprobs"][:n], atol=2e-5
+        )
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(folder: Path) -> None:
+    wanted = request([3, 7, 5, 4, 6])
+    whole = rows(engine(folder), wanted)
+    pieces = rows(engine(folder, max_rows=3), wanted)
+    assert whole.keys() == pieces.keys()
+    for number in whole:
+        length = int(whole[number]["length"])
+        assert length == pieces[number]["length"]
+        np.testing.assert_array_equal(
+            whole[number]["tokens"][:length], pieces[number]["tokens"][:length]
+        )
+
+
+def test_rows_end_at_the_stop_token_and_leave_the_batch(folder: Path) -> None:
+    got = rows(engine(folder), request([3] * 40, horizon=30))
+    ended = [row for row in got.values() if row["stopped"]]
+    assert ended, "with 14 tokens some of 80 samples end within 30 steps"
+    for row in ended:
+        tokens = row["tokens"][: row["length"]]
+        assert tokens[-1] == 1
+        assert 1 not in tokens[:-1]
+    for row in got.values():
+        if not row["stopped"]:
+            assert row["length"] == 30
+
+
+def test_greedy_takes_the_most_likely_token() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
+    chosen, logprobs = sample(logits, torch.rand(2), temperature=0)
+    assert chosen.tolist() == [1, 0]
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
+
+
+def test_sampling_has_the_right_frequencies() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    count = 40_000
+    noise = torch.from_numpy(np.random.default_rng(0).random(count, dtype=np.float32))
+    chosen, _ = sample(probabilities.log().expand(count, -1), noise, 1.0)
+    shares = torch.bincount(chosen, minlength=4) / count
+    torch.testing.assert_close(shares, probabilities, atol=0.01, rtol=0)
+
+
+def test_a_noise_of_almost_one_stays_in_the_vocabulary() -> None:
+    chosen, _ = sample(torch.zeros(1, 5), torch.tensor([np.nextafter(np.float32(1), 0)]), 1.0)
+    assert 0 <= int(chosen) < 5

@@ -1,0 +1,81 @@
+"""The arithmetic task: right answers, disjoint splits, the same questions for the same address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rlinf.envs.arithmetic import ArithmeticConfig, ArithmeticEnvironment, is_held_out
+from rlinf.envs.base import Episodes
+from rlinf.models.causal_lm import load_tokenizer
+from rlinf.models.tokenizer import write_character_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_character_tokenizer("0123456789+-*= ", folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    return load_tokenizer(folder)
+
+
+def make(tokenizer: Any, **options: Any) -> ArithmeticEnvironment:
+    return ArithmeticEnvironment(ArithmeticConfig(**options), tokenizer)
+
+
+def episodes(split: Literal["train", "test"], seed: int = 0, count: int = 300) -> Episodes:
+    return Episodes(seed, 2, split, range(count), count, 1, 8, 1.0)
+
+
+def test_answers_are_right(tokenizer: Any) -> None:
+    for prompt in make(tokenizer, operations="+-*", digits=(1, 3)).prompts(episodes("train")):
+        assert eval(prompt.text.rstrip("=")) == int(prompt.answer)  # noqa: S307
+
+
+def test_least_significant_first_turns_digits_and_keeps_the_sign(tokenizer: Any) -> None:
+    task = make(tokenizer, operations="-", digits=(2,), least_significant_first=True)
+    for prompt in task.prompts(episodes("train")):
+        a, b = prompt.text.rstrip("=").split("-")
+        want = str(abs(int(a) - int(b)))[::-1]
+        assert prompt.answer == ("-" if int(a) < int(b) else "") + want
+
+
+def test_no_training_question_is_held_out(tokenizer: Any) -> None:
+    task = make(tokenizer)
+    train = {p.text for p in task.prompts(episodes("train", count=2000))}
+    test = {p.text for p in task.prompts(episodes("test"))}
+    assert not train & test
+    assert all(is_held_out(text) for text in test)
+    shown = task.demonstrations(0, 0, 200)
+    questions = {tokenizer.decode(record.context["prompt"]) for record in shown}
+    assert not questions & test
+
+
+def test_held_out_questions_do_not_depend_on_the_run(tokenizer: Any) -> None:
+    task = make(tokenizer)
+    assert task.prompts(episodes("test", seed=1)) == task.prompts(episodes("test", seed=2))
+    assert task.prompts(episodes("train", seed=1)) != task.prompts(episodes("train", seed=2))
+
+
+def test_a_worker_asks_the_questions_of_its_starts(tokenizer: Any) -> None:
+    task = make(tokenizer)
+    whole = task.prompts(episodes("train", count=10))
+    part = Episodes(0, 2, "train", range(1, 10, 3), 10, 1, 8, 1.0)
+    assert task.prompts(part) == whole[1::3]
+
+
+def test_rambling_demonstrations_begin_with_the_answer(tokenizer: Any) -> None:
+    texts = [
+        tokenizer.decode(record.steps["actions"], skip_special_tokens=True)
+        for record in make(tokenizer, rambling=0.5).demonstrations(0, 0, 400)
+    ]
+    rambling = [text for text in texts if " " in text]
+    assert 0.4 < len(rambling) / len(texts) < 0.6
+
+
+def test_grading_is_exact(tokenizer: Any) -> None:
+    task = make(tokenizer)
+    assert task.grade(" 46", "46") == 1.0
+    assert task.grade("46 12+", "46") == 0.0

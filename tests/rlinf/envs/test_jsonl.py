@@ -1,0 +1,93 @@
+"""Problem files are read and refused by line; order is an epoch without replacement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlinf.envs.base import Episodes
+from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment, read_problems
+from rlinf.errors import DataError
+
+
+class Words:
+    """A tokenizer that makes a token of each word."""
+
+    chat_template: str | None = None
+    eos_token_id = 1
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[len(w) for w in text.split()] for text in texts]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return " ".join(f"<{m['role']}> {m['content']}" for m in messages) + " <assistant>"
+
+
+def write(path: Path, count: int = 5) -> Path:
+    lines = [json.dumps({"question": f"q {i}", "answer": f"#### {i}"}) for i in range(count)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def make(tmp_path: Path, tokenizer: Any = None, **options: Any) -> JsonlEnvironment:
+    path = write(tmp_path / "p.jsonl")
+    return JsonlEnvironment(JsonlConfig(train=path, test=path, **options), tokenizer or Words())
+
+
+def test_an_epoch_asks_every_problem_once(tmp_path: Path) -> None:
+    task = make(tmp_path)
+    asked = [
+        prompt.text
+        for iteration in range(5)
+        for prompt in task.prompts(Episodes(3, iteration, "train", range(2), 2, 1, 8, 1.0))
+    ]
+    assert sorted(asked[:5]) == [f"q {i}" for i in range(5)]
+    assert sorted(asked[5:]) == [f"q {i}" for i in range(5)]
+
+
+def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
+    task = make(tmp_path, template="Solve: {prompt}")
+    (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
+    assert prompt.text == "Solve: q 0"
+    chat = Words()
+    chat.chat_template = "yes"
+    task = make(tmp_path, chat, system="be brief")
+    assert len(task.encode(["q 0"])[0]) == len("<system> be brief <user> q 0 <assistant>".split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "a", "answer": "1"}\n{"question": ', "line 2: not JSON"),
+        ("[1]", "line 1: expected an object"),
+        ('{"questoin": "a", "answer": "1"}', "line 1: no field 'question'; did you mean"),
+        ("\n\n", "is empty"),
+    ],
+)
+def test_a_bad_file_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_problems(path, "question", "answer", "task.train")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"task\.test: cannot read .*none\.jsonl"):
+        read_problems(tmp_path / "none.jsonl", "question", "answer", "task.test")
+
+
+def test_prompts_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="longer than"):
+        make(tmp_path, max_prompt_tokens=1)
+
+
+def test_real_gsm8k_when_it_is_there() -> None:
+    path = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
+    if not path.exists():
+        pytest.skip("the GSM8K file is not part of the project")
+    problems = read_problems(path, "question", "answer", "task.test")
+    assert len(problems) == 1319
+    assert all("####" in problem.answer for problem in problems)
