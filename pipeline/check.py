@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rlinf.config import RunConfig
+from rlinf.config import RunConfig, validate
 from rlinf.engines import engines
 from rlinf.errors import ConfigError
+from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from stages.parts import environment_class, make_algorithm, make_reward, policy_class
 
@@ -31,4 +32,6 @@ def check(config: RunConfig) -> None:
             f"rollout.group_size {config.rollout.group_size}) cannot be cut into "
             f"{algorithm.config.minibatches} equal minibatches"
         )
+    for tracker in validate(LogConfig, config.log, "log").trackers:
+        sinks.get(tracker)
     policy.check(model_options, environment.describe(task_options))

@@ -72,8 +72,11 @@ class Run:
                     "version": __version__,
                 }
                 write_atomic(folder / RUN, json.dumps(about, indent=1))
-        except PermissionError as error:
-            raise InputError(f"run.root: no permission to write {error.filename}") from None
+        except OSError as error:
+            raise InputError(
+                f"run.root: cannot write {error.filename or folder}: {error.strerror}; "
+                "choose another run.root"
+            ) from None
         return cls(folder, config)
 
     @classmethod

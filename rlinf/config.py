@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -49,13 +49,15 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
 
 def _owner(section: type[Section], path: list[str]) -> type[Section] | None:
     """The section class that holds the key at ``path``."""
+    at: Any = section
     for part in path:
-        field = section.model_fields.get(part)
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, Section)):
-            return None
-        section = inner
-    return section
+        if isinstance(at, type) and issubclass(at, Section):
+            field = at.model_fields.get(part)
+            at = field.annotation if field else None
+        else:
+            # A table of sections by name.
+            at = get_args(at)[-1] if get_args(at) else None
+    return at if isinstance(at, type) and issubclass(at, Section) else None
 
 
 class Named(BaseModel):

@@ -22,7 +22,7 @@ def run(ctx: Context) -> None:
         scores = environment.score(trajectories)
     rewards = make_reward(ctx.config).rewards(trajectories, scores)
     groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
-    totals = np.array([reward.sum() for reward in rewards])
+    totals = np.array([reward.sum(dtype=np.float64) for reward in rewards])
     keep = make_algorithm(ctx.config).keep(totals, groups)
     output = ctx.writer("rewards")
     for trajectory, score, reward, kept in zip(trajectories, scores, rewards, keep, strict=True):

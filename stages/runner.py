@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -183,9 +184,9 @@ def _attempt(
 def _commit(call: StageCall, ctx: Context, key: str, start: float) -> Manifest:
     files = describe_files(ctx.data, UNSTABLE)
     metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
-    bad = sorted(name for name, value in metrics.items() if value != value)
+    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
-        raise StageError(f"{call.stage}: metric {bad[0]} is not a number")
+        raise StageError(f"{call.stage}: metric {bad[0]} is not finite")
     manifest = Manifest(
         stage=call.stage,
         iteration=call.iteration,

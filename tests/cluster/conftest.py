@@ -1,0 +1,41 @@
+"""Brings the dev cluster up once for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlinf import tree
+
+SCRIPTS = tree.ROOT / "slurm" / "devcluster"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Path]:
+    """The state folder of a running dev cluster; environment variables point to it.
+
+    A cluster that was already up is used and left up. Skips with the reason where none can be
+    started, unless RLINF_REQUIRE_SLURM is set.
+    """
+    state = Path(os.environ.get("RLINF_DEVCLUSTER_DIR", "/tmp/rlinf-devcluster"))
+    was_up = (state / "run" / "slurmctld.pid").exists()
+    done = subprocess.run(
+        [SCRIPTS / "up.sh"], capture_output=True, text=True, timeout=280, check=False
+    )
+    if done.returncode:
+        reason = f"the dev cluster does not start: {(done.stderr or done.stdout).strip()[-300:]}"
+        if os.environ.get("RLINF_REQUIRE_SLURM"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    for name, value in re.findall(r"export (\w+)=(\S+)", (state / "env.sh").read_text()):
+        os.environ[name] = value
+    assert shutil.which("sbatch")
+    yield state
+    if not was_up:
+        subprocess.run([SCRIPTS / "down.sh"], capture_output=True, timeout=120, check=False)

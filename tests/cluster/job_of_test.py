@@ -1,0 +1,45 @@
+"""What the launcher tests run inside jobs: does what its first argument says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RLINF_ATTEMPT")
+
+
+def main() -> int:
+    what, out = sys.argv[1], Path(sys.argv[2])
+    out.mkdir(parents=True, exist_ok=True)
+    rank = os.environ["RANK"]
+    note = {name: os.environ[name] for name in NAMES} | {
+        "node": os.environ["SLURMD_NODENAME"],
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "time": time.time(),
+    }
+    (out / f"rank-{rank}.json").write_text(json.dumps(note))
+    if what == "fail":
+        print("the reason of the failure", file=sys.stderr)
+        return 65
+    if what == "sleep":
+        time.sleep(120)
+    if what == "requeue" and note["restart"] == "0":
+        return 75
+    if what == "warned" and note["restart"] == "0":
+        warned: list[int] = []
+        signal.signal(signal.SIGUSR2, lambda number, frame: warned.append(number))
+        (out / "ready").touch()
+        while not warned:
+            time.sleep(0.05)
+        return 75
+    if rank == "0":
+        (out / "manifest.json").write_text("{}")
+    return 0
+
+
+sys.exit(main())

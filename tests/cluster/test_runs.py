@@ -1,0 +1,93 @@
+"""Whole runs on a real Slurm give the bytes of a run on one machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.experiment import execute
+from pipeline.workflow import compose
+from rlinf import tree
+from tests.conftest import TINY
+from tests.pipeline.helpers import contents, start_driver
+
+pytestmark = pytest.mark.cluster
+PLAN = tree.ROOT / "configs" / "plans" / "devcluster.yaml"
+
+
+def words(root: Path, *more: str) -> list[str]:
+    plain = [word.removeprefix("++") for word in TINY]
+    return ["experiment=arithmetic_grpo", f"run.root={root}", "log.trackers=[]", *plain, *more]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("reference")
+    marked = [f"++{w}" if not w.startswith("experiment") else w for w in words(root, "iterations=3")]
+    execute(compose(marked))
+    return contents(root / "tiny")
+
+
+def test_slurm_jobs_give_the_same_bytes_though_the_driver_is_killed(
+    cluster: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
+    call = words(tmp_path, "iterations=3", "cluster=slurm", "cluster.poll_s=0.2", f"plan={PLAN}")
+    driver = start_driver(call, tmp_path / "log")
+    time.sleep(12)
+    driver.kill()
+    driver.wait()
+    subprocess.run(["scancel", "-u", "root", "--state=RUNNING"], check=False)
+    driver = start_driver(call, tmp_path / "log")
+    assert driver.wait(timeout=250) == 0, (tmp_path / "log").read_text()
+    assert contents(tmp_path / "tiny") == reference
+
+
+def test_snakemake_gives_the_same_bytes(
+    cluster: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
+    settings = [word.replace(".", "__", word.split("=")[0].count(".")) for word in words(tmp_path)]
+    settings = [word for word in settings if not word.startswith("iterations")]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "snakemake", "--profile", "slurm", "--config",
+            *settings, "iterations=3", f"plan={PLAN}",
+        ],
+        cwd=tree.ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert contents(tmp_path / "tiny") == reference
+    assert (tmp_path / "tiny" / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
+def test_a_sweep_runs_its_points_as_jobs(
+    cluster: Path, reference: dict[str, str], tmp_path: Path, launcher: str
+) -> None:
+    call = words(
+        tmp_path, "iterations=3", "algorithm.lr=3e-4,1e-3", f"hydra/launcher={launcher}",
+        "run.name=lr-${algorithm.lr}", f"hydra.sweep.dir={tmp_path}/sweep",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "rlinf.launch", "-m", *call],
+        cwd=tree.ROOT, capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "HYDRA_FULL_ERROR": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert contents(tmp_path / "lr-0.0003") == reference
+    other = contents(tmp_path / "lr-0.001")
+    assert other.keys() == reference.keys()
+    assert other["it/0000/train"] != reference["it/0000/train"]
+
+
+def test_doctor_finds_the_cluster_fit(cluster: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlinf.cli", "doctor", "--folder", str(tmp_path)],
+        cwd=tree.ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "a100-1: same Python" in done.stdout.replace("\n", " ")

@@ -1,0 +1,183 @@
+"""Runs end, end alike however they are driven, and survive whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.experiment import drive, execute, prepare
+from pipeline.run import LOCK, Run
+from rlinf.artifacts import read_manifest
+from rlinf.errors import ConfigError, InputError, RunLockedError, StageError
+from tests.conftest import TINY
+from tests.pipeline.helpers import contents, start_driver
+
+Compose = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run in one process."""
+    from pipeline.workflow import compose as hydra_compose
+
+    root = tmp_path_factory.mktemp("reference")
+    words = ["experiment=arithmetic_grpo", f"++run.root={root}", "++log.trackers=[]", *TINY]
+    execute(hydra_compose(words))
+    return root / "tiny"
+
+
+def test_a_run_leaves_everything_a_user_looks_for(reference: Path) -> None:
+    rows = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [0, 1]
+    assert {"reward/mean", "train/loss", "train/kl_old", "rollout/steps"} <= rows[0].keys()
+    assert rows[0]["train/kl_old"] == pytest.approx(0, abs=1e-6), "the first step is on policy"
+    assert rows[0]["inference/logprob_gap_max"] < 1e-4
+    assert (reference / "report" / "report.html").stat().st_size > 10_000
+    assert reference.stat().st_mode & 0o077 == 0, "strangers must not read a run"
+    assert not (reference / LOCK).exists()
+
+
+def test_the_result_is_an_ordinary_model_folder(reference: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipeline.export import export_weights
+
+    assert export_weights(reference, tmp_path / "out", None) == 2
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("1+2=", return_tensors="pt")
+    assert module(**ids).logits.shape[-1] == module.config.vocab_size
+    with pytest.raises(InputError, match="not empty"):
+        export_weights(reference, tmp_path / "out", None)
+    with pytest.raises(InputError, match="is not on disk"):
+        export_weights(reference, tmp_path / "other", 77)
+
+
+def test_processes_give_the_same_bytes_as_one_process(reference: Path, compose: Compose) -> None:
+    values = compose("cluster=local")
+    execute(values)
+    run = Path(values["run"]["root"]) / "tiny"
+    assert contents(run) == contents(reference)
+    assert (run / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+
+
+def test_two_ranks_make_the_same_update_as_one(reference: Path, compose: Compose) -> None:
+    values = compose("cluster=local", "iterations=1")
+    values["plan"] = {
+        "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")}
+    }
+    execute(values)
+    run = Path(values["run"]["root"]) / "tiny"
+    one, two = (weights(folder, 0) for folder in (reference, run))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], atol=1e-5, rtol=1e-4)
+    manifest = read_manifest(run / "it/0000/train")
+    assert manifest is not None
+    assert manifest.world == 2
+
+
+def weights(run: Path, iteration: int) -> dict[str, torch.Tensor]:
+    folder = run / "it" / f"{iteration:04d}" / "sync"
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return load_file(folder / manifest.data / "weights" / "model.safetensors")
+
+
+def test_more_iterations_go_on_from_where_the_run_is(reference: Path, compose: Compose) -> None:
+    values = compose("iterations=1", "algorithm.schedule=constant")
+    execute(values)
+    run = Path(values["run"]["root"]) / "tiny"
+    before = (run / "it/0000/train/manifest.json").stat().st_mtime_ns
+    execute(compose("iterations=2", "algorithm.schedule=constant"))
+    assert (run / "it/0000/train/manifest.json").stat().st_mtime_ns == before, "nothing is redone"
+    assert contents(run).keys() == contents(reference).keys()
+
+
+def test_another_experiment_under_the_same_name_is_refused(compose: Compose) -> None:
+    prepare(compose())
+    with pytest.raises(ConfigError, match=r"holds another experiment \(algorithm\.lr differs\)"):
+        prepare(compose("algorithm.lr=0.5"))
+
+
+def test_a_second_driver_is_refused(compose: Compose) -> None:
+    run = prepare(compose())
+    with run.driven(), pytest.raises(RunLockedError, match="driven by process"):
+        drive(run)
+
+
+def test_the_lock_of_a_dead_driver_does_not_hold(compose: Compose) -> None:
+    run = prepare(compose())
+    owner = {"host": __import__("socket").gethostname(), "pid": 2**22 - 3, "started": 0, "token": ""}
+    (run.folder / LOCK).write_text(json.dumps(owner))
+    with run.driven():
+        assert json.loads((run.folder / LOCK).read_text())["pid"] != owner["pid"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "manifest"])
+@pytest.mark.parametrize("victim", ["it/0001/rollout", "it/0000/train"])
+def test_damage_is_noticed_and_mended(
+    reference: Path, tmp_path: Path, damage: str, victim: str
+) -> None:
+    run = tmp_path / "tiny"
+    shutil.copytree(reference, run)
+    for later in ("it/0001/train", "it/0001/sync", "evaluate/0002"):
+        shutil.rmtree(run / later)
+    folder = run / victim
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    path = max((folder / manifest.data).rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncate":
+        path.write_bytes(content[:-7])
+    else:
+        (folder / "manifest.json").write_text("{")
+    drive(Run.open(run))
+    assert contents(run) == contents(reference)
+    assert list(folder.glob("manifest.json.bad-*")), "the damaged commit is kept for inspection"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(compose: Compose) -> None:
+    values = compose("reward.offset=3e38", "algorithm.normalise=false")
+    with pytest.raises(StageError, match="not finite"):
+        execute(values)
+    run = Path(values["run"]["root"]) / "tiny"
+    assert read_manifest(run / "it/0000/rollout") is not None, "the iteration can be inspected"
+    assert read_manifest(run / "it/0000/train") is None
+    assert not list((run / "it/0000/train").glob("data-*"))
+
+
+@pytest.mark.parametrize("cluster", ["inprocess", "local"])
+def test_killing_the_driver_anywhere_changes_nothing(
+    reference: Path, tmp_path: Path, cluster: str
+) -> None:
+    words = ["experiment=arithmetic_grpo", f"run.root={tmp_path}", "log.trackers=[]"]
+    words += [f"cluster={cluster}", *(word.removeprefix("++") for word in TINY)]
+    chance = random.Random(cluster)
+    for attempt in range(12):
+        driver = start_driver(words, tmp_path / "log")
+        # Later attempts get longer, so that the run ends.
+        deadline = time.monotonic() + chance.uniform(3.0, 6.0) + attempt
+        while driver.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if driver.poll() is not None:
+            break
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    assert driver.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+    assert attempt > 0, "the driver was killed at least once"
+    assert contents(tmp_path / "tiny") == contents(reference)
+    same = (tmp_path / "tiny/metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    assert same

@@ -1,0 +1,38 @@
+"""The graph of a run: every input exists, is made before, and only what is needed is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline.flow import Graph, Node
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError
+
+Compose = Callable[..., dict[str, Any]]
+
+
+def test_nodes_come_after_their_inputs(compose: Compose) -> None:
+    graph = Graph(validate(RunConfig, compose("iterations=7", "evaluate.every=3")))
+    done: set[Node] = set()
+    for node in graph.nodes():
+        assert set(graph.inputs(node).values()) <= done, node
+        done.add(node)
+    assert {n.iteration for n in done if n.stage == "evaluate"} == {0, 3, 6, 7}
+    assert sum(n.stage == "train" for n in done) == 7
+
+
+def test_the_first_iteration_starts_from_the_warm_start(compose: Compose) -> None:
+    graph = Graph(validate(RunConfig, compose()))
+    assert graph.inputs(Node("rollout", 0)) == {"weights": Node("warm_start", 0)}
+    assert graph.inputs(Node("rollout", 1)) == {"weights": Node("sync", 0)}
+    assert "checkpoint" not in graph.inputs(Node("train", 0))
+    assert graph.inputs(Node("train", 1))["checkpoint"] == Node("train", 0)
+
+
+def test_an_unknown_flow_gets_a_hint(compose: Compose) -> None:
+    values = compose() | {"flow": "on_polcy"}
+    with pytest.raises(ConfigError, match="did you mean 'on_policy'"):
+        Graph(validate(RunConfig, values))

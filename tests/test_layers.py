@@ -1,0 +1,76 @@
+"""Imports point one way, and heavy packages load only when used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlinf import tree
+
+PACKAGES = ("rlinf", "stages", "launchers", "slurm", "pipeline")
+ALLOWED = {
+    "rlinf": set[str](),
+    "stages": {"rlinf", "slurm"},
+    "slurm": {"rlinf", "launchers"},
+    "launchers": {"rlinf", "slurm"},
+    "pipeline": {"rlinf", "stages", "launchers", "slurm"},
+}
+ENTRY_POINTS = {"rlinf/launch.py", "rlinf/cli.py"}
+HEAVY = {
+    "vllm", "sglang", "deepspeed", "megatron", "gymnasium", "mujoco", "math_verify", "wandb",
+    "mlflow", "tensorboard", "submitit", "transformers", "hydra", "snakemake",
+}
+
+
+def imported(path: Path, *, top_level: bool) -> set[str]:
+    """First parts of the names a file imports, anywhere or at module level."""
+    module = ast.parse(path.read_text())
+    nodes = module.body if top_level else list(ast.walk(module))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def violations(root: Path) -> list[str]:
+    found = []
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            if name in ENTRY_POINTS or "plugins" in path.parts:
+                continue
+            wrong = imported(path, top_level=False) & set(PACKAGES) - ALLOWED[package] - {package}
+            found += [f"{name} imports {other}" for other in sorted(wrong)]
+            heavy = imported(path, top_level=True) & HEAVY
+            found += [f"{name} imports {other} at module level" for other in sorted(heavy)]
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    assert violations(tree.ROOT) == []
+
+
+def test_the_check_would_notice(tmp_path: Path) -> None:
+    (tmp_path / "rlinf").mkdir()
+    (tmp_path / "rlinf" / "a.py").write_text("import vllm\ndef f():\n    from stages import x\n")
+    assert violations(tmp_path) == [
+        "rlinf/a.py imports stages",
+        "rlinf/a.py imports vllm at module level",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [("stages.__main__", "torch"), ("rlinf.cli", "torch"), ("launchers.job", "torch")],
+)
+def test_light_modules_stay_light(module: str, unwanted: str) -> None:
+    code = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree.ROOT, check=False)
+    assert done.returncode == 0, f"{module} imports {unwanted}"
