@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-
 THREADS = {
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
@@ -101,8 +100,9 @@ class Status:
 class Launcher(Protocol):
     """Starts jobs; asks about all of them at once."""
 
-    poll_s: float
-    """Seconds that should pass between two calls of :meth:`poll`."""
+    @property
+    def poll_s(self) -> float:
+        """Seconds that should pass between two calls of :meth:`poll`."""
 
     def submit(self, job: Job) -> str:
         """Start a job, or find the one already started for the same output; returns its id.

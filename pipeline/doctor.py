@@ -83,7 +83,8 @@ def packages() -> Iterator[Finding]:
     for package, extra in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             missing.setdefault(extra, []).append(package)
-    found = [name for name in PACKAGES if name not in sum(missing.values(), [])]
+    absent = {name for names in missing.values() for name in names}
+    found = [name for name in PACKAGES if name not in absent]
     yield Finding("ok", "packages", ", ".join(found))
     for extra, names in missing.items():
         yield Finding("warn", "not installed", f"{', '.join(names)}: rlinf-slurm[{extra}]")

@@ -65,9 +65,7 @@ class InProcess:
 
     def start(self, node: Node, call: StageCall) -> None:
         try:
-            run_stage(
-                call, config=self.run.config, resident=self.resident, stopping=self.stopping
-            )
+            run_stage(call, config=self.run.config, resident=self.resident, stopping=self.stopping)
             outcome = Outcome(0)
         except RlinfError as error:
             outcome = Outcome(error.exit_code, str(error), error)
@@ -257,4 +255,3 @@ class Driver:
             metrics = append(self.run.folder, node.iteration)
             for listener in self.listeners:
                 listener.iteration_done(node.iteration, metrics)
-

@@ -119,4 +119,3 @@ class LauncherExecutor:
 
     def stop(self) -> None:
         self.launcher.close()
-

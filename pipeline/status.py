@@ -134,7 +134,9 @@ def _current_stage(run: Run, iteration: int) -> str:
 
 def _driver(run: Run) -> str:
     owner = is_driven(run.folder / LOCK)
-    return f"process {owner['pid']} on {owner['host']}" if owner else "none (rlinf resume starts one)"
+    return (
+        f"process {owner['pid']} on {owner['host']}" if owner else "none (rlinf resume starts one)"
+    )
 
 
 def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:

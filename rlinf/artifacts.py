@@ -67,7 +67,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of an artifact. ``content`` is false for files that may differ between equal runs."""
+    """One file of an artifact. ``content``: equal runs have it equal."""
 
     size: int
     checksum: str

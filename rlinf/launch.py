@@ -34,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = ["rlinf.launch", *map(forced, words)]
     failures: list[int] = []
 
-    @hydra.main(
-        config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3"
-    )
+    @hydra.main(config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3")
     def run(values: Any) -> None:
         code = run_point(values)
         if code:

@@ -97,7 +97,7 @@ def run(command: Sequence[str]) -> str:
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
-    """Read ``sinfo -h -o "%P|%l|%D|%c|%m|%G|%a"``; a partition of unlike nodes has several lines."""
+    """Read ``sinfo -h -o "%P|%l|%D|%c|%m|%G|%a"``; unlike nodes have lines of their own."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         parts = line.strip().split("|")

@@ -9,9 +9,7 @@ from rlinf.errors import PlanError, nearest
 from slurm.client import Partition
 
 
-def check_resources(
-    needs: Resources, partitions: Mapping[str, Partition], stage: str
-) -> None:
+def check_resources(needs: Resources, partitions: Mapping[str, Partition], stage: str) -> None:
     """See that a partition can give what a stage needs.
 
     Raises:
@@ -22,8 +20,7 @@ def check_resources(
         partition = next((p for p in partitions.values() if p.default), None)
         if partition is None:
             raise PlanError(
-                f"{where}.partition: this cluster has no default partition"
-                f"{nearest('', partitions)}"
+                f"{where}.partition: this cluster has no default partition{nearest('', partitions)}"
             )
     elif needs.partition in partitions:
         partition = partitions[needs.partition]

@@ -47,5 +47,3 @@ class StopFlag:
     ) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
-
-

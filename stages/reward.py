@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf.data.record import Record
+from rlinf.data.record import Record, Scalar
 from stages.context import Context
 from stages.parts import held_environment, make_algorithm, make_reward
 
@@ -26,7 +26,11 @@ def run(ctx: Context) -> None:
     keep = make_algorithm(ctx.config).keep(totals, groups)
     output = ctx.writer("rewards")
     for trajectory, score, reward, kept in zip(trajectories, scores, rewards, keep, strict=True):
-        info = {"score": float(score), "keep": int(kept), "group": int(trajectory.info["group"])}
+        info: dict[str, Scalar] = {
+            "score": float(score),
+            "keep": int(kept),
+            "group": int(trajectory.info["group"]),
+        }
         output.put(Record(trajectory.identity, {"rewards": reward}, info=info))
     output.close()
     spread = [float(totals[groups == group].std()) for group in np.unique(groups)]

@@ -23,7 +23,7 @@ def run(ctx: Context) -> None:
     """
     algorithm = make_algorithm(ctx.config)
     settings = algorithm.config
-    rows = join(
+    rows: list[Any] = join(
         ctx.reader("trajectories", "trajectories"),
         ctx.reader("rewards", "rewards"),
         ctx.reader("logprobs", "logprobs"),

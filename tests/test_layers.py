@@ -21,8 +21,20 @@ ALLOWED = {
 }
 ENTRY_POINTS = {"rlinf/launch.py", "rlinf/cli.py"}
 HEAVY = {
-    "vllm", "sglang", "deepspeed", "megatron", "gymnasium", "mujoco", "math_verify", "wandb",
-    "mlflow", "tensorboard", "submitit", "transformers", "hydra", "snakemake",
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "megatron",
+    "gymnasium",
+    "mujoco",
+    "math_verify",
+    "wandb",
+    "mlflow",
+    "tensorboard",
+    "submitit",
+    "transformers",
+    "hydra",
+    "snakemake",
 }
 
 

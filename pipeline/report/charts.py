@@ -59,14 +59,14 @@ def learning(data: ReportData) -> Figure | None:
     )
     last = axes[0, -1]
     if warm:
-        x, y = zip(*warm, strict=True)
-        axes[0, 0].plot(x, y, "o-", ms=3.5, color=COLOURS["warm_start"])
+        steps, scores = zip(*warm, strict=True)
+        axes[0, 0].plot(steps, scores, "o-", ms=3.5, color=COLOURS["warm_start"])
         axes[0, 0].set(title="Warm start", xlabel="fine-tuning step", ylabel="score")
     x, y = data.column("reward/score")
     if len(x):
         last.plot(x, y, lw=0.9, alpha=0.55, color=COLOURS["rollout"], label="training samples")
     if data.scores:
-        x, y = (np.array(values) for values in zip(*data.scores, strict=True))
+        x, y = np.array(data.scores, dtype=float).T
         last.plot(x, y, "o-", ms=4, color=COLOURS["train"], label="held-out")
         last.annotate(
             f"{y[-1]:.3g}", (x[-1], y[-1]), xytext=(6, 0), textcoords="offset points", va="center"

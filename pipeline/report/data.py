@@ -109,10 +109,14 @@ def _read_trajectories(data: ReportData) -> None:
     chosen = dict.fromkeys([*kept[:1], *kept[-1:]])
     for iteration in chosen:
         records = _records(data.run.folder, "rollout", iteration, "trajectories")
-        rewards = {r.identity.key: r for r in _records(data.run.folder, "reward", iteration, "rewards")}
+        rewards = {
+            r.identity.key: r for r in _records(data.run.folder, "reward", iteration, "rewards")
+        }
         label = f"iteration {iteration + 1}"
         data.lengths[label] = np.array([len(record) for record in records])
-        scores = [rewards[r.identity.key].info["score"] for r in records if r.identity.key in rewards]
+        scores = [
+            rewards[r.identity.key].info["score"] for r in records if r.identity.key in rewards
+        ]
         data.rewards[label] = np.array(scores, dtype=float)
         texts = [
             {

@@ -107,7 +107,12 @@ def _inline(svg: str, name: str) -> str:
     body = re.sub(r'\b(id=")', rf"\1{name}-", body)
     body = re.sub(r'((?:xlink:)?href="#)', rf"\1{name}-", body)
     body = re.sub(r"url\(#", f"url(#{name}-", body)
-    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1), count=1)
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*"',
+        r"\1",
+        re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1),
+        count=1,
+    )
 
 
 def _duration(seconds: float) -> str:

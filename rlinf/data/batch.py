@@ -15,7 +15,7 @@ from rlinf.models.base import pad
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Step columns of ``N`` samples, padded on the right to ``T``; float32 unless said otherwise."""
+    """Step columns of ``N`` samples, padded on the right to ``T``; float32 unless said."""
 
     mask: Tensor
     """``[N, T]`` 1 where there is a step that counts."""

@@ -30,7 +30,7 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
-        """Replies to one request; the randomness of a row is its (seed, iteration, stage, sample)."""
+        """Replies to one request; a row's randomness is (seed, iteration, stage, sample)."""
 
 
 def serve(

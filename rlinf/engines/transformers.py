@@ -142,8 +142,8 @@ class TransformersEngine(Engine):
         sizes = np.zeros(len(distinct), dtype=np.int64)
         sizes[inverse.ravel()] = lengths
         tokens = np.zeros((len(distinct), width), dtype=np.int64)
-        for row, prompt, size in zip(tokens, distinct, sizes, strict=True):
-            row[width - size :] = prompt[:size]
+        for row, prompt, count in zip(tokens, distinct, sizes.tolist(), strict=True):
+            row[width - count :] = prompt[:count]
         column = torch.arange(width, device=self._device)
         size = torch.from_numpy(sizes).to(self._device)
         seen = column >= (width - size)[:, None]

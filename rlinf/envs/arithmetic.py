@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+
 import numpy as np
 from pydantic import Field, field_validator
 
@@ -118,5 +119,5 @@ class ArithmeticEnvironment(PromptEnvironment):
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the test set: by its text, so no training prompt can be in it."""
+    """Whether a question is in the test set: by its text, so that no training prompt can be."""
     return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0

@@ -79,5 +79,5 @@ class Environment(ABC):
         """Trajectories of an expert for supervised fine-tuning; none by default."""
         return []
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release simulators and worker processes."""

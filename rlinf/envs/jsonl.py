@@ -19,6 +19,7 @@ from rlinf.models.base import Spec
 from rlinf.rewards.math import MathGrader
 from rlinf.seeding import generator
 
+
 class JsonlConfig(Section):
     """Where the problems are and how they are asked."""
 

@@ -44,11 +44,11 @@ class PromptEnvironment(Environment):
         prompts = self.prompts(episodes)
         encoded = self.encode([prompt.text for prompt in prompts])
         samples = episodes.samples()
-        row_of = {int(sample): i // episodes.group_size for i, sample in enumerate(samples)}
+        row_of = {number: i // episodes.group_size for i, number in enumerate(samples.tolist())}
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
-        for row, ids in zip(padded, encoded, strict=True):
-            row[: len(ids)] = ids
+        for line, ids in zip(padded, encoded, strict=True):
+            line[: len(ids)] = ids
         observations.put(
             Record(
                 Identity(episodes.iteration, int(samples[0]) if len(samples) else 0),

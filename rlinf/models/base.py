@@ -19,10 +19,10 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 
 Spec = dict[str, Any]
-"""What an environment tells a policy before it is created: alphabet, observation and action space."""
+"""What an environment tells a policy to be created: alphabet, observations, actions."""
 
 Batch = dict[str, Tensor]
-"""Model inputs padded to ``[B, ...]``; always holds ``mask`` ``[B, T]`` (1: a step of the policy)."""
+"""Model inputs padded to ``[B, ...]``; always holds ``mask`` ``[B, T]`` (1: a step)."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Policy(ABC):
     Config: ClassVar[type[Section]]
     module: nn.Module
 
-    @classmethod
+    @classmethod  # noqa: B027
     def check(cls, config: Any, spec: Spec) -> None:
         """See that a policy can be made, without making it.
 

@@ -85,7 +85,7 @@ class CausalLM(Policy):
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
 
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         vocabulary = write_character_tokenizer(spec["alphabet"], folder)
         settings = AutoConfig.for_model(
             config.architecture,
@@ -104,7 +104,9 @@ class CausalLM(Policy):
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+            module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, dtype=torch.float32
+            )
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
 
     @classmethod
@@ -183,7 +185,7 @@ def causal_mask(attend: Tensor) -> Tensor:
     return ((attend[:, None, :] & causal) | itself)[:, None]
 
 
-def load_module(folder: Path, config: CausalLMConfig) -> nn.Module:
+def load_module(folder: Path, config: CausalLMConfig) -> Any:
     """The network of a checkpoint folder.
 
     Raises:
@@ -192,7 +194,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     check_checkpoint(folder, config.trust_remote_code)
     try:
         module = AutoModelForCausalLM.from_pretrained(
@@ -264,12 +266,6 @@ def weight_files(folder: Path) -> list[Path]:
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy what stands beside the weights: configuration, tokenizer, templates, model code."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in {
-            ".json",
-            ".txt",
-            ".model",
-            ".jinja",
-            ".py",
-        }:
-            if not path.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(path, folder / path.name)
+        wanted = path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}
+        if wanted and path.is_file() and not path.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(path, folder / path.name)

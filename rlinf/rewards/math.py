@@ -89,6 +89,7 @@ class _Worker:
     def __init__(self) -> None:
         self.item: int | None = None
         self.since = 0.0
+        self.ready = False
         self._start()
 
     def give(self, item: int, pair: tuple[str, str]) -> None:

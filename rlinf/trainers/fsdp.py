@@ -179,19 +179,20 @@ class FSDPTrainer:
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer with torch.distributed.checkpoint, all ranks together."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         alone = not torch.distributed.is_initialized()
-        writer = dcp.FileSystemWriter(folder, thread_count=1)
-        dcp.save(self._state(), storage_writer=writer, no_dist=alone)
+        writer = FileSystemWriter(folder, thread_count=1)
+        save(self._state(), storage_writer=writer, no_dist=alone)
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, by any number of processes."""
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self._state()
-        dcp.load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+        load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
         set_state_dict(
             self.policy.module,
             self.optimizer,
@@ -222,7 +223,7 @@ class FSDPTrainer:
         precision = MixedPrecisionPolicy(
             param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
         )
-        options = {
+        options: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": precision,
             "reshard_after_forward": self.config.reshard_after_forward,

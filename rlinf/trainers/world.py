@@ -35,12 +35,13 @@ class World:
     def connect(self, device_type: str, timeout_s: float = 600) -> None:
         """Form the default process group (NCCL on GPUs, Gloo on CPUs) unless it exists."""
         import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
 
         if dist.is_initialized():
             return
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if self.size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             return
         dist.init_process_group(
             backend, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_s)

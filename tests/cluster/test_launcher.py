@@ -29,7 +29,11 @@ def job(folder: Path, what: str, **resources: object) -> Job:
     needs = {"partition": "cpu", "mem_mb": 300, "time_min": 5, **resources}
     out = folder / "out"
     return Job(
-        f"test/{what}", (what, str(out)), out, folder / "logs", Resources(**needs),  # type: ignore[arg-type]
+        f"test/{what}",
+        (what, str(out)),
+        out,
+        folder / "logs",
+        Resources(**needs),  # type: ignore[arg-type]
         "tests.cluster.job_of_test",
     )
 
@@ -55,7 +59,12 @@ def wait_until(path: Path, timeout_s: float = 30) -> None:
 
 def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_path: Path) -> None:
     wanted = job(
-        tmp_path, "pass", partition="h100", nodes=2, tasks_per_node=2, gpus_per_node=2,
+        tmp_path,
+        "pass",
+        partition="h100",
+        nodes=2,
+        tasks_per_node=2,
+        gpus_per_node=2,
         gpu_type="h100",
     )
     assert finish(launcher, launcher.submit(wanted)).state is State.DONE

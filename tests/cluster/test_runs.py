@@ -28,7 +28,9 @@ def words(root: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("reference")
-    marked = [f"++{w}" if not w.startswith("experiment") else w for w in words(root, "iterations=3")]
+    marked = [
+        f"++{w}" if not w.startswith("experiment") else w for w in words(root, "iterations=3")
+    ]
     execute(compose(marked))
     return contents(root / "tiny")
 
@@ -54,10 +56,21 @@ def test_snakemake_gives_the_same_bytes(
     settings = [word for word in settings if not word.startswith("iterations")]
     done = subprocess.run(
         [
-            sys.executable, "-m", "snakemake", "--profile", "slurm", "--config",
-            *settings, "iterations=3", f"plan={PLAN}",
+            sys.executable,
+            "-m",
+            "snakemake",
+            "--profile",
+            "slurm",
+            "--config",
+            *settings,
+            "iterations=3",
+            f"plan={PLAN}",
         ],
-        cwd=tree.ROOT, capture_output=True, text=True, timeout=280, check=False,
+        cwd=tree.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(tmp_path / "tiny") == reference
@@ -69,12 +82,20 @@ def test_a_sweep_runs_its_points_as_jobs(
     cluster: Path, reference: dict[str, str], tmp_path: Path, launcher: str
 ) -> None:
     call = words(
-        tmp_path, "iterations=3", "algorithm.lr=3e-4,1e-3", f"hydra/launcher={launcher}",
-        "run.name=lr-${algorithm.lr}", f"hydra.sweep.dir={tmp_path}/sweep",
+        tmp_path,
+        "iterations=3",
+        "algorithm.lr=3e-4,1e-3",
+        f"hydra/launcher={launcher}",
+        "run.name=lr-${algorithm.lr}",
+        f"hydra.sweep.dir={tmp_path}/sweep",
     )
     done = subprocess.run(
         [sys.executable, "-m", "rlinf.launch", "-m", *call],
-        cwd=tree.ROOT, capture_output=True, text=True, timeout=280, check=False,
+        cwd=tree.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
         env={**os.environ, "HYDRA_FULL_ERROR": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -87,7 +108,11 @@ def test_a_sweep_runs_its_points_as_jobs(
 def test_doctor_finds_the_cluster_fit(cluster: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rlinf.cli", "doctor", "--folder", str(tmp_path)],
-        cwd=tree.ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tree.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
     assert "a100-1: same Python" in done.stdout.replace("\n", " ")

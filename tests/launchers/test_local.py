@@ -35,7 +35,11 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def job(folder: Path, what: str, ranks: int = 1) -> Job:
     return Job(
-        what, (what, str(folder)), folder, folder / "logs", Resources(tasks_per_node=ranks),
+        what,
+        (what, str(folder)),
+        folder,
+        folder / "logs",
+        Resources(tasks_per_node=ranks),
         "program_of_test",
     )
 
@@ -77,8 +81,11 @@ def test_closing_ends_what_runs(program: Path) -> None:
 
 
 def test_settings_are_quoted_for_the_batch_script() -> None:
-    found = parameters("a/b", Resources(env={"X": "a b; rm -rf /"}, gpus_per_node=2, gpu_type="h100"),
-                       (sys.prefix,))
+    found = parameters(
+        "a/b",
+        Resources(env={"X": "a b; rm -rf /"}, gpus_per_node=2, gpu_type="h100"),
+        (sys.prefix,),
+    )
     assert "export X='a b; rm -rf /'" in found["slurm_setup"]
     assert found["slurm_additional_parameters"]["gres"] == "gpu:h100:2"
     assert found["name"] == "a-b"

@@ -18,21 +18,30 @@ Compose = Callable[..., dict[str, Any]]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": {"name": "grpo", "lrr": 1}}, r"algorithm\.lrr: unknown key; did you mean 'lr'"),
+        (
+            {"algorithm": {"name": "grpo", "lrr": 1}},
+            r"algorithm\.lrr: unknown key; did you mean 'lr'",
+        ),
         ({"algorithm": {"name": "gpro"}}, "unknown algorithm 'gpro'; did you mean 'grpo'"),
         ({"task": {"name": "arithmetc"}}, "did you mean 'arithmetic'"),
         ({"iterations": "many"}, r"iterations: .*integer"),
         ({"sede": 1}, "sede: unknown key; did you mean 'seed'"),
         ({"rollout": {"batch": 0, "horizon": 4}}, r"rollout\.batch"),
         ({"rollout": {"batch": 3, "group_size": 2, "horizon": 4}}, None),
-        ({"rollout": {"batch": 4, "horizon": 4, "group_size": 2, "temperature": 0}}, "temperature 0"),
+        (
+            {"rollout": {"batch": 4, "horizon": 4, "group_size": 2, "temperature": 0}},
+            "temperature 0",
+        ),
         ({"run": {"name": "../escape"}}, r"run\.name"),
         ({"model": {"name": "causal_lm", "path": "/no/such/folder"}}, r"model\.path: no folder"),
         ({"model": {"name": "causal_lm", "heads": 3}}, r"model\.heads"),
         ({"model": {"name": "mlp"}}, "observation vectors"),
         ({"task": {"name": "jsonl", "train": "/no.jsonl", "test": "/no.jsonl"}}, "cannot read /no"),
         ({"plan": {"stages": {"trian": {}}}}, "unknown stage; did you mean 'train'"),
-        ({"plan": {"stages": {"train": {"gpu": 1}}}}, r"train\.gpu: unknown key; did you mean 'gpus'"),
+        (
+            {"plan": {"stages": {"train": {"gpu": 1}}}},
+            r"train\.gpu: unknown key; did you mean 'gpus'",
+        ),
         ({"plan": "/no/plan.yaml"}, "no file /no/plan.yaml"),
         ({"cluster": {"launcher": "slrum"}}, r"cluster\.launcher"),
         ({"log": {"trackers": ["wandbb"]}}, "did you mean 'wandb'"),

@@ -117,7 +117,12 @@ def test_a_second_driver_is_refused(compose: Compose) -> None:
 
 def test_the_lock_of_a_dead_driver_does_not_hold(compose: Compose) -> None:
     run = prepare(compose())
-    owner = {"host": __import__("socket").gethostname(), "pid": 2**22 - 3, "started": 0, "token": ""}
+    owner = {
+        "host": __import__("socket").gethostname(),
+        "pid": 2**22 - 3,
+        "started": 0,
+        "token": "",
+    }
     (run.folder / LOCK).write_text(json.dumps(owner))
     with run.driven():
         assert json.loads((run.folder / LOCK).read_text())["pid"] != owner["pid"]
@@ -179,5 +184,7 @@ def test_killing_the_driver_anywhere_changes_nothing(
     assert driver.wait(timeout=60) == 0, (tmp_path / "log").read_text()
     assert attempt > 0, "the driver was killed at least once"
     assert contents(tmp_path / "tiny") == contents(reference)
-    same = (tmp_path / "tiny/metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    same = (tmp_path / "tiny/metrics.jsonl").read_bytes() == (
+        reference / "metrics.jsonl"
+    ).read_bytes()
     assert same

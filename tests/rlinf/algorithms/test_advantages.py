@@ -40,9 +40,7 @@ def test_generalised_equals_the_sum_of_discounted_errors(
     truncated = torch.tensor((random.random((n, t)) < 0.2).astype(float)) * (1 - terminated)
     lengths = random.integers(1, t + 1, size=n)
     mask = torch.tensor((np.arange(t) < lengths[:, None]).astype(float))
-    got, returns = generalised(
-        rewards, values, terminated, truncated, bootstrap, mask, gamma, lam
-    )
+    got, returns = generalised(rewards, values, terminated, truncated, bootstrap, mask, gamma, lam)
     for i in range(n):
         last = int(lengths[i]) - 1
         for start in range(last + 1):
@@ -61,7 +59,10 @@ def test_generalised_equals_the_sum_of_discounted_errors(
 
 
 def test_whitening_ignores_padding() -> None:
-    values, mask = torch.tensor([[1.0, 2.0, 99.0], [3.0, 4.0, 99.0]]), torch.tensor([[1.0, 1, 0]] * 2)
+    values, mask = (
+        torch.tensor([[1.0, 2.0, 99.0], [3.0, 4.0, 99.0]]),
+        torch.tensor([[1.0, 1, 0]] * 2),
+    )
     got = whiten(values, mask)
     kept = got[mask == 1]
     assert abs(float(kept.mean())) < 1e-6

@@ -11,7 +11,9 @@ from rlinf.data.record import Identity, Record
 
 def records(*samples: int, **steps: int) -> list[Record]:
     return [
-        Record(Identity(0, s), {k: np.full(v, float(s)) for k, v in steps.items()}, info={"group": 0})
+        Record(
+            Identity(0, s), {k: np.full(v, float(s)) for k, v in steps.items()}, info={"group": 0}
+        )
         for s in samples
     ]
 

@@ -65,7 +65,9 @@ def test_log_probs_are_those_of_the_training_stack(folder: Path, temperature: fl
         length = int(got[number]["length"])
         prompt = wanted.steps["prompt"][number][: wanted.steps["prompt_length"][number]]
         records.append(
-            Record(Identity(0, number), {"actions": got[number]["tokens"][:length]}, {"prompt": prompt})
+            Record(
+                Identity(0, number), {"actions": got[number]["tokens"][:length]}, {"prompt": prompt}
+            )
         )
     with torch.no_grad():
         outputs = policy.evaluate(policy.collate(records), temperature)

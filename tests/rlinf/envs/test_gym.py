@@ -29,7 +29,9 @@ def parts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GymEnvironmen
     return GymEnvironment(task, None), engine
 
 
-def run(parts: tuple[GymEnvironment, DirectEngine], starts: range, split: str = "train") -> list[Record]:
+def run(
+    parts: tuple[GymEnvironment, DirectEngine], starts: range, split: str = "train"
+) -> list[Record]:
     episodes = Episodes(1, 2, split, starts, 4, 1, 40, 1.0 if split == "train" else 0.0)  # type: ignore[arg-type]
     return sorted(collect(*parts, episodes, "rollout"), key=lambda record: record.identity)
 
@@ -39,7 +41,7 @@ def test_trajectories_are_those_of_a_plain_loop_over_their_own_policy(
 ) -> None:
     import torch
 
-    environment, engine = parts
+    _, engine = parts
     for record in run(parts, range(3)):
         assert len(record) == 40
         assert record.info["policy_version"] == 4
@@ -72,7 +74,9 @@ def test_evaluation_plays_one_episode_with_the_best_action(
     assert [r.info for r in first] == [r.info for r in second]
     for record in first:
         assert record.info["episodes"] <= 1
-        assert record.info["return"] == pytest.approx(float(record.steps["rewards"].sum()), rel=1e-4)
+        assert record.info["return"] == pytest.approx(
+            float(record.steps["rewards"].sum()), rel=1e-4
+        )
 
 
 def test_an_unknown_environment_is_a_configuration_error() -> None:

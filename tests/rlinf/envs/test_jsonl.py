@@ -55,7 +55,9 @@ def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
     chat = Words()
     chat.chat_template = "yes"
     task = make(tmp_path, chat, system="be brief")
-    assert len(task.encode(["q 0"])[0]) == len("<system> be brief <user> q 0 <assistant>".split())
+    assert len(task.encode(["q 0"])[0]) == len(
+        ["<system>", "be", "brief", "<user>", "q", "0", "<assistant>"]
+    )
 
 
 @pytest.mark.parametrize(

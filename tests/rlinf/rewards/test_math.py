@@ -36,7 +36,12 @@ def test_a_response_that_hangs_the_parser_times_out_alone(grader: MathGrader) ->
 
 
 def test_the_grader_works_on_after_a_timeout(grader: MathGrader) -> None:
-    assert [g.score for g in grader.grade([(f"#### {i}", "#### 2") for i in range(4)])] == [0, 0, 1, 0]
+    assert [g.score for g in grader.grade([(f"#### {i}", "#### 2") for i in range(4)])] == [
+        0,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_final_answers() -> None:
