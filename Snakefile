@@ -78,8 +78,9 @@ rule report:
     log:
         run.log("report"),
     params:
+        python=run.python,
         folder=run.folder,
     conda:
         "configs/environment.yaml"
     shell:
-        "{run.python} -m rlinf.cli report {params.folder:q} > {log:q} 2>&1"
+        "{params.python} -m rlinf.cli report {params.folder:q} > {log:q} 2>&1"

@@ -46,7 +46,7 @@ class Run:
             ConfigError: the name is taken by a run with another configuration.
             InputError: no permission to write there.
         """
-        folder = config.run.root.expanduser().absolute() / config.run.name
+        folder = config.run.folder
         known = folder / CONFIG
         if known.exists():
             old = load_config(known)
@@ -66,7 +66,7 @@ class Run:
                 write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
             if not (folder / RUN).exists():
                 about = {
-                    "name": config.run.name,
+                    "name": folder.name,
                     "id": digest(config.semantic()),
                     "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                     "version": __version__,

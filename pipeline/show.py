@@ -60,7 +60,7 @@ class Console:
             handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._handler = handler
         log.handlers = [handler]
-        log.info("run %s in %s", self._run.config.run.name, self._run.folder)
+        log.info("run %s in %s", self._run.folder.name, self._run.folder)
         return self
 
     def __exit__(

@@ -72,7 +72,7 @@ def read_status(folder: Path) -> RunStatus:
     ]
     reward = manifest_of(run.folder, "reward", finished - 1) if finished else None
     return RunStatus(
-        name=run.config.run.name,
+        name=run.folder.name,
         finished=finished,
         total=run.config.iterations,
         stage=stage,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -75,9 +76,17 @@ class RunSection(Section):
     """Which run this is and where its files go."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; its directory is ``root/name``."""
+    """Name of the run; its directory is ``root/name``, with the suffix."""
+    suffix: str = ""
+    """Tells apart the points of a sweep; made from the keys that vary."""
     root: Path = Path("runs")
     """Folder of all runs, on a filesystem that every node sees."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's directory, absolute."""
+        suffix = re.sub(r"[^A-Za-z0-9._-]+", "_", self.suffix)
+        return self.root.expanduser().absolute() / f"{self.name}{suffix}"
 
 
 class RolloutSection(Section):

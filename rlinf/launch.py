@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Keys of a part that its YAML file does not mention are overrides too; our own validation,
     # which knows them all, judges them and hints at the nearest.
-    sys.argv = ["rlinf.launch", *map(forced, words)]
+    sys.argv = ["rlinf.launch", *map(forced, words), *suffix(words)]
     failures: list[int] = []
 
     @hydra.main(config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3")
@@ -54,6 +54,24 @@ def forced(word: str) -> str:
     group = (tree.ROOT / "configs" / key).is_dir()
     own = plain and not group and key.split(".")[0] != "hydra"
     return f"++{word}" if separator and own else word
+
+
+def suffix(words: Sequence[str]) -> list[str]:
+    """For a sweep, the override that names each point's run after the keys that vary."""
+    if not any(word in ("-m", "--multirun") for word in words):
+        return []
+    if any(word.lstrip("+").startswith(("run.name=", "run.suffix=")) for word in words):
+        return []
+    varying = [word.lstrip("+").split("=")[0] for word in words if _varies(word)]
+    parts = [f"-{key.rsplit('.', 1)[-1]}-${{{key}}}" for key in varying if "/" not in key]
+    return [f"++run.suffix='{''.join(parts)}'"] if parts else []
+
+
+def _varies(word: str) -> bool:
+    """Whether an override has several values: a comma outside brackets, or a function."""
+    _, _, value = word.partition("=")
+    bare = re.sub(r"\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"", "", value)
+    return "," in bare or re.match(r"(choice|range|interval|glob)\(", value) is not None
 
 
 def is_sweep() -> bool:

@@ -39,7 +39,7 @@ def write_report(run: Path) -> Path:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
     ).get_template("page.html.jinja")
     html = template.render(
-        name=data.run.config.run.name,
+        name=data.run.folder.name,
         tiles=tiles(data),
         sections=sections,
         samples=data.samples,

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.experiment import prepare
 from rlinf.errors import InputError, SlurmError
-from rlinf.launch import forced, main
+from rlinf.launch import forced, main, suffix
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -79,6 +79,13 @@ def test_a_lone_launcher_is_refused_with_the_right_command(
     said = capsys.readouterr().err
     assert "python -m rlinf.launch -m experiment=arithmetic_grpo" in said
     assert "cluster=slurm" in said
+
+
+def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
+    words = ["-m", "algorithm.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch=choice(2,4)"]
+    assert suffix(words) == ["++run.suffix='-lr-${algorithm.lr}-batch-${rollout.batch}'"]
+    assert suffix([*words, "run.name=mine"]) == []
+    assert suffix(words[1:]) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""The workflow: clean, quick to plan at length, and the same bytes as the project's driver."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlinf import tree
+
+pytest.importorskip("snakemake", reason="the extra 'slurm' is not installed")
+
+
+def snakemake(*words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "snakemake", *words],
+        cwd=tree.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_lint_is_clean(tmp_path: Path) -> None:
+    done = snakemake("--lint", "--config", f"run__root={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Congratulations" in done.stdout + done.stderr
+
+
+def test_a_thousand_iterations_can_be_planned(tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = snakemake(
+        "-n", "-c2", "--quiet", "rules", "--config", "iterations=1000", f"run__root={tmp_path}"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = dict(line.split() for line in done.stdout.splitlines() if len(line.split()) == 2)
+    assert counts["train"] == counts["rollout"] == "1000"
+    # The benchmark row dag_1000_s has the figure; this only catches a superlinear planner.
+    assert time.monotonic() - start < 200
+
+
+def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> None:
+    words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=cp"]
+    words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]
+    done = snakemake("-c2", "--config", *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "cp"
+    assert (run / "it/0000/sync/manifest.json").exists()
+    again = snakemake("-n", "-c2", "--config", *words)
+    assert "Nothing to be done" in again.stdout + again.stderr
+    report = snakemake("--report", str(tmp_path / "snakemake.html"), "--config", *words)
+    assert report.returncode == 0, report.stderr[-2000:]
+    assert (tmp_path / "snakemake.html").stat().st_size > 10_000
