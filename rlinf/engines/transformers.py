@@ -41,6 +41,8 @@ class TransformersConfig(Section):
     threads: int = Field(default=1, gt=0)
     """Torch threads while generating; more than one slows small models down."""
     device: str = "auto"
+    ignore_eos: bool = False
+    """Decode to the horizon whatever is sampled (for benchmarks)."""
 
 
 class TransformersEngine(Engine):
@@ -59,7 +61,8 @@ class TransformersEngine(Engine):
         tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
         stop = getattr(self._module.generation_config, "eos_token_id", None)
         stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-        self._stops = torch.tensor(sorted({*stops, tokenizer.eos_token_id}), device=self._device)
+        known = set() if self._config.ignore_eos else {*stops, tokenizer.eos_token_id}
+        self._stops = torch.tensor(sorted(known), dtype=torch.int64, device=self._device)
         self.version = version
 
     @torch.inference_mode()

@@ -1,0 +1,1 @@
+"""Measured figures: ``make bench`` prints them and writes ``benchmarks/results.json``."""

@@ -1,0 +1,93 @@
+"""``python -m benchmarks [--name ROW]``: measure, print a table, write results.json."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.row import Row
+
+RESULTS = Path(__file__).parent / "results.json"
+ROWS = {
+    "grpo_vs_trl": "grpo_vs_trl",
+    "grpo_tokens_per_s": "grpo_vs_trl",
+    "trl_tokens_per_s": "grpo_vs_trl",
+    "stage_overhead_s": "slurm_jobs",
+    "stage_imports_s": "slurm_jobs",
+    "snakemake_job_s": "slurm_jobs",
+    "dag_1000_s": "dag",
+    "demo_exact_match": "demo",
+    "demo_wall_s": "demo",
+    "cartpole_return": "demo",
+    "cartpole_wall_s": "demo",
+}
+"""Each row and the module that measures it (several rows may come from one measurement)."""
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    import os
+
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def main() -> int:
+    """Measure the wanted rows; those not measured keep their last figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("--name", choices=sorted(ROWS), help="one row (and those beside it)")
+    wanted = parser.parse_args().name
+    modules = [ROWS[wanted]] if wanted else list(dict.fromkeys(ROWS.values()))
+    console = Console()
+    known: dict[str, Any] = {}
+    if RESULTS.exists():
+        known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    for module in modules:
+        console.print(f"measuring {module} ...")
+        start = time.monotonic()
+        rows: list[Row] = importlib.import_module(f"benchmarks.{module}").measure()
+        for row in rows:
+            known[row.name] = asdict(row)
+        console.print(f"  {time.monotonic() - start:.0f} s")
+        # Written as they come: a later row that fails must not lose the earlier ones.
+        content = {"machine": machine(), "rows": [known[name] for name in ROWS if name in known]}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(table([Row(**row) for row in known.values()]))
+    return 0
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows as a person reads them."""
+    out = Table("row", "value", "unit", "goal", "reached", "n", "spread")
+    for row in rows:
+        sign = "≥" if row.better == "higher" else "≤"
+        goal = "" if row.goal is None else f"{sign} {row.goal:g}"
+        reached = {True: "yes", False: "no", None: ""}[row.reached]
+        out.add_row(
+            row.name, f"{row.value:g}", row.unit, goal, reached, str(row.n), f"{row.spread:g}"
+        )
+    return out
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""What Slurm costs per stage, on the dev cluster: submission, imports, Snakemake's share."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.row import Row, median_row
+from rlinf import tree
+
+REPEATS = 12
+ITERATIONS = 3
+
+
+def measure() -> list[Row]:
+    """Bring the cluster up and measure the three rows."""
+    bring_up()
+    overhead, imports = stage_overhead()
+    return [
+        median_row("stage_overhead_s", overhead, "s", 1.0, "lower"),
+        median_row("stage_imports_s", imports, "s", None, "lower"),
+        median_row("snakemake_job_s", snakemake_jobs(), "s", 6.0, "lower"),
+    ]
+
+
+def bring_up() -> None:
+    """Start the dev cluster unless it runs, and point this process to it."""
+    subprocess.run([tree.ROOT / "slurm/devcluster/up.sh"], check=True, capture_output=True)
+    state = Path(os.environ.get("RLINF_DEVCLUSTER_DIR", "/tmp/rlinf-devcluster"))
+    for name, value in re.findall(r"export (\w+)=(\S+)", (state / "env.sh").read_text()):
+        os.environ[name] = value
+
+
+def stage_overhead() -> tuple[list[float], list[float]]:
+    """Seconds from submission to the first line of stage code, and to its imports being done."""
+    from launchers.base import Job, Resources
+    from launchers.submitit import SubmititLauncher
+    from slurm.client import SlurmClient
+
+    launcher = SubmititLauncher(SlurmClient(poll_s=0.1))
+    first, imported = [], []
+    for repeat in range(REPEATS):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            out = folder / "out"
+            needs = Resources(partition="cpu", mem_mb=500, time_min=5)
+            job = Job(
+                f"bench/{repeat}",
+                (str(out),),
+                out,
+                folder / "logs",
+                needs,
+                "benchmarks.stage_probe",
+            )
+            start = time.time()
+            identity = launcher.submit(job)
+            while launcher.poll([identity])[identity].state.active:
+                time.sleep(0.05)
+            note = json.loads((out / "manifest.json").read_text())
+            first.append(note["first_line"] - start)
+            imported.append(note["imported"] - note["first_line"])
+            while launcher.client.queue()[identity].state.active:
+                time.sleep(0.05)
+    return first, imported
+
+
+def snakemake_jobs() -> list[float]:
+    """Seconds per job of whole workflows of the embodied experiment with the shipped profile."""
+    found = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as root:
+            words = [
+                "experiment=cartpole_ppo",
+                f"iterations={ITERATIONS}",
+                f"run__root={root}",
+                "rollout__batch=2",
+                "rollout__horizon=32",
+                "evaluate__samples=2",
+                f"plan={tree.ROOT}/configs/plans/devcluster.yaml",
+            ]
+            start = time.monotonic()
+            subprocess.run(
+                [sys.executable, "-m", "snakemake", "--profile", "slurm", "--config", *words],
+                cwd=tree.ROOT,
+                check=True,
+                capture_output=True,
+            )
+            jobs = len(list(Path(root).rglob("manifest.json")))
+            found.append((time.monotonic() - start) / jobs)
+    return found
