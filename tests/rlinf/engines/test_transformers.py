@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,40 @@ def test_rows_end_at_the_stop_token_and_leave_the_batch(folder: Path) -> None:
     for row in got.values():
         if not row["stopped"]:
             assert row["length"] == 30
+
+
+def test_finished_rows_are_no_longer_computed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, sizes = engine(folder), []
+    forward = made._forward
+
+    def counted(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return forward(tokens, *rest)
+
+    monkeypatch.setattr(made, "_forward", counted)
+    got = rows(made, request([3] * 40, horizon=30))
+    for step, size in enumerate(sizes[1:], start=1):
+        running = sum(int(row["length"]) > step for row in got.values())
+        assert 0.75 * size < running <= size, "most of a batch still runs"
+    assert sizes[-1] < 80
+
+
+def test_samples_of_a_prompt_share_its_forward_pass_and_differ(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, sizes = engine(folder), []
+    forward = made._forward
+
+    def counted(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(tuple(tokens.shape))
+        return forward(tokens, *rest)
+
+    monkeypatch.setattr(made, "_forward", counted)
+    got = rows(made, request([4, 6, 5]))
+    assert sizes[0] == (3, 6), "three prompts for six samples"
+    assert any(not np.array_equal(got[2 * i]["tokens"], got[2 * i + 1]["tokens"]) for i in range(3))
 
 
 def test_greedy_takes_the_most_likely_token() -> None:

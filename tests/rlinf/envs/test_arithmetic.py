@@ -67,15 +67,28 @@ def test_a_worker_asks_the_questions_of_its_starts(tokenizer: Any) -> None:
 
 
 def test_rambling_demonstrations_begin_with_the_answer(tokenizer: Any) -> None:
-    texts = [
-        tokenizer.decode(record.steps["actions"], skip_special_tokens=True)
-        for record in make(tokenizer, rambling=0.5).demonstrations(0, 0, 400)
-    ]
-    rambling = [text for text in texts if " " in text]
-    assert 0.4 < len(rambling) / len(texts) < 0.6
+    rambling = 0
+    for record in make(tokenizer, rambling=0.5).demonstrations(0, 0, 400):
+        question = tokenizer.decode(record.context["prompt"]).rstrip("=")
+        text = tokenizer.decode(record.steps["actions"], skip_special_tokens=True)
+        answer, _, more = text.partition(" ")
+        assert int(answer) == eval(question)
+        assert record.steps["actions"][-1] == tokenizer.eos_token_id
+        rambling += bool(more)
+        assert not more or not is_held_out(more), "what is shown in passing is training data too"
+    assert 0.4 < rambling / 400 < 0.6
 
 
 def test_grading_is_exact(tokenizer: Any) -> None:
     task = make(tokenizer)
     assert task.grade(" 46", "46") == 1.0
     assert task.grade("46 12+", "46") == 0.0
+
+
+def test_texts_survive_encoding(tokenizer: Any) -> None:
+    task = make(tokenizer, operations="+-*", digits=(1, 2, 3))
+    for prompt in task.prompts(episodes("train")):
+        for text in (prompt.text, prompt.answer):
+            (ids,) = task.encode([text])
+            assert len(ids) == len(text)
+            assert tokenizer.decode(ids) == text

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from rlinf.data.record import Record
+from rlinf.channels.base import Channel
+from rlinf.channels.reference import ReferenceChannel
+from rlinf.data.record import Identity, Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymConfig, GymEnvironment
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, MissingPackageError
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.seeding import generator
 from stages.collect import collect
 
 POLICY = MLPConfig(hidden=(16,))
@@ -91,7 +98,6 @@ def test_a_text_task_does_not_fit_an_mlp() -> None:
 
 def test_observation_statistics_follow_all_batches() -> None:
     policy_settings = {"observation": 3, "action": {"kind": "discrete", "size": 2}}
-    from rlinf.data.record import Identity
     from rlinf.models.mlp import ActorCritic
 
     settings = {**policy_settings, **MLPConfig(normalise_observations=True).model_dump(mode="json")}
@@ -101,3 +107,162 @@ def test_observation_statistics_follow_all_batches() -> None:
         policy.observe([Record(Identity(0, 0), {"observations": part})])
     np.testing.assert_allclose(policy.module.mean, seen.mean(0), rtol=1e-5)
     np.testing.assert_allclose(policy.module.square, seen.var(0), rtol=1e-4)
+
+
+def value_of(observations: np.ndarray) -> np.ndarray:
+    """What the scripted engine says states are worth."""
+    return np.asarray(observations.sum(-1) + 10, np.float32)
+
+
+def script(act: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Any:
+    """An engine that acts by a function of sample numbers and observations."""
+
+    def serve(observations: Channel, actions: Channel) -> None:
+        for asked in observations:
+            samples, seen = asked.steps["sample"], asked.steps["observation"]
+            steps = {"sample": samples, "action": act(samples, seen), "value": value_of(seen)}
+            steps["logprob"] = np.zeros(len(samples), np.float32)
+            actions.put(Record(asked.identity, steps, info={"version": 1}))
+
+    return serve
+
+
+def balance(samples: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Pushes towards where the pole falls, sample 0 always to the left."""
+    return np.where(samples == 0, 0, (seen[:, 2] + seen[:, 3] > 0)).astype(np.int64)
+
+
+def played(
+    task: GymEnvironment,
+    act: Callable[[np.ndarray, np.ndarray], np.ndarray] = balance,
+    *,
+    iteration: int = 2,
+    split: Literal["train", "test"] = "train",
+    group_size: int = 1,
+    horizon: int = 40,
+) -> list[Record]:
+    """Three starts, simulated against a scripted engine."""
+    asked, answers = ReferenceChannel(), ReferenceChannel()
+    worker = threading.Thread(target=script(act), args=(asked, answers))
+    worker.start()
+    episodes = Episodes(1, iteration, split, range(3), 3, group_size, horizon, 1.0)
+    records = list(task.simulate(episodes, asked, answers))
+    worker.join(timeout=30)
+    assert not worker.is_alive(), "the environment closes the observation channel"
+    return records
+
+
+def test_rewards_ends_and_bootstraps_are_those_of_a_plain_loop() -> None:
+    import gymnasium
+
+    limit, horizon = 15, 40
+    task = GymEnvironment(GymConfig(id="CartPole-v1", kwargs={"max_episode_steps": limit}), None)
+    kinds = set()
+    for record in played(task, horizon=horizon):
+        start, episode = record.identity.sample, 0
+        world = gymnasium.make("CartPole-v1", max_episode_steps=limit)
+
+        def reset(episode: int, start: int = start, world: Any = world) -> np.ndarray:
+            random = generator(1, 2, "train", "reset", start, episode)
+            return np.asarray(world.reset(seed=int(random.integers(2**31)))[0])
+
+        seen = reset(0)
+        for t in range(horizon):
+            row = {name: column[t] for name, column in record.steps.items()}
+            np.testing.assert_array_equal(row["observations"], seen.astype(np.float32))
+            seen, reward, terminated, truncated, _ = world.step(int(row["actions"]))
+            truncated = truncated and not terminated
+            assert (row["rewards"], row["terminated"], row["truncated"]) == (
+                reward,
+                terminated,
+                truncated,
+            )
+            cut = truncated or (t + 1 == horizon and not terminated)
+            expected = value_of(seen.astype(np.float32)) if cut else 0
+            assert row["bootstrap"] == pytest.approx(expected, rel=1e-6)
+            kinds.add((bool(terminated), bool(cut), t + 1 == horizon))
+            if terminated or truncated:
+                episode += 1
+                seen = reset(episode)
+        assert record.info["episodes"] == episode
+    assert {(True, False, False), (False, True, False), (False, True, True)} <= kinds
+
+
+def test_samples_of_a_group_share_their_start_and_not_their_actions() -> None:
+    task = GymEnvironment(GymConfig(id="CartPole-v1"), None)
+    records = played(task, group_size=2)
+    first = [tuple(record.steps["observations"][0]) for record in records]
+    assert [record.info["group"] for record in records] == [0, 0, 1, 1, 2, 2]
+    assert [a == b for a, b in zip(first, first[1:], strict=False)] == [1, 0, 1, 0, 1]
+    assert not np.array_equal(records[0].steps["actions"], records[1].steps["actions"])
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5"])
+def test_experience_does_not_depend_on_what_a_simulator_did_before(name: str) -> None:
+    if name == "HalfCheetah-v5":
+        pytest.importorskip("mujoco")
+
+    def act(samples: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        if name == "CartPole-v1":
+            return balance(samples, seen)
+        return np.sin(7 * seen[:, :6]).astype(np.float32)
+
+    used, fresh = (GymEnvironment(GymConfig(id=name), None) for _ in range(2))
+    played(used, act, iteration=1, split="test", horizon=33)
+    for a, b in zip(played(used, act), played(fresh, act), strict=True):
+        assert a.info == b.info
+        for column in a.steps:
+            assert a.steps[column].tobytes() == b.steps[column].tobytes()
+
+
+def test_iterations_and_splits_begin_in_different_states() -> None:
+    task = GymEnvironment(GymConfig(id="CartPole-v1"), None)
+    runs = [played(task), played(task, iteration=3), played(task, split="test")]
+    first = {record.steps["observations"][0].tobytes() for run in runs for record in run}
+    assert len(first) == 9
+
+
+def test_a_segment_whose_last_step_ends_the_episode_has_no_bootstrap() -> None:
+    task = GymEnvironment(GymConfig(id="CartPole-v1"), None)
+    ends = int(played(task)[0].steps["terminated"].argmax())
+    record = played(task, horizon=ends + 1)[0]
+    assert record.steps["terminated"][-1]
+    assert not record.steps["bootstrap"].any()
+
+
+def test_actions_are_clipped_for_the_simulator_and_kept_as_drawn() -> None:
+    pytest.importorskip("mujoco")
+    # HalfCheetah charges for the action it is given, however large.
+    task = GymEnvironment(GymConfig(id="HalfCheetah-v5"), None)
+    rewards = []
+    for size in (50.0, 1.0):
+        record = played(task, lambda n, _, size=size: np.full((len(n), 6), size, np.float32))[0]
+        assert (record.steps["actions"] == size).all()
+        rewards.append(record.steps["rewards"])
+    np.testing.assert_array_equal(*rewards)
+
+
+def test_an_environment_without_vectors_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no vector observations"):
+        GymEnvironment.describe(GymConfig(id="FrozenLake-v1"))
+
+
+def test_a_module_that_is_not_there_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"task\.id.*no_such_module"):
+        GymEnvironment.describe(GymConfig(id="no_such_module:World-v0"))
+
+
+def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(MissingPackageError, match="sims"):
+        GymEnvironment.describe(GymConfig(id="CartPole-v1"))
+
+
+def test_mujoco_leaves_no_log_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mujoco")
+    monkeypatch.chdir(tmp_path)
+    spec = GymEnvironment.describe(GymConfig(id="HalfCheetah-v5"))
+    assert spec == {"observation": 17, "action": {"kind": "box", "size": 6}}
+    assert not list(tmp_path.iterdir())

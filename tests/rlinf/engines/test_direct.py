@@ -1,0 +1,159 @@
+"""One forward pass per step: log-probs of the training stack, right frequencies, own randomness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.data.record import Identity, Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+
+CONFIG = MLPConfig(hidden=(8,), initial_log_std=-0.5)
+ACTIONS = {"discrete": {"kind": "discrete", "size": 3}, "box": {"kind": "box", "size": 2}}
+
+
+@pytest.fixture(params=["discrete", "box"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> DirectEngine:
+    return make(request.param, tmp_path)
+
+
+def make(kind: str, folder: Path, version: int = 3) -> DirectEngine:
+    MLPPolicy.create(CONFIG, {"observation": 4, "action": ACTIONS[kind]}, 0, folder)
+    policy = MLPPolicy.load(folder, CONFIG)
+    with torch.no_grad():
+        # The first policy is almost uniform; make its preferences visible.
+        policy.module.policy[-1].weight.mul_(100)
+    policy.save(folder, dict(policy.module.state_dict()))
+    made = DirectEngine(DirectConfig(), MLPPolicy, CONFIG)
+    made.load(folder, version)
+    return made
+
+
+def ask(
+    engine: DirectEngine,
+    samples: Any,
+    observations: np.ndarray,
+    time: int = 0,
+    temperature: float = 1.0,
+    iteration: int = 0,
+    seed: int = 7,
+    stage: str = "rollout",
+) -> dict[str, np.ndarray]:
+    wanted = Record(
+        Identity(iteration, 0),
+        {"sample": np.asarray(samples), "observation": observations},
+        info={"time": time, "horizon": 5, "temperature": temperature},
+    )
+    (reply,) = engine.generate(wanted, seed, stage)
+    assert reply.info["version"] == 3
+    assert reply.steps["sample"].tolist() == list(samples)
+    return reply.steps
+
+
+def seen(count: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_and_values_are_those_of_the_training_stack(
+    engine: DirectEngine, temperature: float
+) -> None:
+    got = ask(engine, range(12), seen(12), temperature=temperature)
+    policy = engine._policy
+    record = Record(Identity(0, 0), {"observations": seen(12), "actions": got["action"]})
+    with torch.no_grad():
+        outputs = policy.evaluate(policy.collate([record]), temperature)
+    np.testing.assert_allclose(got["logprob"], outputs.logprobs[0], atol=1e-5)
+    np.testing.assert_allclose(got["value"], outputs.values[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_choices_have_the_right_frequencies(tmp_path: Path, temperature: float) -> None:
+    engine, count = make("discrete", tmp_path), 8000
+    same = seen(1).repeat(count, axis=0)
+    got = ask(engine, range(count), same, temperature=temperature)
+    with torch.no_grad():
+        logits = engine._policy.module(torch.from_numpy(same[:1]))[0][0]
+    expected = (logits / temperature).softmax(-1).numpy()
+    shares = np.bincount(got["action"], minlength=3) / count
+    np.testing.assert_allclose(shares, expected, atol=4 * 0.5 / count**0.5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_vectors_have_the_right_mean_and_deviation(tmp_path: Path, temperature: float) -> None:
+    engine, count = make("box", tmp_path), 8000
+    same = seen(1).repeat(count, axis=0)
+    actions = ask(engine, range(count), same, temperature=temperature)["action"]
+    with torch.no_grad():
+        mean, log_std, _ = engine._policy.module(torch.from_numpy(same[:1]))
+    deviation = log_std.detach().exp().numpy() * temperature
+    np.testing.assert_allclose(actions.mean(0), mean[0], atol=5 * deviation.max() / count**0.5)
+    np.testing.assert_allclose(actions.std(0), deviation, rtol=0.05)
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(engine: DirectEngine, tmp_path: Path) -> None:
+    observations = seen(10)
+    for time in range(3):
+        whole = ask(engine, range(10), observations, time)["action"]
+        chosen = [7, 2, 4]
+        np.testing.assert_allclose(
+            ask(engine, chosen, observations[chosen], time)["action"], whole[chosen], atol=1e-6
+        )
+
+
+def test_randomness_does_not_depend_on_what_was_asked_before(tmp_path: Path) -> None:
+    engine, fresh = (make("box", tmp_path) for _ in range(2))
+    for time in (4, 1, 0):
+        ask(engine, range(3), seen(3), time)
+    ask(engine, range(6), seen(6), 2, iteration=5)
+    a, b = (ask(one, range(3), seen(3), 3)["action"] for one in (engine, fresh))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_every_part_of_the_address_changes_the_draw(tmp_path: Path) -> None:
+    engine, same = make("box", tmp_path), seen(1)
+    draws = [
+        ask(engine, [0], same),
+        ask(engine, [1], same),
+        ask(engine, [0], same, time=1),
+        ask(engine, [0], same, iteration=1),
+        ask(engine, [0], same, seed=8),
+        ask(engine, [0], same, stage="evaluate"),
+    ]
+    assert len({draw["action"].tobytes() for draw in draws}) == len(draws)
+
+
+def test_temperature_zero_takes_the_mode(engine: DirectEngine) -> None:
+    got = ask(engine, range(5), seen(5), temperature=0.0)
+    with torch.no_grad():
+        out = engine._policy.module(torch.from_numpy(seen(5)))[0]
+    expected = out.argmax(-1) if engine._policy.discrete else out
+    np.testing.assert_array_equal(got["action"], expected.numpy())
+
+
+def test_loading_changes_what_is_served(tmp_path: Path) -> None:
+    engine = make("box", tmp_path)
+    before = ask(engine, range(3), seen(3), temperature=0.0)["action"]
+    policy = MLPPolicy.load(tmp_path, CONFIG)
+    with torch.no_grad():
+        policy.module.policy[-1].bias += 1
+    policy.save(tmp_path, dict(policy.module.state_dict()))
+    engine.load(tmp_path, 3)
+    after = ask(engine, range(3), seen(3), temperature=0.0)["action"]
+    np.testing.assert_allclose(after, before + 1, atol=1e-6)
+
+
+def test_it_does_not_import_transformers() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import rlinf.engines.direct, rlinf.models.mlp, sys; print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
