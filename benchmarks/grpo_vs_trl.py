@@ -22,7 +22,7 @@ from benchmarks.row import Row, median_row
 PROMPTS, GROUP, TOKENS = 16, 8, 32
 TURNS, STEPS, UNCOUNTED = 3, 10, 2
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-TRL_THREADS = (1, 2)
+THREADS = (1, 2)
 
 
 def measure() -> list[Row]:
@@ -34,11 +34,13 @@ def measure() -> list[Row]:
         folder = Path(name)
         make_model(folder / "model")
         for turn in range(TURNS):
-            mine = steps("ours", folder, turn, 1)
-            # TRL's best thread setting is looked for anew in each turn.
-            other = min(
-                (steps("trl", folder, turn, threads) for threads in TRL_THREADS),
-                key=statistics.median,
+            # Each side's best thread setting is looked for anew in each turn.
+            mine, other = (
+                min(
+                    (steps(side, folder, turn, threads) for threads in THREADS),
+                    key=statistics.median,
+                )
+                for side in ("ours", "trl")
             )
             ratios.append(statistics.median(other) / statistics.median(mine))
             ours += mine
@@ -98,7 +100,7 @@ def run_ours(folder: Path, threads: int) -> list[float]:
                 "++engine.ignore_eos=true",
                 "++algorithm.old_logprobs=rollout",
                 "reward=digits",
-                "++trainer.threads=2",
+                f"++trainer.threads={threads}",
                 f"++rollout.batch={PROMPTS}",
                 f"++rollout.group_size={GROUP}",
                 f"++rollout.horizon={TOKENS}",

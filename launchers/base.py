@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
-
-THREADS = {
-    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-    "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0"),
-}
-"""One thread to start with, and threads that wait must not spin: small models become several times
-slower otherwise. A stage sets the number of its threads itself, from the configuration."""
 
 
 @dataclass(frozen=True)

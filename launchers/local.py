@@ -14,7 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launchers.base import THREADS, Job, State, Status, tail
+from launchers.base import Job, State, Status, tail
+from rlinf import threads
 from rlinf.tree import python_path
 
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +46,7 @@ class LocalLauncher:
         for rank in range(size):
             environment = {
                 **os.environ,
-                **THREADS,
+                **threads.environment(),
                 **job.resources.env,
                 "PYTHONPATH": python_path(),
                 "RANK": str(rank),

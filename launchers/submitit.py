@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launchers.base import THREADS, Job, Resources, State, Status, tail
+from launchers.base import Job, Resources, State, Status, tail
 from launchers.job import ModuleCall
+from rlinf import threads
 from rlinf.errors import SlurmError
 from rlinf.tree import python_path
 from slurm.client import SlurmClient
@@ -155,7 +156,7 @@ def parameters(name: str, needs: Resources, path: tuple[str, ...]) -> dict[str, 
     """submitit's keywords for what a job asks for: the one place that translates them."""
     import shlex
 
-    env = {**THREADS, "PYTHONPATH": os.pathsep.join(path), **needs.env}
+    env = {**threads.environment(), "PYTHONPATH": os.pathsep.join(path), **needs.env}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
     further: dict[str, Any] = {"requeue": True, "open-mode": "append", **needs.sbatch}
     if needs.reservation:

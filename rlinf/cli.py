@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlinf import __version__, tree
+from rlinf import __version__, threads, tree
 from rlinf.errors import RlinfError
 
 app = typer.Typer(
@@ -109,6 +109,7 @@ def doctor(
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()
+    threads.apply()
     try:
         return app(args=argv, prog_name="rlinf")
     except RlinfError as error:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlinf import threads
 from rlinf.errors import ConfigError, RlinfError
 from stages import SECTIONS
 
@@ -28,6 +29,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a stage in this process; returns its exit code (see ``rlinf.errors``)."""
+    threads.apply()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     from slurm.signals import StopFlag

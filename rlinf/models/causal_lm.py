@@ -131,40 +131,38 @@ class CausalLM(Policy):
     def collate(self, records: Sequence[Record]) -> Batch:
         prompts = [record.context["prompt"] for record in records]
         actions = [record.steps["actions"] for record in records]
-        prompt_length = max(len(prompt) for prompt in prompts)
         length = max(len(action) for action in actions)
-        width = prompt_length + length
+        starts = torch.tensor([len(prompt) for prompt in prompts])
+        width = max(len(p) + len(a) for p, a in zip(prompts, actions, strict=True))
         tokens = torch.zeros(len(records), width, dtype=torch.int64)
-        positions = torch.zeros(len(records), width, dtype=torch.int64)
-        attend = torch.zeros(len(records), width, dtype=torch.bool)
-        # Prompts end and responses start at one column, so that the response is one slice.
-        for i, (prompt, action) in enumerate(zip(prompts, actions, strict=True)):
-            start, stop = prompt_length - len(prompt), prompt_length + len(action)
-            tokens[i, start:prompt_length] = torch.from_numpy(prompt)
-            tokens[i, prompt_length:stop] = torch.from_numpy(action)
-            positions[i, start:stop] = torch.arange(stop - start)
-            attend[i, start:stop] = True
+        for row, prompt, action in zip(tokens, prompts, actions, strict=True):
+            row[: len(prompt)] = torch.from_numpy(prompt)
+            row[len(prompt) : len(prompt) + len(action)] = torch.from_numpy(action)
         mask = pad([torch.ones(len(action)) for action in actions], length)
         return {
             "tokens": tokens,
-            "positions": positions,
-            "attend": attend,
+            "starts": starts,
+            "actions": pad(actions, length),
             "mask": mask,
         }
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        length = batch["mask"].shape[1]
-        tokens = batch["tokens"]
-        output = self.module(
+        tokens, starts, length = batch["tokens"], batch["starts"], batch["mask"].shape[1]
+        # Padding stands on the right, where causal attention keeps every real token from seeing
+        # it: no mask is needed, and attention takes its quickest path.
+        first = int(starts.min()) - 1
+        logits = self.module(
             input_ids=tokens[:, :-1],
-            position_ids=batch["positions"][:, :-1],
-            attention_mask=causal_mask(batch["attend"][:, :-1]),
             use_cache=False,
-            logits_to_keep=length,
-        )
-        logits = output.logits.float() / (temperature or 1.0)
-        logprobs = F.log_softmax(logits, dim=-1)
-        taken = logprobs.gather(-1, tokens[:, -length:, None])[..., 0]
+            logits_to_keep=tokens.shape[1] - 1 - first,
+        ).logits
+        # The token at position p is predicted at p - 1; rows start at their own columns.
+        columns = starts[:, None] - 1 - first + torch.arange(length, device=tokens.device)
+        if int(starts.max()) - 1 > first:
+            columns = columns.clamp(max=logits.shape[1] - 1)
+            logits = logits.gather(1, columns[..., None].expand(-1, -1, logits.shape[-1]))
+        logprobs = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        taken = logprobs.gather(-1, batch["actions"][..., None])[..., 0]
         spread = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
         return StepOutputs(taken * batch["mask"], spread)
 
