@@ -134,7 +134,7 @@ class RetentionSection(Section):
     every: int = Field(default=0, ge=0)
     """Also keep each version divisible by this; 0: none."""
     trajectories: int = Field(default=5, ge=1)
-    """Iterations whose trajectories are kept."""
+    """Iterations whose trajectories are kept, besides the first."""
 
 
 TRANSIENT = frozenset({"run", "cluster", "plan", "log"})

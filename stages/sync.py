@@ -36,7 +36,8 @@ def expired(config: RunConfig, run: Path, iteration: int) -> list[Path]:
     policy, out = config.retention, []
     oldest_weights = iteration + 1 - max(2, policy.last)
     for old in range(max(0, iteration - 50 - max(policy.last, policy.trajectories)), iteration):
-        if old < iteration + 1 - policy.trajectories:
+        # The first trajectories stay: the report compares them with the last.
+        if 0 < old < iteration + 1 - policy.trajectories:
             out += [stage_folder(run, stage, old) for stage in PER_ITERATION[:3]]
         version = old + 1
         kept = policy.every and version % policy.every == 0

@@ -34,7 +34,7 @@ def job(folder: Path, what: str, **resources: object) -> Job:
         out,
         folder / "logs",
         Resources(**needs),  # type: ignore[arg-type]
-        "tests.cluster.job_of_test",
+        "tests.cluster.probe",
     )
 
 
