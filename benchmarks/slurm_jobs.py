@@ -80,6 +80,7 @@ def snakemake_jobs() -> list[float]:
                 f"iterations={ITERATIONS}",
                 f"run__root={root}",
                 "rollout__batch=2",
+                "algorithm__minibatches=1",
                 "rollout__horizon=32",
                 "evaluate__samples=2",
                 f"plan={tree.ROOT}/configs/plans/devcluster.yaml",

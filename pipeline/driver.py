@@ -7,6 +7,7 @@ the digest of the configuration and of the inputs they were made from.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -69,6 +70,9 @@ class InProcess:
             outcome = Outcome(0)
         except RlinfError as error:
             outcome = Outcome(error.exit_code, str(error), error)
+        except Exception as error:  # retried by policy, then raised as it is
+            log.warning("%s", traceback.format_exc())
+            outcome = Outcome(1, str(error), error)
         self._ended[node] = outcome
 
     def ended(self) -> dict[Node, Outcome]:

@@ -14,6 +14,7 @@ from pipeline.report import write_report
 from pipeline.run import Run
 from pipeline.show import Console, Trackers
 from rlinf.config import RunConfig, validate
+from rlinf.errors import storage_error
 from slurm.signals import StopFlag
 
 
@@ -44,6 +45,16 @@ def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
         overrides: keys of the ``cluster`` section that differ this time.
     """
     cluster = validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
+    try:
+        return _drive(run, cluster)
+    except OSError as error:
+        full = storage_error(error)
+        if full is not None:
+            raise full from error
+        raise
+
+
+def _drive(run: Run, cluster: ClusterConfig) -> Path:
     with StopFlag() as stop, Console(run) as console:
         executor: Executor
         if cluster.launcher == "inprocess":

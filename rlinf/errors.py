@@ -7,10 +7,18 @@ by policy.
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+NO_SPACE = (
+    "no space left on the disk of the run; nothing half-written counts. "
+    "Free some space (or lower retention.last) and resume"
+)
+LEAST_FREE_BYTES = 1 << 19
 EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
 EXIT_REQUEUE = 75
@@ -38,6 +46,10 @@ class DataError(InputError):
 
 class PlanError(InputError):
     """The plan asks for something the cluster or the stage does not have."""
+
+
+class StorageError(InputError):
+    """The disk is full or the quota used up; retrying cannot help, freeing space can."""
 
 
 class RunLockedError(InputError):
@@ -79,6 +91,23 @@ class RequeueRequested(RlinfError):
     """The allocation is about to end; the stage left its work resumable."""
 
     exit_code = EXIT_REQUEUE
+
+
+def storage_error(error: BaseException, folder: Path | None = None) -> StorageError | None:
+    """The error to show when ``error`` came of a disk that can take no more.
+
+    Libraries wrap the system's error, only quote it, or fail later over what was not written;
+    so its text counts, and that ``folder`` has no room.
+    """
+    if folder is not None and shutil.disk_usage(folder).free < LEAST_FREE_BYTES:
+        return StorageError(NO_SPACE)
+    seen: BaseException | None = error
+    while seen is not None:
+        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or os.strerror(errno.ENOSPC) in str(seen):
+            return StorageError(NO_SPACE)
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -25,9 +25,10 @@ def run(ctx: Context) -> None:
     for trajectory in trajectories:
         output.put(trajectory)
     output.close()
-    ctx.metric("score", float(np.mean(scores)), weight=len(scores))
-    lengths = [len(trajectory) for trajectory in trajectories]
-    ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
+    if trajectories:
+        ctx.metric("score", float(np.mean(scores)), weight=len(scores))
+        lengths = [len(trajectory) for trajectory in trajectories]
+        ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
 
 
 def held_out(

@@ -38,5 +38,6 @@ def run(ctx: Context) -> None:
     trajectories.close()
     ctx.metric("samples", len(lengths), weight=0)
     ctx.metric("steps", float(np.sum(lengths)), weight=0)
-    ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
-    ctx.metric("truncated_share", truncated / max(1, len(lengths)), weight=len(lengths))
+    if lengths:
+        ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
+        ctx.metric("truncated_share", truncated / len(lengths), weight=len(lengths))

@@ -30,7 +30,15 @@ from rlinf.artifacts import (
     write_atomic,
 )
 from rlinf.config import RunConfig, validate
-from rlinf.errors import ArtifactError, ConfigError, InputError, StageError, nearest
+from rlinf.errors import (
+    ArtifactError,
+    ConfigError,
+    InputError,
+    RlinfError,
+    StageError,
+    nearest,
+    storage_error,
+)
 from rlinf.trainers.world import World
 from stages import SECTIONS
 from stages.context import Context, Input
@@ -162,7 +170,16 @@ def _attempt(
             resident={} if resident is None else resident,
             stopping=stopping,
         )
-        importlib.import_module(f"stages.{call.stage}").run(ctx)
+        try:
+            importlib.import_module(f"stages.{call.stage}").run(ctx)
+        except RlinfError:
+            raise
+        except Exception as error:
+            # Asked here, before the attempt's files are removed and there is room again.
+            full = storage_error(error, data)
+            if full is not None:
+                raise full from error
+            raise
         ctx.spans.append(
             {
                 "name": call.stage,

@@ -46,6 +46,7 @@ def test_a_thousand_iterations_can_be_planned(tmp_path: Path) -> None:
 def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> None:
     words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=cp"]
     words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]
+    words += ["algorithm__minibatches=1"]
     done = snakemake("-c2", "--config", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "cp"

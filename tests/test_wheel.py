@@ -64,6 +64,7 @@ def test_the_wheel_works_from_anywhere(tmp_path: Path) -> None:
         "experiment=cartpole_ppo",
         "iterations=1",
         "rollout.batch=2",
+        "algorithm.minibatches=1",
         "rollout.horizon=8",
         "evaluate.samples=2",
         "cluster=local",

@@ -35,6 +35,8 @@ class PromptEnvironment(Environment):
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of texts, int64; a task may format them for the model first."""
+        if not texts:
+            return []
         ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in ids]
 

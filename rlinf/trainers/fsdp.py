@@ -7,8 +7,9 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -184,7 +185,8 @@ class FSDPTrainer:
 
         alone = not torch.distributed.is_initialized()
         writer = FileSystemWriter(folder, thread_count=1)
-        save(self._state(), storage_writer=writer, no_dist=alone)
+        with _ordinary_errors():
+            save(self._state(), storage_writer=writer, no_dist=alone)
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, by any number of processes."""
@@ -192,7 +194,8 @@ class FSDPTrainer:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self._state()
-        load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+        with _ordinary_errors():
+            load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
         set_state_dict(
             self.policy.module,
             self.optimizer,
@@ -259,3 +262,14 @@ class FSDPTrainer:
             for parameter in self.policy.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+
+@contextlib.contextmanager
+def _ordinary_errors() -> Iterator[None]:
+    """torch.distributed.checkpoint raises a BaseException, which no error handling would see."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        raise RuntimeError(f"checkpoint: {error}") from error

@@ -86,6 +86,15 @@ def test_two_ranks_make_the_same_update_as_one(reference: Path, compose: Compose
     assert manifest.world == 2
 
 
+def test_ranks_beyond_the_batch_have_nothing_to_do(compose: Compose) -> None:
+    values = compose("cluster=local", "iterations=1", "rollout.batch=1", "evaluate.samples=1")
+    values["plan"] = {"stages": {stage: {"processes": 2} for stage in ("rollout", "evaluate")}}
+    execute(values)
+    manifest = read_manifest(Path(values["run"]["root"]) / "tiny/it/0000/rollout")
+    assert manifest is not None
+    assert manifest.metrics["samples"] == 4
+
+
 def weights(run: Path, iteration: int) -> dict[str, torch.Tensor]:
     folder = run / "it" / f"{iteration:04d}" / "sync"
     manifest = read_manifest(folder)

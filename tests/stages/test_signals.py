@@ -1,0 +1,47 @@
+"""A warning signal makes a stage end with 75 at a safe point, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.experiment import prepare
+from rlinf import tree
+from rlinf.artifacts import read_manifest
+from rlinf.errors import EXIT_REQUEUE
+from slurm.signals import StopFlag
+from stages.layout import CONFIG, stage_folder
+
+Compose = Callable[..., dict[str, Any]]
+
+
+def test_the_flag_is_set_by_the_signal_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with StopFlag() as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.is_set()
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Path) -> None:
+    run = prepare(compose("warm_start.max_steps=100000", "warm_start.stop_at=1.0"))
+    out = stage_folder(run.folder, "warm_start", 0)
+    command = [sys.executable, "-m", "stages", "warm_start", "--config", str(run.folder / CONFIG)]
+    log = (tmp_path / "log").open("w")
+    stage = subprocess.Popen([*command, "--out", str(out)], cwd=tree.ROOT, stderr=log)
+    deadline = time.monotonic() + 60
+    while not list(out.glob("data-*/start")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(2)
+    stage.send_signal(signal.SIGUSR2)
+    assert stage.wait(timeout=30) == EXIT_REQUEUE
+    assert "stopping after" in (tmp_path / "log").read_text()
+    assert read_manifest(out) is None
+    assert not list(out.glob("data-*")), "a stopped attempt leaves no partial output"
