@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format bench docs wheel slurm-up slurm-down clean
+.PHONY: help install demo test test-fast lint format bench wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

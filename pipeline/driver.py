@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pipeline.flow import Graph, Node
 from pipeline.metrics import append, write
 from pipeline.run import Run
-from rlinf.artifacts import Manifest, is_pruned, quarantine, read_manifest, verify
+from rlinf.artifacts import MANIFEST, Manifest, is_pruned, quarantine, read_manifest, verify
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
     EXIT_BAD_INPUT,
@@ -172,12 +172,18 @@ class Driver:
             if not window:
                 return
             for node in window:
-                if node not in self._running and self._ready(node):
+                if node in self._running or node in self._done or not self._ready(node):
+                    continue
+                manifest = self._committed(node)
+                if manifest is not None:
+                    # A job of an earlier driver committed it since.
+                    self._finish(node, manifest)
+                else:
                     self._start(node)
                     if not isinstance(self.executor, InProcess):
                         continue
                     break
-            if not self._running:
+            if not self._running and not any(node in self._done for node in window):
                 raise StageError(f"{window[0].name}: its inputs can never be there")
             for node, outcome in self.executor.ended().items():
                 self._running.discard(node)
@@ -202,10 +208,14 @@ class Driver:
             name: self.graph.folder(self.run.folder, source)
             for name, source in self.graph.inputs(node).items()
         }
+        out = self.graph.folder(self.run.folder, node)
+        # What stands there belongs to other work (a shorter schedule, say); a launcher
+        # that watches for a manifest must not take it for the end of this job.
+        quarantine(out / MANIFEST)
         call = StageCall(
             node.stage,
             self.run.folder / CONFIG,
-            self.graph.folder(self.run.folder, node),
+            out,
             node.iteration,
             inputs,
         )

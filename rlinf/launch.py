@@ -94,7 +94,8 @@ def run_point(values: Any) -> int:
     try:
         plain = OmegaConf.to_container(values, resolve=True)
         assert isinstance(plain, dict)
-        execute({str(key): value for key, value in plain.items()})
+        report = execute({str(key): value for key, value in plain.items()})
+        print(f"report: {report}")
     except OmegaConfBaseException as error:
         print(f"error: {error}", file=sys.stderr)
         return ConfigError.exit_code

@@ -47,6 +47,8 @@ class Context:
     data: Path
     """Private folder of this attempt; what is written here is committed with the manifest."""
     world: World
+    key: str
+    """Identity of this work; what an interrupted attempt left counts only under the same key."""
     inputs: Mapping[str, Input]
     resident: dict[str, Any] = field(default_factory=dict)
     """Lives as long as the process: loaded engines and trainers between calls."""

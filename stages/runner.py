@@ -166,6 +166,7 @@ def _attempt(
             out=call.out,
             data=data,
             world=world,
+            key=key,
             inputs=inputs,
             resident={} if resident is None else resident,
             stopping=stopping,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from rlinf.algorithms.base import AlgorithmConfig, step_weights
+from rlinf.artifacts import write_atomic
 from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs, pad
 from rlinf.seeding import torch_seed
@@ -24,6 +26,9 @@ from stages.parts import (
     new_trainer,
     policy_class,
 )
+
+PROGRESS = "progress"
+"""Folder beside the attempts; removed when the stage commits."""
 
 
 def run(ctx: Context) -> None:
@@ -82,8 +87,8 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
     engine = make_engine(ctx.config)
-    curve: list[dict[str, float | None]] = []
-    for step in range(settings.max_steps):
+    curve = load_progress(ctx, trainer)
+    for step in range(len(curve), settings.max_steps):
         records = environment.demonstrations(ctx.config.seed, step, settings.batch)
         length = max(len(record) for record in records)
         mask = pad([np.ones(len(record), np.float32) for record in records], length)
@@ -98,9 +103,38 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         due = (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.max_steps
         score = evaluate(ctx, trainer, environment, engine) if due else None
         curve.append({"step": step + 1, "loss": metrics["loss"], "score": score})
+        if due:
+            save_progress(ctx, trainer, curve)
         ctx.progress(step + 1, settings.max_steps, "fine-tuning steps")
         if score is not None and score >= settings.stop_at:
             break
+    return curve
+
+
+def save_progress(ctx: Context, trainer: Any, curve: list[dict[str, float | None]]) -> None:
+    """Keep the state of the fine-tuning, so that a requeued job goes on from here."""
+    folder = ctx.out / PROGRESS
+    step = folder / f"step-{len(curve)}"
+    trainer.save(step)
+    if ctx.world.rank == 0:
+        old = [path for path in folder.glob("step-*") if path != step]
+        # The curve is written last and names the step: without it the checkpoint does not count.
+        write_atomic(folder / "curve.json", json.dumps({"key": ctx.key, "curve": curve}))
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load_progress(ctx: Context, trainer: Any) -> list[dict[str, float | None]]:
+    """Take up the state of an interrupted attempt; returns its curve, empty when there is none."""
+    folder = ctx.out / PROGRESS
+    try:
+        held = json.loads((folder / "curve.json").read_text())
+    except FileNotFoundError:
+        return []
+    if held["key"] != ctx.key:
+        return []
+    curve: list[dict[str, float | None]] = held["curve"]
+    trainer.load(folder / f"step-{len(curve)}")
     return curve
 
 

@@ -77,6 +77,35 @@ def test_snakemake_gives_the_same_bytes(
     assert (tmp_path / "tiny" / "report" / "report.html").exists()
 
 
+@pytest.mark.parametrize("profile", ["slurm", "slurm/plugin"])
+def test_snakemake_survives_a_cancelled_job(cluster: Path, tmp_path: Path, profile: str) -> None:
+    words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=cp"]
+    words += ["rollout__batch=4", "rollout__horizon=16", "evaluate__samples=2", f"plan={PLAN}"]
+    with (tmp_path / "log").open("w") as log:
+        workflow = subprocess.Popen(
+            [sys.executable, "-m", "snakemake", "--profile", profile, "--config", *words],
+            cwd=tree.ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    cancelled = False
+    deadline = time.monotonic() + 280
+    while workflow.poll() is None and time.monotonic() < deadline:
+        running = subprocess.run(
+            ["squeue", "-h", "-t", "RUNNING", "-o", "%i"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        if running and not cancelled:
+            subprocess.run(["scancel", *running], check=True)
+            cancelled = True
+        time.sleep(0.2)
+    assert cancelled
+    assert workflow.poll() == 0, (tmp_path / "log").read_text()[-3000:]
+    assert (tmp_path / "cp/it/0000/sync/manifest.json").exists()
+
+
 @pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
 def test_a_sweep_runs_its_points_as_jobs(
     cluster: Path, reference: dict[str, str], tmp_path: Path, launcher: str

@@ -112,6 +112,17 @@ def test_more_iterations_go_on_from_where_the_run_is(reference: Path, compose: C
     assert contents(run).keys() == contents(reference).keys()
 
 
+def test_outputs_that_a_longer_schedule_makes_stale_are_replaced(
+    reference: Path, compose: Compose
+) -> None:
+    execute(compose("iterations=1", "algorithm.schedule=linear"))
+    values = compose("iterations=2", "cluster=local", "algorithm.schedule=linear")
+    execute(values)
+    run = Path(values["run"]["root"]) / "tiny"
+    assert list((run / "it/0000/train").glob("manifest.json.bad-*")), "made for one iteration"
+    assert contents(run) == contents(reference)
+
+
 def test_another_experiment_under_the_same_name_is_refused(compose: Compose) -> None:
     prepare(compose())
     with pytest.raises(ConfigError, match=r"holds another experiment \(algorithm\.lr differs\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.experiment import prepare
 from rlinf import tree
 from rlinf.artifacts import read_manifest
-from rlinf.errors import EXIT_REQUEUE
+from rlinf.errors import EXIT_REQUEUE, RequeueRequested
 from slurm.signals import StopFlag
 from stages.layout import CONFIG, stage_folder
+from stages.runner import StageCall, run_stage
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -45,3 +49,26 @@ def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Pat
     assert "stopping after" in (tmp_path / "log").read_text()
     assert read_manifest(out) is None
     assert not list(out.glob("data-*")), "a stopped attempt leaves no partial output"
+
+
+def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -> None:
+    run = prepare(compose("warm_start.max_steps=8", "warm_start.evaluate_every=2"))
+    out = stage_folder(run.folder, "warm_start", 0)
+    call = StageCall("warm_start", run.folder / CONFIG, out)
+    looks = iter(range(100))
+    with pytest.raises(RequeueRequested):
+        # Each step looks once, each evaluation once per held-out sample.
+        run_stage(call, stopping=lambda: next(looks) > 24)
+    held = json.loads((out / "progress" / "curve.json").read_text())["curve"]
+    assert 0 < len(held) < 8
+    seen: list[int] = []
+    resident = {
+        "progress": lambda stage, done, total, what: (
+            seen.append(done) if what.startswith("fine") else None
+        )
+    }
+    resumed = run_stage(call, resident=resident)
+    assert min(seen) == len(held) + 1, "finished steps are not done again"
+    assert not (out / "progress").exists()
+    other = run.folder / "undisturbed"
+    assert run_stage(StageCall("warm_start", run.folder / CONFIG, other)).content == resumed.content

@@ -1,0 +1,60 @@
+"""A run on a problem file with a checkpoint from a folder, graded as mathematics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.experiment import execute
+from rlinf.artifacts import read_manifest
+from rlinf.channels.file import FileReader
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from tests.conftest import TINY
+
+pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
+Compose = Callable[..., dict[str, Any]]
+
+
+def test_problems_from_a_file_with_a_local_checkpoint(compose: Compose, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    alphabet = "".join(map(chr, range(32, 127))) + "\n"
+    config = CausalLMConfig(
+        architecture="llama", hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64
+    )
+    CausalLM.create(config, {"alphabet": alphabet}, 0, model)
+    problems = tmp_path / "problems.jsonl"
+    lines = [
+        {
+            "question": f"Tom has {i} apples and buys {i}. How many?",
+            "answer": f"{i}+{i}\n#### {2 * i}",
+        }
+        for i in range(12)
+    ]
+    problems.write_text("\n".join(map(json.dumps, lines)))
+    small = [word for word in TINY if "model." not in word and "warm_start" not in word]
+    values = compose(
+        "iterations=1",
+        f"task.train={problems}",
+        f"task.test={problems}",
+        f"model.path={model}",
+        *(word.removeprefix("++") for word in small if "iterations" not in word),
+        "rollout.horizon=8",
+        experiment="jsonl_grpo",
+    )
+    execute(values)
+    run = tmp_path / "tiny"
+    folder = run / "it/0000/rollout"
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    records = list(FileReader((folder / manifest.data).glob("*.h5")))
+    assert len(records) == 16
+    assert all("write the final answer after ####" in str(r.info["prompt_text"]) for r in records)
+    assert len({r.info["prompt_text"] for r in records}) == 4, "an epoch repeats no problem"
+    reward = read_manifest(run / "it/0000/reward")
+    assert reward is not None
+    assert 0 <= reward.metrics["score"] <= 1
