@@ -31,17 +31,12 @@ class Resources:
     setup: tuple[str, ...] = ()
     """Shell lines run before the job's command: ``module load cuda``."""
     python: tuple[str, ...] = ()
-    """Command that starts Python, for containers: ``("apptainer", "exec", "image.sif", "python3")``.
-    Empty: the interpreter of the driver."""
+    """Command prefix of Python, for containers: ``("apptainer", "exec", "--nv", "image.sif")``."""
     env: Mapping[str, str] = field(default_factory=dict)
     sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
     """Further sbatch options, name to value; true is a flag without one."""
     signal_delay_s: int = 90
     """How long before the end the warning signal comes."""
-    requeue: bool = True
-    """Whether the job may be queued again under its id: after a warning, a preemption, a lost node."""
-    max_requeues: int = 50
-    """How often a job starts again before it counts as failed: its time limit is too short then."""
 
     @property
     def tasks(self) -> int:
@@ -59,8 +54,6 @@ class Job:
     logs: Path
     resources: Resources = Resources()
     module: str = "stages"
-    marker: str | None = "manifest.json"
-    """File in ``out`` that says the work is done; None: the exit code does."""
 
 
 class State(Enum):
@@ -93,8 +86,6 @@ class Status:
     """Why it waits, or how it failed, with the end of its error output."""
     partition: str = ""
     node: str = ""
-    name: str = ""
-    """The job's name in Slurm."""
 
 
 class Launcher(Protocol):

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import getpass
+import re
 import shutil
 import subprocess
-import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from launchers.base import State, Status
 from rlinf.errors import SlurmError
-from slurm.limits import ClusterLimits, parse_config, parse_max_submit
-from slurm.partitions import SINFO_FORMAT, Partition, parse_partitions, with_settings
 from slurm.states import parse_state
 
-__all__ = ["Partition", "SlurmClient", "parse_accounting", "parse_queue", "run"]
-
 TIMEOUT_S = 60.0
-QUEUE_FORMAT = "%i|%T|%r|%P|%N|%j"
-ACCOUNTING_FIELDS = "JobID,State,ExitCode,Partition,NodeList"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a partition offers."""
+
+    name: str
+    time_limit_min: int | None
+    """Longest wall time, minutes; None: unlimited."""
+    nodes: int
+    cpus_per_node: int
+    mem_mb_per_node: int
+    gpus: dict[str, int]
+    """GPUs per node by type."""
+    default: bool = False
+    available: bool = True
 
 
 @dataclass
@@ -27,9 +36,7 @@ class SlurmClient:
     """Calls Slurm's own commands and reads their text, which 20.11 to 25.x print alike."""
 
     poll_s: float = 1.0
-    """Least seconds between two queries of the queue; looks in between get the last answer."""
-    _queue: dict[str, Status] = field(default_factory=dict)
-    _asked: float = float("-inf")
+    """Seconds that should pass between two queries of the queue."""
 
     def partitions(self) -> dict[str, Partition]:
         """All partitions.
@@ -37,48 +44,18 @@ class SlurmClient:
         Raises:
             SlurmError: Slurm is not installed or does not answer.
         """
-        found = parse_partitions(self.run("sinfo", "-h", "-o", SINFO_FORMAT))
-        return with_settings(found, self.run("scontrol", "show", "partition", "-o"))
+        text = self.run("sinfo", "-h", "-o", "%P|%l|%D|%c|%m|%G|%a")
+        return parse_partitions(text)
 
-    def limits(self) -> ClusterLimits:
-        """Limits of the cluster and of this user.
-
-        Raises:
-            SlurmError: Slurm is not installed or does not answer.
-        """
-        config = self.run("scontrol", "show", "config")
-        try:
-            who = f"user={getpass.getuser()}"
-            links = self.run("sacctmgr", "-nP", "show", "assoc", who, "format=MaxSubmit,QOS")
-            qos = self.run("sacctmgr", "-nP", "show", "qos", "format=Name,MaxSubmitPU")
-        except SlurmError:  # no accounting
-            links = qos = ""
-        return parse_config(config, parse_max_submit(links, qos))
-
-    def queue(self, *, fresh: bool = False) -> dict[str, Status]:
-        """This user's jobs in the queue by id, those that ended a short while ago included.
-
-        At most one ``squeue`` in ``poll_s`` seconds, except when a ``fresh`` answer is asked for.
-
-        Raises:
-            SlurmError: Slurm does not answer.
-        """
-        now = time.monotonic()
-        if fresh or now - self._asked >= self.poll_s:
-            text = self.run("squeue", "-h", "--me", "-t", "all", "-o", QUEUE_FORMAT)
-            self._queue, self._asked = parse_queue(text), now
-        return self._queue
-
-    @property
-    def asked(self) -> float:
-        """When the answer of :meth:`queue` was asked for, on the monotonic clock."""
-        return self._asked
+    def queue(self) -> dict[str, Status]:
+        """This user's jobs in the queue, those that ended a short while ago included."""
+        return parse_queue(self.run("squeue", "-h", "--me", "-t", "all", "-o", "%i|%T|%r|%P|%N"))
 
     def accounting(self, ids: Collection[str]) -> dict[str, Status]:
         """What accounting knows of jobs; empty where there is no accounting."""
-        jobs = ",".join(sorted(ids))
+        fields = "JobID,State,ExitCode,Partition,NodeList"
         try:
-            text = self.run("sacct", "-n", "-P", "-X", "-j", jobs, "-o", ACCOUNTING_FIELDS)
+            text = self.run("sacct", "-n", "-P", "-X", "-j", ",".join(sorted(ids)), "-o", fields)
         except SlurmError:
             return {}
         return parse_accounting(text)
@@ -90,7 +67,7 @@ class SlurmClient:
 
     def version(self) -> str:
         """Slurm's version, such as ``22.05.8``."""
-        return self.run("sinfo", "--version").split()[-1]
+        return self.run("sinfo", "--version").removeprefix("slurm").strip()
 
     def run(self, *command: str) -> str:
         """Standard output of a Slurm command.
@@ -119,30 +96,82 @@ def run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def parse_queue(text: str) -> dict[str, Status]:
-    """Read ``squeue -h -o QUEUE_FORMAT``."""
-    found = {}
+def parse_partitions(text: str) -> dict[str, Partition]:
+    """Read ``sinfo -h -o "%P|%l|%D|%c|%m|%G|%a"``; unlike nodes have lines of their own."""
+    found: dict[str, Partition] = {}
     for line in text.splitlines():
-        parts = line.strip().split("|", 5)
-        if len(parts) == 6:
-            identity, state, reason, partition, node, name = parts
-            why = "" if reason in ("None", "(null)") else reason
-            found[identity] = Status(parse_state(state), None, why, partition, node, name)
+        parts = line.strip().split("|")
+        if len(parts) < 7:
+            continue
+        name, limit, nodes, cpus, memory, gres, available = parts[:7]
+        known = found.get(name.rstrip("*"))
+        gpus = parse_gpus(gres)
+        found[name.rstrip("*")] = Partition(
+            name=name.rstrip("*"),
+            time_limit_min=parse_minutes(limit),
+            nodes=_number(nodes) + (known.nodes if known else 0),
+            cpus_per_node=max(_number(cpus), known.cpus_per_node if known else 0),
+            mem_mb_per_node=max(_number(memory), known.mem_mb_per_node if known else 0),
+            gpus={**(known.gpus if known else {}), **gpus},
+            default=name.endswith("*"),
+            available=available == "up",
+        )
     return found
 
 
-def parse_accounting(text: str) -> dict[str, Status]:
-    """Read ``sacct -n -P -X -o ACCOUNTING_FIELDS``."""
+def parse_gpus(gres: str) -> dict[str, int]:
+    """``gpu:a100:4(S:0-1),gpu:2`` as ``{"a100": 4, "": 2}``; other resources are left out."""
+    found: dict[str, int] = {}
+    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+        words = part.strip().split(":")
+        if words[0] == "gpu" and words[-1].isdigit():
+            kind = words[1] if len(words) > 2 else ""
+            found[kind] = max(found.get(kind, 0), int(words[-1]))
+    return found
+
+
+def parse_minutes(text: str) -> int | None:
+    """``1-12:30:00``, ``30:00``, ``45`` as minutes; None for ``infinite`` and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", text.strip())
+    if not match:
+        return None
+    days, *rest = match.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    if days is not None:
+        hours, minutes = [*numbers, 0, 0][:2]
+    elif len(numbers) == 3:
+        hours, minutes = numbers[:2]
+    else:
+        hours, minutes = 0, numbers[0]
+    return int(days or 0) * 1440 + hours * 60 + minutes
+
+
+def parse_queue(text: str) -> dict[str, Status]:
+    """Read ``squeue -h -o "%i|%T|%r|%P|%N"``."""
     found = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
         if len(parts) >= 5:
-            identity, state, exit_code, partition, node = parts[:5]
-            kind = parse_state(state)
-            code, _, killed_by = exit_code.partition(":")
-            reason = "" if kind is State.DONE else state
-            if killed_by not in ("", "0"):
-                reason += f" (signal {killed_by})"
-            number = int(code) if code.isdigit() else None
-            found[identity] = Status(kind, number, reason, partition, node)
+            identity, state, reason, partition, node = parts[:5]
+            why = "" if reason in ("None", "(null)") else reason
+            found[identity] = Status(parse_state(state), None, why, partition, node)
     return found
+
+
+def parse_accounting(text: str) -> dict[str, Status]:
+    """Read ``sacct -n -P -X -o JobID,State,ExitCode,Partition,NodeList``."""
+    found = {}
+    for line in text.splitlines():
+        parts = line.strip().split("|")
+        if len(parts) >= 5:
+            identity, state, code, partition, node = parts[:5]
+            kind = parse_state(state)
+            exit_code = int(code.split(":")[0]) if code.split(":")[0].isdigit() else None
+            reason = "" if kind is State.DONE else state
+            found[identity] = Status(kind, exit_code, reason, partition, node)
+    return found
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\d+", text)
+    return int(digits.group()) if digits else 0
