@@ -21,8 +21,8 @@ from benchmarks.row import Row, median_row
 
 PROMPTS, GROUP, TOKENS = 16, 8, 32
 TURNS, STEPS, UNCOUNTED = 3, 10, 2
-PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-THREADS = (1, 2)
+SETTINGS = ((1, "PASSIVE"), (2, "PASSIVE"), (2, "ACTIVE"))
+"""Threads, and whether OpenMP's waiting ones sleep or spin."""
 
 
 def measure() -> list[Row]:
@@ -37,7 +37,7 @@ def measure() -> list[Row]:
             # Each side's best thread setting is looked for anew in each turn.
             mine, other = (
                 min(
-                    (steps(side, folder, turn, threads) for threads in THREADS),
+                    (steps(side, folder, turn, *setting) for setting in SETTINGS),
                     key=statistics.median,
                 )
                 for side in ("ours", "trl")
@@ -62,12 +62,16 @@ def make_model(folder: Path) -> None:
     CausalLM.create(CausalLMConfig(hidden=128, layers=4), {"alphabet": alphabet}, 0, folder)
 
 
-def steps(side: str, folder: Path, turn: int, threads: int) -> list[float]:
+def steps(side: str, folder: Path, turn: int, threads: int, waiting: str) -> list[float]:
     """Seconds of each counted step of one turn, from a process of its own."""
-    out = folder / f"{side}-{turn}-{threads}.json"
+    out = folder / f"{side}-{turn}-{threads}-{waiting}.json"
+    waits = {"OMP_WAIT_POLICY": waiting}
+    if waiting == "PASSIVE":
+        waits["GOMP_SPINCOUNT"] = "0"
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.grpo_vs_trl", side, str(folder), str(out), str(threads)],
-        env={**os.environ, **PASSIVE, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+        env={**environment, **waits, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -75,6 +79,8 @@ def steps(side: str, folder: Path, turn: int, threads: int) -> list[float]:
     if done.returncode:
         raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
     values: list[float] = json.loads(out.read_text())
+    if os.environ.get("BENCH_VERBOSE"):
+        print(side, threads, waiting, statistics.median(values[UNCOUNTED:]), flush=True)
     return values[UNCOUNTED:]
 
 

@@ -194,9 +194,18 @@ def _attempt(
             report = {"metrics": ctx.metrics, "spans": ctx.spans, "extra": ctx.extra}
             write_atomic(data / f".rank-{world.rank}.json", json.dumps(report))
             if world.rank:
-                return _await_commit(call.out, key)
+                return _settled(ctx, _await_commit(call.out, key))
             _merge_ranks(ctx)
-        return _commit(call, ctx, key, start)
+        return _settled(ctx, _commit(call, ctx, key, start))
+
+
+def _settled(ctx: Context, manifest: Manifest) -> Manifest:
+    """Remember on every rank alike what the resident objects now hold."""
+    if ctx.stage == "train" and "trainer" in ctx.resident:
+        from stages.parts import trainer_moved
+
+        trainer_moved(ctx, manifest.content)
+    return manifest
 
 
 def _commit(call: StageCall, ctx: Context, key: str, start: float) -> Manifest:
@@ -221,10 +230,6 @@ def _commit(call: StageCall, ctx: Context, key: str, start: float) -> Manifest:
         extra=ctx.extra,
     )
     winner = commit(call.out, manifest)
-    if "trainer" in ctx.resident and call.stage == "train":
-        from stages.parts import trainer_moved
-
-        trainer_moved(ctx, winner.content)
     shutil.rmtree(call.out / "progress", ignore_errors=True)
     return winner
 

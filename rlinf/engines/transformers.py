@@ -20,12 +20,14 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import Engine
 from rlinf.models.causal_lm import (
     CausalLMConfig,
     causal_mask,
     load_module,
     load_tokenizer,
+    reload_weights,
 )
 from rlinf.seeding import uniforms
 
@@ -57,7 +59,9 @@ class TransformersEngine(Engine):
         self.version = -1
 
     def load(self, folder: Path, version: int) -> None:
-        self._module: Any = load_module(folder, self._policy_config).to(self._device).eval()
+        if self.version < 0 or not reload_weights(self._module, folder):
+            self._module: Any = load_module(folder, self._policy_config).to(self._device).eval()
+            use_decode_attention(self._module)
         tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
         stop = getattr(self._module.generation_config, "eos_token_id", None)
         stops = stop if isinstance(stop, list) else [] if stop is None else [stop]

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError, nearest
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
+from rlinf.models.linear import use_onednn
 from rlinf.models.tokenizer import write_character_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -204,7 +205,27 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
+    use_onednn(module)
     return module
+
+
+@torch.no_grad()
+def reload_weights(module: Any, folder: Path) -> bool:
+    """Read the weights of another version of a loaded network into it.
+
+    Returns false, having changed nothing, where the folder does not hold just these tensors.
+    """
+    own = module.state_dict()
+    tied = set(getattr(module, "_tied_weights_keys", None) or ())
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    alike = all(name in own and own[name].shape == found[name].shape for name in found)
+    if not alike or not set(own) - set(found) <= tied:
+        return False
+    for name, tensor in found.items():
+        own[name].copy_(tensor)
+    return True
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -25,6 +25,7 @@ from rlinf.data.record import Record
 from rlinf.engines.transformers import pick_device
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import Policy, StepOutputs
+from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.world import World
 
 LossFunction = Callable[[StepOutputs, list[int]], tuple[Tensor, dict[str, Tensor]]]
@@ -37,7 +38,8 @@ class FSDPConfig(Section):
     token_budget: int = Field(default=8192, gt=0)
     """Most padded positions in one micro-batch."""
     threads: int = Field(default=1, gt=0)
-    """Torch threads per process. Part of the result on CPUs: it changes the order of sums."""
+    """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
+    processes of a sharded model split every product. Part of the result: the order of sums."""
     device: str = "auto"
     shares: tuple[float, ...] | None = None
     """Relative speeds of the ranks; equal by default."""
@@ -48,10 +50,10 @@ class FSDPConfig(Section):
 
 @dataclass(frozen=True)
 class Cut:
-    """A minibatch cut for this rank: micro-batches of row numbers, padded to equal count.
+    """A minibatch cut for one lane of this rank: micro-batches of row numbers.
 
-    All ranks run the same number of micro-batches, for collectives must match; a rank with fewer
-    repeats its first (or row 0) with ``real`` false and weight zero.
+    All ranks run the same number of micro-batches, for collectives must match; one with fewer
+    repeats its first (or row 0) with ``real`` false and weight zero. One process pads nothing.
     """
 
     batches: list[list[int]]
@@ -71,7 +73,6 @@ class FSDPTrainer:
         self.device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(self.device)
-        torch.set_num_threads(config.threads)
         sharded = world.size > 1 or config.param_dtype != "float32"
         if sharded:
             world.connect(kind)
@@ -84,6 +85,9 @@ class FSDPTrainer:
         policy.module.to(self.device)
         if sharded:
             self._shard(policy)
+        side_by_side = kind == "cpu" and not sharded
+        self._lanes = Lanes(policy, config.threads if side_by_side else 1)
+        self._torch_threads = 1 if side_by_side else config.threads
         self._clip = optimizer.clip_grad
         decay = [p for p in policy.module.parameters() if p.requires_grad and p.ndim > 1]
         rest = [p for p in policy.module.parameters() if p.requires_grad and p.ndim <= 1]
@@ -98,36 +102,48 @@ class FSDPTrainer:
             foreach=True,
         )
 
-    def cut(self, records: Sequence[Record]) -> Cut:
-        """The micro-batches of this rank; every rank computes all cuts and so knows their count."""
+    def cut(self, records: Sequence[Record]) -> list[Cut]:
+        """The micro-batches of each lane of this rank.
+
+        Every rank computes the cuts of all ranks and so knows how many micro-batches they run.
+        """
         costs = [self.policy.cost(record) for record in records]
+        lanes = len(self._lanes)
         cuts = [
             micro_batches(costs, items, self.config.token_budget)
-            for items in balance(costs, self._shares)
+            for items in balance(costs, [share for share in self._shares for _ in range(lanes)])
         ]
+        first = self.world.rank * lanes
+        if self.world.size == 1:
+            return [Cut(mine, [True] * len(mine)) for mine in cuts]
         count = max(1, *(len(cut) for cut in cuts))
-        mine = cuts[self.world.rank]
-        filler = mine[0] if mine else [0]
-        missing = count - len(mine)
-        return Cut(mine + [filler] * missing, [True] * len(mine) + [False] * missing)
+        out = []
+        for mine in cuts[first : first + lanes]:
+            filler = mine[0] if mine else [0]
+            missing = count - len(mine)
+            out.append(Cut(mine + [filler] * missing, [True] * len(mine) + [False] * missing))
+        return out
 
-    @torch.no_grad()
     def forward(
         self, records: Sequence[Record], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
         """Step outputs ``[T]`` of this rank's share of the records, as (row, outputs) on CPU."""
-        torch.set_num_threads(self.config.threads)
-        self.policy.module.eval()
-        out: list[tuple[int, StepOutputs]] = []
-        plan = self.cut(records)
-        for rows, real in zip(plan.batches, plan.real, strict=True):
-            outputs = self._evaluate([records[row] for row in rows], temperature, False)
-            if real:
-                for i, row in enumerate(rows):
+        torch.set_num_threads(self._torch_threads)
+
+        @torch.no_grad()
+        def lane(policy: Policy, cut: Cut) -> list[tuple[int, StepOutputs]]:
+            policy.module.eval()
+            out: list[tuple[int, StepOutputs]] = []
+            for rows, real in zip(cut.batches, cut.real, strict=True):
+                outputs = self._evaluate(policy, [records[row] for row in rows], temperature, False)
+                for i, row in enumerate(rows) if real else ():
                     length = len(records[row])
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
                     out.append((row, StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)))
-        return sorted(out, key=lambda pair: pair[0])
+            return out
+
+        parts = self._lanes.map(lane, self.cut(records))
+        return sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])
 
     def step(
         self,
@@ -142,7 +158,8 @@ class FSDPTrainer:
 
         Args:
             records: the whole minibatch, the same on every rank.
-            loss: its sums over micro-batches of all ranks are the minibatch loss.
+            loss: its sums over micro-batches of all ranks are the minibatch loss. Called by
+                several threads at once when ``threads`` says so.
 
         Returns:
             The metrics of ``loss``, summed over micro-batches and ranks, with ``loss`` and
@@ -151,19 +168,29 @@ class FSDPTrainer:
         Raises:
             StageError: the loss or the gradient is not finite; no weight was changed.
         """
-        torch.set_num_threads(self.config.threads)
-        self.policy.module.train()
+        torch.set_num_threads(self._torch_threads)
         self.optimizer.zero_grad(set_to_none=True)
+
+        def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
+            policy.module.train()
+            sums: dict[str, Any] = {}
+            for rows, real in zip(cut.batches, cut.real, strict=True):
+                outputs = self._evaluate(
+                    policy, [records[row] for row in rows], temperature, entropy
+                )
+                value, metrics = loss(outputs, rows)
+                counted = 1.0 if real else 0.0
+                # Gradients are averaged over ranks by FSDP; the loss is a sum over them.
+                (value * counted * self.world.size).backward()  # type: ignore[no-untyped-call]
+                for name, part in {"loss": value.detach(), **metrics}.items():
+                    sums[name] = sums.get(name, 0.0) + part * counted
+            return sums
+
         sums: dict[str, Any] = {}
-        plan = self.cut(records)
-        for rows, real in zip(plan.batches, plan.real, strict=True):
-            outputs = self._evaluate([records[row] for row in rows], temperature, entropy)
-            value, metrics = loss(outputs, rows)
-            counted = 1.0 if real else 0.0
-            # Gradients are averaged over ranks by FSDP; the loss is a sum over them.
-            (value * counted * self.world.size).backward()  # type: ignore[no-untyped-call]
-            for name, part in {"loss": value.detach(), **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + part * counted
+        for part in self._lanes.map(lane, self.cut(records)):
+            for name, value in part.items():
+                sums[name] = sums.get(name, 0.0) + value
+        self._lanes.add_gradients()
         totals = self._sum_over_ranks(sums)
         norm = self._gradient_norm()
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
@@ -236,11 +263,11 @@ class FSDPTrainer:
         fully_shard(policy.module, **options)
 
     def _evaluate(
-        self, records: Sequence[Record], temperature: float, entropy: bool
+        self, policy: Policy, records: Sequence[Record], temperature: float, entropy: bool
     ) -> StepOutputs:
-        batch = self.policy.collate(records)
+        batch = policy.collate(records)
         batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        return self.policy.evaluate(batch, temperature, entropy=entropy)
+        return policy.evaluate(batch, temperature, entropy=entropy)
 
     def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:
         names = sorted(sums)

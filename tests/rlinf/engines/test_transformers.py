@@ -158,3 +158,32 @@ def test_sampling_has_the_right_frequencies() -> None:
 def test_a_noise_of_almost_one_stays_in_the_vocabulary() -> None:
     chosen, _ = sample(torch.zeros(1, 5), torch.tensor([np.nextafter(np.float32(1), 0)]), 1.0)
     assert 0 <= int(chosen) < 5
+
+
+def test_new_weights_are_read_into_the_loaded_model(folder: Path, tmp_path: Path) -> None:
+    """The second version must be served, and be what a fresh engine would serve."""
+    policy = CausalLM.load(folder, CONFIG)
+    tensors = {name: tensor * 1.5 for name, tensor in policy.module.state_dict().items()}
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    policy.save(newer, tensors)
+    wanted = request([3, 5])
+    used, fresh = engine(folder), engine(newer)
+    before = rows(used, wanted)
+    module = used._module
+    used.load(newer, 3)
+    assert used._module is module
+    after, expected = rows(used, wanted), rows(fresh, wanted)
+    for number in expected:
+        assert np.array_equal(after[number]["logprobs"], expected[number]["logprobs"])
+        assert not np.array_equal(after[number]["logprobs"], before[number]["logprobs"])
+
+
+def test_a_model_of_another_size_is_loaded_anew(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    CausalLM.create(CONFIG.model_copy(update={"layers": 1}), {"alphabet": "0123456789+="}, 0, other)
+    used = engine(folder)
+    used.load(other, 3)
+    assert len(used._module.model.layers) == 1
+    rows(used, request([3]))

@@ -1,0 +1,106 @@
+"""Threads that compute micro-batches side by side: the same update, the same bytes each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.algorithms.base import AlgorithmConfig
+from rlinf.data.record import Identity, Record
+from rlinf.models.base import StepOutputs
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from rlinf.trainers.world import World
+
+CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    CausalLM.create(CONFIG, {"alphabet": "0123456789+="}, 0, path)
+    return path
+
+
+def records(count: int = 11) -> list[Record]:
+    random = np.random.default_rng(1)
+    return [
+        Record(
+            Identity(0, i),
+            {"actions": random.integers(2, 14, random.integers(1, 9))},
+            {"prompt": random.integers(2, 14, random.integers(1, 6))},
+        )
+        for i in range(count)
+    ]
+
+
+def trainer(folder: Path, threads: int, budget: int = 40) -> FSDPTrainer:
+    return FSDPTrainer(
+        CausalLM.load(folder, CONFIG),
+        FSDPConfig(threads=threads, token_budget=budget, device="cpu"),
+        AlgorithmConfig(lr=1e-3),
+        World(),
+    )
+
+
+def loss(outputs: StepOutputs, rows: list[int]) -> tuple[Any, dict[str, Any]]:
+    return -outputs.logprobs.sum() / 50, {"rows": torch.tensor(float(len(rows)))}
+
+
+def updated(folder: Path, threads: int, data: list[Record]) -> dict[str, torch.Tensor]:
+    made = trainer(folder, threads)
+    for _ in range(3):
+        metrics = made.step(data, loss, lr=1e-3)
+    assert metrics["rows"] == len(data)
+    return {name: tensor.clone() for name, tensor in made.full_state().items()}
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_do_not_change_the_update(folder: Path, threads: int) -> None:
+    one, several = updated(folder, 1, records()), updated(folder, threads, records())
+    for name, tensor in one.items():
+        torch.testing.assert_close(several[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def test_the_bytes_are_the_same_each_time(folder: Path) -> None:
+    first, again = updated(folder, 2, records()), updated(folder, 2, records())
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_fewer_samples_than_threads(folder: Path) -> None:
+    one, many = updated(folder, 1, records(1)), updated(folder, 4, records(1))
+    for name, tensor in one.items():
+        torch.testing.assert_close(many[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_forward_covers_every_row_once(folder: Path) -> None:
+    data = records()
+    alone = trainer(folder, 1).forward(data, 1.0)
+    side_by_side = trainer(folder, 2).forward(data, 1.0)
+    assert [row for row, _ in side_by_side] == list(range(len(data)))
+    for (_, one), (_, other) in zip(alone, side_by_side, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+def test_an_error_in_a_lane_reaches_the_caller(folder: Path) -> None:
+    def broken(outputs: StepOutputs, rows: list[int]) -> Any:
+        raise ValueError("this loss")
+
+    with pytest.raises(ValueError, match="this loss"):
+        trainer(folder, 2).step(records(), broken, lr=1e-3)
+
+
+def test_a_loaded_checkpoint_reaches_every_lane(folder: Path, tmp_path: Path) -> None:
+    source = trainer(folder, 2)
+    source.step(records(), loss, lr=1e-2)
+    source.save(tmp_path / "checkpoint")
+    target = trainer(folder, 2)
+    target.load(tmp_path / "checkpoint")
+    for one, other in zip(
+        source.forward(records(), 1.0), target.forward(records(), 1.0), strict=True
+    ):
+        assert torch.equal(one[1].logprobs, other[1].logprobs)
