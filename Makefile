@@ -49,7 +49,7 @@ lint: install  ## ruff, mypy, codespell, snakefmt
 format: install  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/snakefmt -q -l 100 Snakefile
+	$(BIN)/snakefmt -l 100 Snakefile
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),bench]'

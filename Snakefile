@@ -18,6 +18,8 @@ from pipeline import workflow as described
 sys.setrecursionlimit(1_000_000)
 
 run = described.prepare(config)
+if workflow.is_main_process and not workflow.output_settings.dryrun:
+    run.withdraw_stale()
 
 
 localrules:
@@ -39,12 +41,12 @@ for stage in run.offline:
             run.output(stage),
         log:
             run.log(stage),
-        params:
-            argv=run.argv(stage),
-        resources:
-            **run.resources(stage),
         conda:
             "configs/environment.yaml"
+        resources:
+            **run.resources(stage),
+        params:
+            argv=run.argv(stage),
         shell:
             run.command(stage)
 
@@ -60,12 +62,12 @@ for stage in run.iterated:
             run.output(stage),
         log:
             run.log(stage),
-        params:
-            argv=run.argv(stage),
-        resources:
-            **run.resources(stage),
         conda:
             "configs/environment.yaml"
+        resources:
+            **run.resources(stage),
+        params:
+            argv=run.argv(stage),
         shell:
             run.command(stage)
 
@@ -77,10 +79,10 @@ rule report:
         report(run.report, category="Run"),
     log:
         run.log("report"),
+    conda:
+        "configs/environment.yaml"
     params:
         python=run.python,
         folder=run.folder,
-    conda:
-        "configs/environment.yaml"
     shell:
         "{params.python} -m rlinf.cli report {params.folder:q} > {log:q} 2>&1"

@@ -12,21 +12,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
 from pipeline.metrics import append, write
 from pipeline.run import Run
-from rlinf.artifacts import MANIFEST, Manifest, is_pruned, quarantine, read_manifest, verify
+from rlinf.artifacts import Manifest
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
     EXIT_BAD_INPUT,
     EXIT_REQUEUE,
-    ArtifactError,
     InputError,
     RequeueRequested,
     RlinfError,
     StageError,
 )
-from stages.identity import stage_key
 from stages.layout import CONFIG
 from stages.runner import StageCall, run_stage
 
@@ -109,7 +108,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.run.config)
-        self._done: dict[Node, Manifest] = {}
+        self._committed = Committed(self.run, self.graph)
+        self._done = self._committed.done
         self._failures: dict[Node, int] = {}
         self._running: set[Node] = set()
 
@@ -130,38 +130,10 @@ class Driver:
                 self.executor.stop()
 
     def _recover(self) -> None:
-        """Find what is done already and withdraw what is damaged."""
-        for node in self.graph.nodes():
-            manifest = self._committed(node)
-            if manifest is not None:
-                self._done[node] = manifest
+        self._committed.recover()
         if self._done:
             log.info("resuming: %d stages are done", len(self._done))
         write(self.run.folder)
-
-    def _committed(self, node: Node) -> Manifest | None:
-        """The valid manifest of a node whose inputs are all done."""
-        folder = self.graph.folder(self.run.folder, node)
-        inputs = self.graph.inputs(node)
-        if any(source not in self._done for source in inputs.values()):
-            return None
-        try:
-            manifest = read_manifest(folder)
-            if manifest is None or manifest.key != self._key(node):
-                return None
-            if not is_pruned(folder):
-                verify(folder, manifest, checksums=False)
-            return manifest
-        except ArtifactError as error:
-            log.warning("%s; it will be rebuilt", error)
-            quarantine(error.manifest)
-            return None
-
-    def _key(self, node: Node) -> str:
-        contents = {
-            name: self._done[source].content for name, source in self.graph.inputs(node).items()
-        }
-        return stage_key(self.run.config, node.stage, node.iteration, contents)
 
     def _loop(self) -> None:
         nodes = self.graph.nodes()
@@ -174,7 +146,7 @@ class Driver:
             for node in window:
                 if node in self._running or node in self._done or not self._ready(node):
                     continue
-                manifest = self._committed(node)
+                manifest = self._committed.look(node)
                 if manifest is not None:
                     # A job of an earlier driver committed it since.
                     self._finish(node, manifest)
@@ -211,7 +183,7 @@ class Driver:
         out = self.graph.folder(self.run.folder, node)
         # What stands there belongs to other work (a shorter schedule, say); a launcher
         # that watches for a manifest must not take it for the end of this job.
-        quarantine(out / MANIFEST)
+        self._committed.withdraw(node)
         call = StageCall(
             node.stage,
             self.run.folder / CONFIG,
@@ -227,7 +199,7 @@ class Driver:
     def _settle(self, node: Node, outcome: Outcome) -> list[Node]:
         """Account for an ended attempt; returns nodes that must run again."""
         if outcome.exit_code == 0:
-            manifest = self._committed(node)
+            manifest = self._committed.look(node)
             if manifest is not None:
                 self._finish(node, manifest)
                 return []
@@ -254,7 +226,7 @@ class Driver:
         log.warning("%s: %s; rebuilding it", node.name, reason)
         again = []
         for source in self.graph.inputs(node).values():
-            if source in self._done and self._committed(source) is None:
+            if source in self._done and self._committed.look(source) is None:
                 del self._done[source]
                 again.append(source)
                 folder = self.graph.folder(self.run.folder, source)

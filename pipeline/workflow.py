@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.committed import Committed
 from pipeline.experiment import prepare as prepare_run
 from pipeline.flow import Graph, Node
 from pipeline.plan import Plan
@@ -51,6 +52,7 @@ class Workflow:
     """One run, seen as rules."""
 
     def __init__(self, run: Run) -> None:
+        self._run = run
         self.folder = run.folder
         self._config = run.folder / CONFIG
         self._graph = Graph(run.config)
@@ -59,6 +61,10 @@ class Workflow:
         self.offline = list(self._graph.flow.offline)
         self.iterated = [*self._graph.flow.stages, "evaluate"]
         self.python = shlex.quote(sys.executable)
+
+    def withdraw_stale(self) -> None:
+        """Withdraw outputs of another configuration, which Snakemake would take for this one's."""
+        Committed(self._run, self._graph).withdraw_stale()
 
     def output(self, stage: str) -> str:
         """The manifest of a stage; with ``{i}`` where there is one per iteration."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -56,3 +57,19 @@ def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> No
     report = snakemake("--report", str(tmp_path / "snakemake.html"), "--config", *words)
     assert report.returncode == 0, report.stderr[-2000:]
     assert (tmp_path / "snakemake.html").stat().st_size > 10_000
+
+
+def test_a_longer_schedule_replaces_what_a_shorter_one_made(tmp_path: Path) -> None:
+    """With a falling learning rate the updates of 1 of 1 and 1 of 2 iterations differ."""
+    words = ["experiment=cartpole_ppo", f"run__root={tmp_path}", "run__name=cp"]
+    words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]
+    words += ["algorithm__minibatches=1", "algorithm__schedule=linear"]
+    assert snakemake("-c2", "--config", *words, "iterations=1").returncode == 0
+    manifest = tmp_path / "cp/it/0000/train/manifest.json"
+    short = manifest.read_text()
+    planned = snakemake("-n", "-c2", "--config", *words, "iterations=2")
+    assert planned.returncode == 0, planned.stderr[-2000:]
+    assert manifest.read_text() == short, "a dry run must not touch anything"
+    done = snakemake("-c2", "--config", *words, "iterations=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(manifest.read_text())["key"] != json.loads(short)["key"]
