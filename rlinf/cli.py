@@ -106,6 +106,23 @@ def doctor(
     raise typer.Exit(examine(folder))
 
 
+@app.command()
+def inventory(
+    save: Annotated[Path | None, typer.Option(help="Write it to this file, as JSON")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Read a saved inventory; Slurm is not asked")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
+    site: Annotated[
+        Path | None, typer.Option(help="Site file that describes the partitions' hardware")
+    ] = None,
+) -> None:
+    """Show what the cluster has: partitions, GPUs, free nodes, limits, load."""
+    from pipeline.inventory import show
+
+    show(source, save, site, as_json=as_json)
+
+
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()

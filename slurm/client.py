@@ -67,7 +67,8 @@ class SlurmClient:
 
     def version(self) -> str:
         """Slurm's version, such as ``22.05.8``."""
-        return self.run("sinfo", "--version").removeprefix("slurm").strip()
+        # Debian's says "slurm-wlm 22.05.8".
+        return self.run("sinfo", "--version").split()[-1]
 
     def run(self, *command: str) -> str:
         """Standard output of a Slurm command.

@@ -7,15 +7,41 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rlinf.errors import PlanError, nearest
+from slurm import gpus
 
 
-class PartitionSite(BaseModel):
-    """Settings of the jobs of one partition."""
+class Hardware(BaseModel):
+    """What Slurm cannot tell of a partition's nodes; see :class:`slurm.inventory.NodeGroup`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    gpu_model: str | None = None
+    """The GPU, where its name in GRES leaves open which it is (``gpu:4``, or ``a100``, which comes
+    in two sizes): a name of :data:`slurm.gpus.GPUS`, or any that is read as one."""
+    gpu_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of each GPU of the partition."""
+    bandwidth_intra_gb_per_s: float | None = Field(default=None, gt=0)
+    """Between two GPUs of a node, gigabytes per second and direction."""
+    bandwidth_inter_gb_per_s: float | None = Field(default=None, gt=0)
+    """Between two nodes, gigabytes per second, node and direction (400 Gbit/s are 50)."""
+    cost_per_gpu_hour: float | None = Field(default=None, gt=0)
+    """In any unit, the same for all partitions."""
+    slowdown: float = Field(default=1.0, gt=0)
+    """How many times longer work takes here than the GPU's figures say."""
+
+    @field_validator("gpu_model")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is not None and gpus.find(value) is None:
+            raise ValueError(f"unknown GPU {value!r}{nearest(value.lower(), gpus.GPUS)}")
+        return value
+
+
+class PartitionSite(Hardware):
+    """Settings of the jobs of one partition, and its hardware."""
 
     account: str | None = None
     qos: str | None = None
@@ -34,7 +60,11 @@ class PartitionSite(BaseModel):
 
     def as_resources(self) -> dict[str, Any]:
         """Keyword arguments of :class:`launchers.base.Resources`."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name not in Hardware.model_fields
+        }
 
 
 class Site(BaseModel):
@@ -77,4 +107,5 @@ def load_site(path: Path) -> Site:
         if problem["type"] == "extra_forbidden":
             owner = Site if len(problem["loc"]) == 1 else PartitionSite
             hint = nearest(str(problem["loc"][-1]), owner.model_fields)
-        raise PlanError(f"{path}: {key}: {problem['msg']}{hint}") from None
+        message = problem["msg"].removeprefix("Value error, ")
+        raise PlanError(f"{path}: {key}: {message}{hint}") from None

@@ -1,0 +1,108 @@
+"""``rlinf inventory``: what the cluster has, asked of Slurm or read from a file."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from rlinf.errors import SlurmError
+from slurm.client import SlurmClient
+from slurm.inventory import Inventory, NodeGroup, PartitionInventory, load_inventory
+from slurm.site import Site, load_site
+from slurm.survey import survey
+
+
+def obtain(source: Path | None, site: Path | None) -> Inventory:
+    """The inventory of a file, or of this cluster, with what a site file says.
+
+    A saved inventory keeps what was said of it then, unless a site file is given now.
+
+    Raises:
+        PlanError: the file or the site file is missing or wrong.
+        SlurmError: Slurm is not installed or does not answer.
+    """
+    known = load_site(site) if site is not None else None
+    if source is not None:
+        saved = load_inventory(source)
+        return saved if known is None else saved.with_site(known)
+    try:
+        taken = survey(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
+    except SlurmError as error:
+        raise SlurmError(f"{error}; or read a saved inventory with --from FILE") from None
+    return taken.with_site(known or Site())
+
+
+def show(source: Path | None, save: Path | None, site: Path | None, *, as_json: bool) -> None:
+    """Print the inventory as a table or as JSON, and save it where that is asked for.
+
+    Raises:
+        PlanError: a file is missing or wrong.
+        SlurmError: Slurm is not installed or does not answer.
+        InputError: the file cannot be written.
+    """
+    inventory = obtain(source, site)
+    if save is not None:
+        inventory.save(save)
+    if as_json:
+        sys.stdout.write(inventory.to_json())
+        return
+    console = Console()
+    console.print(table(inventory))
+    if save is not None:
+        console.print(f"saved: {save}", highlight=False, soft_wrap=True)
+
+
+def table(inventory: Inventory) -> Table:
+    """A row for each group of like nodes."""
+    taken = inventory.taken.strftime("%Y-%m-%d %H:%M:%S %Z")
+    title = f"Slurm {inventory.slurm_version}, {taken}"
+    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("partition", "GPUs a node"):
+        out.add_column(heading, no_wrap=True)
+    for heading in ("nodes idle/total", "GPUs idle", "memory", "limit", "preemptible", "queued"):
+        out.add_column(heading)
+    for name, partition in inventory.partitions.items():
+        whole = (
+            _limit(partition.time_limit_min),
+            "yes" if inventory.preemptible(name) else "no",
+            _queued(partition),
+        )
+        first = f"{name}{'*' if partition.default else ''}"
+        first += "" if partition.available else " (closed)"
+        if not partition.groups:
+            out.add_row(first, "", "0/0", "", "", *whole)
+        for i, group in enumerate(partition.groups):
+            out.add_row(first if i == 0 else "", *_group(group), *(whole if i == 0 else ()))
+    return out
+
+
+def _group(group: NodeGroup) -> tuple[str, str, str, str]:
+    nodes = f"{group.idle_nodes}/{group.count}"
+    if group.down_nodes:
+        nodes += f" ({group.down_nodes} down)"
+    memory = f"{group.mem_mb_per_node / 1024:.0f} GiB"
+    if not group.gpus_per_node:
+        return "none", nodes, "", memory
+    gpu = f"{group.gpus_per_node} x {group.gpu_type or group.gpu_model or 'gpu'}"
+    if group.gpu_memory_gib is not None:
+        gpu += f" ({group.gpu_memory_gib:g} GiB)"
+    return gpu, nodes, str(group.idle_gpus), memory
+
+
+def _limit(minutes: int | None) -> str:
+    if minutes is None:
+        return "none"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours and rest else f"{hours} h" if hours else f"{rest} min"
+
+
+def _queued(partition: PartitionInventory) -> str:
+    if not partition.queued_jobs:
+        return "0"
+    gpus = f", {partition.queued_gpus} GPUs" if partition.queued_gpus else ""
+    return f"{partition.queued_jobs} jobs{gpus}"

@@ -1,0 +1,154 @@
+"""Common GPUs by the names that clusters give them, with the figures of their data sheets.
+
+Used where a site file says nothing. Rates are dense: data sheets that print them "with sparsity"
+print twice of what a dense matrix product can reach.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+TERA = 10**12
+GIGA = 10**9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One variant of a GPU, as Slurm counts them."""
+
+    name: str
+    family: str
+    """What its variants have in common: ``a100``."""
+    memory_gib: float
+    """Data sheets write GB and mean GiB; a few per cent less are free."""
+    bf16_flops: float | None
+    """Dense bfloat16 matrix products, FLOP/s; None: the GPU has no units for them."""
+    bandwidth_bytes_per_s: float
+    """Memory bandwidth."""
+    source: str
+    form: str = ""
+    """``sxm``, ``pcie`` or ``nvl`` where the figures depend on it."""
+
+
+def _gpu(
+    name: str,
+    family: str,
+    memory_gib: float,
+    bf16_tflops: float | None,
+    gb_per_s: float,
+    source: str,
+    form: str = "",
+) -> Gpu:
+    flops = None if bf16_tflops is None else bf16_tflops * TERA
+    return Gpu(name, family, memory_gib, flops, gb_per_s * GIGA, source, form)
+
+
+_A100 = "NVIDIA A100 Tensor Core GPU data sheet"
+_H100 = "NVIDIA H100 Tensor Core GPU data sheet (half of the rate with sparsity)"
+_H200 = "NVIDIA H200 Tensor Core GPU data sheet (half of the rate with sparsity)"
+_V100 = "NVIDIA V100 Tensor Core GPU data sheet (125 TFLOP/s in float16)"
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # The first variant of a family is what its bare name means: the one with the least memory,
+        # so that what fits on paper fits; of those the most common.
+        _gpu("a100-40gb", "a100", 40, 312, 1555, _A100),
+        _gpu("a100-80gb-sxm", "a100", 80, 312, 2039, _A100, "sxm"),
+        _gpu("a100-80gb-pcie", "a100", 80, 312, 1935, _A100, "pcie"),
+        _gpu("h100-sxm", "h100", 80, 989.5, 3350, _H100, "sxm"),
+        _gpu("h100-pcie", "h100", 80, 756.5, 2000, _H100, "pcie"),
+        _gpu("h100-nvl", "h100", 94, 835.5, 3900, _H100, "nvl"),
+        _gpu("h200-sxm", "h200", 141, 989.5, 4800, _H200, "sxm"),
+        _gpu("h200-nvl", "h200", 141, 835.5, 4800, _H200, "nvl"),
+        _gpu("b200", "b200", 180, 2250, 8000, "NVIDIA HGX B200 data sheet, an eighth of 8 GPUs"),
+        _gpu("l40s", "l40s", 48, 362, 864, "NVIDIA L40S data sheet"),
+        _gpu("a40", "a40", 48, 149.7, 696, "NVIDIA A40 data sheet"),
+        _gpu("rtx-a6000", "a6000", 48, 154.8, 768, "NVIDIA Ampere GA102 white paper, RTX A6000"),
+        _gpu(
+            "rtx-6000-ada",
+            "6000ada",
+            48,
+            364.2,
+            960,
+            "NVIDIA RTX 6000 Ada data sheet (a quarter of 1,457 TFLOP/s, float8 with sparsity)",
+        ),
+        _gpu("v100-16gb", "v100", 16, None, 900, _V100),
+        _gpu("v100-32gb", "v100", 32, None, 900, _V100),
+        # ROCm and Slurm count each of the two dies of an MI250X as a GPU: half of the data sheet.
+        _gpu("mi250x", "mi250x", 64, 191.5, 1638, "AMD Instinct MI250X data sheet, one die"),
+        _gpu("mi300x", "mi300x", 192, 1307.4, 5300, "AMD Instinct MI300X data sheet"),
+    )
+}
+
+_START, _END = r"(?:^|-)", r"(?=$|-|sxm|pci)"
+_FAMILIES = {
+    family: re.compile(pattern)
+    for family, pattern in {
+        "6000ada": r"(?:6000-?ada|ada-?6000)",
+        "a100": rf"{_START}a100{_END}",
+        "h100": rf"{_START}h100(?=$|-|sxm|pci|nvl)",
+        "h200": rf"{_START}h200(?=$|-|sxm|pci|nvl)",
+        "b200": rf"{_START}b200{_END}",
+        "l40s": rf"{_START}l40s(?=$|-)",
+        "a40": rf"{_START}a40(?=$|-)",
+        "a6000": rf"{_START}(?:rtx)?a6000(?=$|-)",
+        "v100": rf"{_START}v100{_END}",
+        # The bare name is what the machines with an MI250X call it.
+        "mi250x": rf"{_START}mi-?250x?(?=$|-)",
+        "mi300x": rf"{_START}mi-?300x(?=$|-)",
+    }.items()
+}
+_SLICE = re.compile(r"(?:^|[_\-.])\d+g\.\d+gb")
+_MEMORY = re.compile(r"(?:^|-|hbm|vram)(\d{2,3})g(?:i?b)?(?=$|-)")
+_FORM = re.compile(r"(sxm|pci|nvl(?!ink))")
+_NOISE = re.compile(r"(?:nvidia|tesla|quadro|geforce|amd|instinct|gpu)-")
+_TOLERANCE_GIB = 1
+
+
+@functools.lru_cache(maxsize=4096)
+def find(name: str, features: tuple[str, ...] = ()) -> Gpu | None:
+    """The GPU that a cluster calls ``name``: ``nvidia_a100_80gb_pcie``, ``a100-sxm4-80gb``.
+
+    ``features`` of the node settle what the name leaves open (``hbm80g``). None for an unknown GPU,
+    for a size that this GPU does not come in, and for a slice of one (MIG: ``a100_1g.5gb``).
+    """
+    if _SLICE.search(name.lower()):
+        return None
+    text = _normal(name)
+    family = next((key for key, pattern in _FAMILIES.items() if pattern.search(text)), None)
+    if family is None:
+        return None
+    variants = [gpu for gpu in GPUS.values() if gpu.family == family]
+    if stated := _MEMORY.search(text):
+        variants = _of_size(variants, int(stated[1]))
+    hints = [_normal(feature) for feature in features]
+    for hint in hints:
+        # A node's feature may speak of something else, so one that fits no variant is passed over.
+        if size := _MEMORY.search(hint):
+            variants = _of_size(variants, int(size[1])) or variants
+    for word in (text, *hints):
+        if form := _FORM.search(word):
+            wanted = form[1].replace("pci", "pcie")
+            variants = [gpu for gpu in variants if gpu.form in ("", wanted)] or variants
+    return variants[0] if variants else None
+
+
+def describes(feature: str) -> bool:
+    """Whether a node's feature tells its GPU or that GPU's memory, not a rack or a switch."""
+    text = _normal(feature)
+    if any(pattern.search(text) for pattern in _FAMILIES.values()):
+        return True
+    size = _MEMORY.search(text)
+    return size is not None and bool(_of_size(list(GPUS.values()), int(size[1])))
+
+
+def _normal(name: str) -> str:
+    text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return _NOISE.sub("", text)
+
+
+def _of_size(variants: list[Gpu], memory_gib: int) -> list[Gpu]:
+    return [gpu for gpu in variants if abs(gpu.memory_gib - memory_gib) <= _TOLERANCE_GIB]
