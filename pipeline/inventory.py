@@ -61,11 +61,18 @@ def table(inventory: Inventory) -> Table:
     """A row for each group of like nodes."""
     taken = inventory.taken.strftime("%Y-%m-%d %H:%M:%S %Z")
     title = f"Slurm {inventory.slurm_version}, {taken}"
-    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for heading in ("partition", "GPUs a node"):
         out.add_column(heading, no_wrap=True)
-    for heading in ("nodes idle/total", "GPUs idle", "memory", "limit", "preemptible", "queued"):
-        out.add_column(heading)
+    for heading in (
+        "nodes idle/all",
+        "GPUs idle",
+        "memory GiB",
+        "limit",
+        "preemptible",
+        "queued",
+    ):
+        out.add_column(heading, min_width=max(map(len, heading.split())))
     for name, partition in inventory.partitions.items():
         whole = (
             _limit(partition.time_limit_min),
@@ -84,8 +91,8 @@ def table(inventory: Inventory) -> Table:
 def _group(group: NodeGroup) -> tuple[str, str, str, str]:
     nodes = f"{group.idle_nodes}/{group.count}"
     if group.down_nodes:
-        nodes += f" ({group.down_nodes} down)"
-    memory = f"{group.mem_mb_per_node / 1024:.0f} GiB"
+        nodes += f", {group.down_nodes} down"
+    memory = f"{group.mem_mb_per_node / 1024:.0f}"
     if not group.gpus_per_node:
         return "none", nodes, "", memory
     gpu = f"{group.gpus_per_node} x {group.gpu_type or group.gpu_model or 'gpu'}"
@@ -102,7 +109,5 @@ def _limit(minutes: int | None) -> str:
 
 
 def _queued(partition: PartitionInventory) -> str:
-    if not partition.queued_jobs:
-        return "0"
-    gpus = f", {partition.queued_gpus} GPUs" if partition.queued_gpus else ""
-    return f"{partition.queued_jobs} jobs{gpus}"
+    gpus = f" ({partition.queued_gpus} GPUs)" if partition.queued_gpus else ""
+    return f"{partition.queued_jobs}{gpus}"

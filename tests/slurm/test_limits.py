@@ -57,3 +57,31 @@ def test_a_misspelt_site_key_is_named(tmp_path: Path) -> None:
     path.write_text("defaults: {acount: x}")
     with pytest.raises(PlanError, match=r"defaults\.acount.*did you mean 'account'"):
         load_site(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu_model: h1000", r"partitions\.gpu\.gpu_model: unknown GPU 'h1000'; did you mean 'h"),
+        ("gpu_model: tpu", "unknown GPU 'tpu'; valid: a100-40gb, a100-80gb-pcie"),
+        ("gpu_memory_gib: 0", r"gpu_memory_gib: .*greater than 0"),
+        ("bandwidth_intra_gb_per_s: -1", r"bandwidth_intra_gb_per_s: .*greater than 0"),
+        ("bandwidth_inter_gb_per_s: .inf", r"bandwidth_inter_gb_per_s: .*finite"),
+        ("cost_per_gpu_hour: free", r"cost_per_gpu_hour: .*number"),
+        ("bandwidth_intra: 3", "did you mean 'bandwidth_intra_gb_per_s'"),
+    ],
+)
+def test_wrong_hardware_in_a_site_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(f"partitions: {{gpu: {{{text}}}}}")
+    with pytest.raises(PlanError, match=message) as caught:
+        load_site(path)
+    assert str(path) in str(caught.value)
+
+
+def test_hardware_is_no_part_of_a_jobs_resources(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("defaults: {account: x, gpu_model: h100, gpu_memory_gib: 80}")
+    resources = Resources(**load_site(path).of("gpu").as_resources())
+    assert resources.account == "x"
+    assert resources.gpu_type is None
