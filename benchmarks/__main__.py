@@ -26,6 +26,7 @@ ROWS = {
     "stage_imports_s": "slurm_jobs",
     "snakemake_job_s": "slurm_jobs",
     "dag_1000_s": "dag",
+    "inventory_5000_nodes_s": "inventory",
     "demo_exact_match": "demo",
     "demo_wall_s": "demo",
     "cartpole_return": "demo",
