@@ -1,0 +1,130 @@
+"""What the planner is asked: stages with measured speeds, kinds of GPUs, and what links them.
+
+A placement divides the GPU stages over *pools*. The stages of a pool take turns on all its GPUs
+(collocated); pools run side by side and pass on micro-batches as they are done (disaggregated).
+One pool is the purely collocated plan, a pool for each stage the purely disaggregated one, all
+else hybrid. A pool may hold GPUs of several kinds; each then takes a share of the samples in
+proportion to its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlinf.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Like GPUs: those of one partition that do not differ."""
+
+    name: str
+    gpus: int
+    price: float = 1.0
+    """Cost of one GPU for one hour, in any currency."""
+    wait_s: float = 0.0
+    """Expected wait in the queue before a job of this kind starts."""
+    losses_per_hour: float = 0.0
+    """Expected preemptions and node failures of a pool, per hour."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage and its measured speed."""
+
+    name: str
+    rates: Mapping[str, np.ndarray]
+    """By kind: iterations per second on 0, 1, ... GPUs, float64 ``[gpus + 1]``; 0 where that many
+    cannot run it (memory, divisibility). A kind that is left out cannot run it at all."""
+    after: tuple[str, ...] = ()
+    """Stages whose output it takes."""
+    streams: bool = True
+    """Whether it can begin on a part of its input."""
+    chunk_s: float = 0.0
+    """Overhead of each micro-batch passed between pools, seconds."""
+    switch_s: Mapping[str, float] = field(default_factory=dict)
+    """By kind: seconds to bring it in and out where it shares a pool; 0 when all fits at once."""
+    cycle: str | None = None
+    """Stages of one cycle (simulate, generate) work in lockstep; they stand next to each other."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Stages in topological order, kinds, and the choices allowed."""
+
+    stages: Sequence[Stage]
+    kinds: Sequence[Kind]
+    chunks: Sequence[int] = (1, 2, 4, 8, 16, 32)
+    """Micro-batches an iteration may be passed on in."""
+    sync: tuple[str, str] | None = ("train", "rollout")
+    """Source and target of the weights."""
+    sync_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Seconds to bring new weights from one kind's pool to another pool; 0 within a pool."""
+    mixing: float = 1.0
+    """Share of the summed speed that unlike GPUs keep when they work on one stage."""
+    cycle_steps: int = 1
+    """Steps of a cycle per iteration."""
+    allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By stage: the only kinds it may use (pins)."""
+
+    def __post_init__(self) -> None:
+        names = [kind.name for kind in self.kinds]
+        seen: set[str] = set()
+        for stage in self.stages:
+            unknown = set(stage.after) - seen
+            if unknown:
+                raise PlanError(
+                    f"stage {stage.name!r}: takes the output of {sorted(unknown)[0]!r}, which "
+                    "does not come before it"
+                )
+            seen.add(stage.name)
+            for kind, rates in stage.rates.items():
+                where = f"stage {stage.name!r} on {kind!r}"
+                if kind not in names:
+                    raise PlanError(f"{where}: no such kind of GPU; there are {', '.join(names)}")
+                if not np.all(np.isfinite(rates)) or np.any(rates < 0):
+                    raise PlanError(f"{where}: a measured speed is negative or not a number")
+                if len(rates) != self.kinds[names.index(kind)].gpus + 1 or rates[0]:
+                    raise PlanError(f"{where}: speeds must be given for 0 (none) to all GPUs")
+        for stage in self.stages:
+            for name in self.allowed.get(stage.name, ()):
+                if name not in names:
+                    raise PlanError(
+                        f"pin {stage.name}={name}: no such kind; there are {', '.join(names)}"
+                    )
+
+    def table(self, stage: Stage, kind: int) -> np.ndarray:
+        """Rates ``[gpus + 1]`` of a stage on a kind, never falling with more GPUs.
+
+        A stage need not use all GPUs of its pool, so more of them never make it slower. Pins are
+        applied here.
+        """
+        entry = self.kinds[kind]
+        allowed = self.allowed.get(stage.name)
+        rates = stage.rates.get(entry.name)
+        if rates is None or (allowed is not None and entry.name not in allowed):
+            return np.zeros(entry.gpus + 1)
+        return np.maximum.accumulate(np.asarray(rates, dtype=np.float64))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A choice: which pool each stage belongs to, the GPUs of each pool, the grain."""
+
+    pools: tuple[tuple[int, ...], ...]
+    """Stage numbers of each pool, ascending; pools in order of their first stage."""
+    gpus: tuple[tuple[int, ...], ...]
+    """By pool: GPUs of each kind."""
+    chunks: int
+    """Micro-batches an iteration is passed on in."""
+
+    @property
+    def mode(self) -> str:
+        """``collocated``, ``disaggregated`` or ``hybrid``."""
+        if len(self.pools) == 1:
+            return "collocated"
+        alone = all(len(pool) == 1 for pool in self.pools)
+        return "disaggregated" if alone else "hybrid"
