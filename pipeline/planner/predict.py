@@ -44,21 +44,19 @@ class Predictor:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._names = [stage.name for stage in problem.stages]
-        self._tables = [
-            [problem.table(stage, k) for k in range(len(problem.kinds))] for stage in problem.stages
+        self._index = {stage.name: s for s, stage in enumerate(problem.stages)}
+        kinds = problem.kinds
+        self.tables = [
+            [problem.table(stage, k) for k in range(len(kinds))] for stage in problem.stages
         ]
+        """By stage and kind: rates ``[gpus + 1]``."""
+        self.groups = cycles(problem)
+        """Stage numbers that work in lockstep, in order; most groups hold one stage."""
         self._switch = np.array(
-            [
-                [stage.switch_s.get(kind.name, 0.0) for kind in problem.kinds]
-                for stage in problem.stages
-            ]
+            [[stage.switch_s.get(kind.name, 0.0) for kind in kinds] for stage in problem.stages]
         )
         self._sync = np.array(
-            [
-                [problem.sync_s.get((a.name, b.name), 0.0) for b in problem.kinds]
-                for a in problem.kinds
-            ]
+            [[problem.sync_s.get((a.name, b.name), 0.0) for b in kinds] for a in kinds]
         )
 
     def one(self, placement: Placement) -> Prediction:
@@ -68,83 +66,99 @@ class Predictor:
         return Prediction(*(value[..., 0] for value in vars(many).values()))
 
     def many(
-        self, pools: Sequence[Sequence[int]], gpus: Sequence[Array], chunks: int
+        self,
+        pools: Sequence[Sequence[int]],
+        gpus: Sequence[Array],
+        chunks: int | Array,
+        held: Sequence[Array] | None = None,
     ) -> Prediction:
         """Predictions for many allocations of the same pools.
 
         Args:
             pools: stage numbers of each pool.
             gpus: by pool int ``[kinds, n]``.
-            chunks: micro-batches per iteration.
+            chunks: micro-batches per iteration, one number or int ``[n]``.
+            held: by pool int ``[kinds, n]``, the GPUs whose switching and transfers count; all by
+                default. With fewer than ``gpus`` the prediction is a lower bound for every
+                allocation between the two.
         """
-        count = gpus[0].shape[1]
+        problem, count = self.problem, gpus[0].shape[1]
+        held = gpus if held is None else held
         pool_of = {stage: i for i, pool in enumerate(pools) for stage in pool}
-        stages = self.problem.stages
+        stages = problem.stages
         busy = np.stack([self.duration(s, gpus[pool_of[s]]) for s in range(len(stages))])
         piped = len(pools) > 1
-        start, finish = np.zeros((2, len(stages), count))
-        first = np.zeros((len(stages), count))
+        start, finish, first = np.zeros((3, len(stages), count))
         free = [np.zeros(count) for _ in pools]
-        used: list[int | None] = [None] * len(pools)
-        index = {name: i for i, name in enumerate(self._names)}
-        s = 0
-        while s < len(stages):
-            group = self._group(s)
-            mine = [pool_of[member] for member in group]
+        for group in self.groups:
             begin, last = np.zeros(count), np.zeros(count)
             for member in group:
                 for name in stages[member].after:
-                    source = index[name]
+                    source = self._index[name]
                     if source in group:
                         continue
                     streamed = stages[member].streams and pool_of[source] != pool_of[member]
                     begin = np.maximum(begin, first[source] if streamed else finish[source])
                     last = np.maximum(last, finish[source])
-            for pool in set(mine):
-                shared = len(pools[pool]) > 1
-                change = (
-                    self._switching(group[mine.index(pool)], gpus[pool])
-                    if shared and used[pool] != s
-                    else 0.0
-                )
-                begin = np.maximum(begin, free[pool] + change)
-            time = self._group_time(group, mine, busy)
+            here = {pool_of[member] for member in group}
+            for pool in here:
+                ready = free[pool]
+                if not set(pools[pool]) <= set(group):
+                    mine = [s for s in group if pool_of[s] == pool]
+                    ready = ready + self._switching(mine, held[pool])
+                begin = np.maximum(begin, ready)
+            time = self._group_time(group, pool_of, busy)
             if piped:
                 time = time + chunks * max(stages[member].chunk_s for member in group)
             piece = time / chunks
             end = np.maximum(begin + time, last + piece)
-            for member, pool in zip(group, mine, strict=True):
+            for member in group:
                 start[member], finish[member], first[member] = begin, end, begin + piece
-                free[pool], used[pool] = end, s
-            s += len(group)
-        total = finish.max(0)
-        moved = self._moving(pool_of, gpus, index)
-        return Prediction(total + moved, start, finish, busy, moved)
+            for pool in here:
+                free[pool] = end
+        moved = self._moving(pool_of, held)
+        return Prediction(finish.max(0) + moved, start, finish, busy, moved)
 
     def duration(self, stage: int, gpus: Array) -> Array:
         """Seconds of a stage alone on GPUs ``[kinds, n]``; infinite where it cannot run."""
-        rate, kinds = np.zeros(gpus.shape[1]), np.zeros(gpus.shape[1], dtype=np.int64)
-        for table, number in zip(self._tables[stage], gpus, strict=True):
-            part = table[number]
-            rate += part
-            kinds += part > 0
-        rate = np.where(kinds > 1, rate * self.problem.mixing, rate)
-        # The quickest kind alone is never given up for a mixture that loses more than it adds.
-        alone = np.max([t[n] for t, n in zip(self._tables[stage], gpus, strict=True)], axis=0)
-        rate = np.maximum(rate, alone)
+        parts = np.stack(
+            [table[number] for table, number in zip(self.tables[stage], gpus, strict=True)]
+        )
+        rate = parts.sum(0)
+        if self.problem.mixing != 1.0:
+            # The quickest kind alone is never given up for a mixture that loses more than it adds.
+            several = (parts > 0).sum(0) > 1
+            mixed = np.maximum(rate * self.problem.mixing, parts.max(0))
+            rate = np.where(several, mixed, rate)
         with np.errstate(divide="ignore"):
             return 1.0 / rate
 
-    def _group(self, s: int) -> list[int]:
-        stages = self.problem.stages
-        if stages[s].cycle is None:
-            return [s]
-        group = [s]
-        while group[-1] + 1 < len(stages) and stages[group[-1] + 1].cycle == stages[s].cycle:
-            group.append(group[-1] + 1)
-        return group
+    def least_switch(
+        self, group: Sequence[int], pools: Sequence[Sequence[int]], pool: int
+    ) -> float:
+        """Seconds that a pool needs at least to change to a group; 0 if it holds nothing else."""
+        if set(pools[pool]) <= set(group):
+            return 0.0
+        mine = [s for s in group if s in pools[pool]]
+        usable = [
+            k
+            for k in range(len(self.problem.kinds))
+            if all(np.any(self.tables[s][k] > 0) for s in mine)
+        ]
+        return float(min((self._switch[mine, k].sum() for k in usable), default=0.0))
 
-    def _group_time(self, group: list[int], pools: list[int], busy: Array) -> Array:
+    def least_sync(self, pools: Sequence[Sequence[int]]) -> float:
+        """Seconds that bringing the weights over takes at least."""
+        ends = self._sync_ends({s: i for i, pool in enumerate(pools) for s in pool})
+        if ends is None:
+            return 0.0
+        source, target = (
+            [k for k in range(len(self.problem.kinds)) if np.any(self.tables[s][k] > 0)]
+            for s in (self._index[name] for name in self.problem.sync or ())
+        )
+        return float(min((self._sync[a, b] for a in source for b in target), default=0.0))
+
+    def _group_time(self, group: Sequence[int], pool_of: dict[int, int], busy: Array) -> Array:
         """A cycle in one pool takes turns; over pools, two halves of the batch swap places.
 
         Then every step takes as long as the slower side, and the first half of the first step has
@@ -152,24 +166,44 @@ class Predictor:
         """
         if len(group) == 1:
             return busy[group[0]]
-        sums = {pool: np.zeros(busy.shape[1]) for pool in pools}
-        for member, pool in zip(group, pools, strict=True):
-            sums[pool] = sums[pool] + busy[member]
+        sums: dict[int, Array] = {}
+        for member in group:
+            pool = pool_of[member]
+            sums[pool] = sums.get(pool, 0.0) + busy[member]
         slowest = np.max(list(sums.values()), axis=0)
         whole = np.sum(list(sums.values()), axis=0)
-        return slowest + (whole - slowest) / (2 * self.problem.cycle_steps)
+        with np.errstate(invalid="ignore"):
+            overlapped = slowest + (whole - slowest) / (2 * self.problem.cycle_steps)
+        return np.where(np.isfinite(whole), overlapped, np.inf)
 
-    def _switching(self, stage: int, gpus: Array) -> Array:
-        return np.where(gpus > 0, self._switch[stage][:, None], 0.0).max(0)
+    def _switching(self, stages: Sequence[int], gpus: Array) -> Array:
+        each = self._switch[list(stages)].sum(0)
+        return np.where(gpus > 0, each[:, None], 0.0).max(0)
 
-    def _moving(
-        self, pool_of: dict[int, int], gpus: Sequence[Array], index: dict[str, int]
-    ) -> Array:
-        count = gpus[0].shape[1]
-        if self.problem.sync is None or any(name not in index for name in self.problem.sync):
-            return np.zeros(count)
-        source, target = (pool_of[index[name]] for name in self.problem.sync)
-        if source == target:
-            return np.zeros(count)
+    def _sync_ends(self, pool_of: dict[int, int]) -> tuple[int, int] | None:
+        sync = self.problem.sync
+        if sync is None or any(name not in self._index for name in sync):
+            return None
+        source, target = (pool_of[self._index[name]] for name in sync)
+        return None if source == target else (source, target)
+
+    def _moving(self, pool_of: dict[int, int], gpus: Sequence[Array]) -> Array:
+        ends = self._sync_ends(pool_of)
+        if ends is None:
+            return np.zeros(gpus[0].shape[1])
+        source, target = ends
         pairs = (gpus[source] > 0)[:, None] & (gpus[target] > 0)[None]
         return np.where(pairs, self._sync[..., None], 0.0).max((0, 1))
+
+
+def cycles(problem: Problem) -> list[tuple[int, ...]]:
+    """Stage numbers by cycle: neighbours of the same cycle together, all others alone."""
+    groups: list[tuple[int, ...]] = []
+    for s, stage in enumerate(problem.stages):
+        if groups and stage.cycle is not None:
+            before = groups[-1]
+            if problem.stages[before[-1]].cycle == stage.cycle:
+                groups[-1] = (*before, s)
+                continue
+        groups.append((s,))
+    return groups

@@ -71,6 +71,8 @@ class Problem:
     """By stage: the only kinds it may use (pins)."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.mixing <= 1:
+            raise PlanError(f"mixing: {self.mixing} is not above 0 and at most 1")
         names = [kind.name for kind in self.kinds]
         seen: set[str] = set()
         for stage in self.stages:

@@ -1,127 +1,93 @@
 """Finding the best placement: every grouping of stages into pools, every division of the GPUs.
 
-Where the divisions of a grouping can be counted out they are, so small problems are solved exactly.
-Elsewhere a division is improved step by step, by moving GPUs between pools, from several starts;
-how far the result can be from the best is then told by the lower bound.
+Each grouping is first relaxed to a linear program (:mod:`pipeline.planner.relax`): a bound that
+nothing in it goes below, and a fractional division to start from. Groupings are looked at in order
+of their bounds; one whose bound is above what has been found is left out. A division is improved
+by moving GPUs between pools. Small problems are then counted out, branch by branch, so that their
+answer is exact; for the others the least bound tells how far it can be from the best.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.planner.bound import lower_bound
+from pipeline.planner.objective import IterationTime, Objective
 from pipeline.planner.predict import Prediction, Predictor
 from pipeline.planner.problem import Placement, Problem
+from pipeline.planner.relax import Relaxation, Relaxed
 from rlinf.errors import PlanError
 
 Array = np.ndarray
-Objective = Callable[[Prediction, Sequence[Array], Problem], Array]
-"""From predictions and the GPUs of each pool ``[kinds, n]`` to what is minimised ``[n]``."""
+Pools = tuple[tuple[int, ...], ...]
 
-EXACT_BELOW = 60_000
-"""Divisions of one grouping that are counted out."""
-BLOCK = 20_000
+EXACT_GPUS = 16
+"""Problems up to this size are always counted out."""
+EXACT_DIVISIONS = 200_000
+"""Larger ones are when there are no more divisions of the largest grouping than this."""
+BLOCK = 8192
 """Divisions looked at at once."""
+NEARLY = 1 + 1e-9
+"""Costs nearer than this are the same."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The best placement found."""
+    """The best placement found of one grouping."""
 
     placement: Placement
     prediction: Prediction
-    value: float
-    """What was minimised."""
-    bound_s: float
-    """No placement has a shorter iteration."""
+    cost: float
+    """In the unit of the objective."""
+    bound: float
+    """No placement of the whole problem costs less."""
     exact: bool
-    """Whether all placements were looked at."""
+    """Whether it is proven that none costs less than the best solution."""
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound the iteration is, relative."""
-        return float(self.prediction.total_s) / self.bound_s - 1 if self.bound_s else 0.0
-
-
-def iteration_time(prediction: Prediction, gpus: Sequence[Array], problem: Problem) -> Array:
-    """Seconds of one iteration."""
-    return prediction.total_s
-
-
-def money(prediction: Prediction, gpus: Sequence[Array], problem: Problem) -> Array:
-    """Cost of one iteration: all GPUs held, for its whole duration."""
-    prices = np.array([kind.price for kind in problem.kinds])
-    held = sum(prices @ pool for pool in gpus)
-    return np.asarray(prediction.total_s * held / 3600)
-
-
-def time_to(iterations: int) -> Objective:
-    """Seconds until ``iterations`` are done, the wait in the queue and losses included.
-
-    The run starts when the slowest of its pools has started. A pool that is lost comes back after
-    the wait of its kind, and half an iteration is done again on average.
-    """
-
-    def objective(prediction: Prediction, gpus: Sequence[Array], problem: Problem) -> Array:
-        waits = np.array([kind.wait_s for kind in problem.kinds])
-        losses = np.array([kind.losses_per_hour for kind in problem.kinds]) / 3600
-        held = [pool > 0 for pool in gpus]
-        start = np.max([np.max(waits[:, None] * pool, axis=0) for pool in held], axis=0)
-        working = iterations * prediction.total_s
-        lost = sum(
-            (losses[:, None] * (waits[:, None] + prediction.total_s / 2) * pool).sum(0)
-            for pool in held
-        )
-        return np.asarray(start + working * (1 + lost))
-
-    return objective
+        """How much more than the bound it costs, relative."""
+        return self.cost / self.bound - 1 if self.bound > 0 else 0.0
 
 
 def solve(
-    problem: Problem, objective: Objective = iteration_time, alternatives: int = 1
+    problem: Problem, objective: Objective | None = None, alternatives: int = 1
 ) -> list[Solution]:
-    """The best placements, best first; each with another grouping or another grain of pools.
+    """The best placements, best first; each with another grouping of the stages.
 
     Raises:
         PlanError: a stage can run nowhere, or the stages cannot be placed together.
     """
     _check(problem)
-    predictor = Predictor(problem)
-    bound = lower_bound(problem)
-    found: list[Solution] = []
-    exact = True
-    for pools in groupings(problem):
-        divisions = count_divisions(problem, len(pools))
-        whole = divisions <= EXACT_BELOW
-        exact &= whole
-        best: Solution | None = None
-        for chunks in problem.chunks if len(pools) > 1 else (1,):
-            if whole:
-                blocks = all_divisions(problem, len(pools))
-                candidate = _best(predictor, pools, blocks, chunks, objective, bound)
-            else:
-                candidate = _improve(predictor, pools, chunks, objective, bound)
-            if candidate and (best is None or candidate.value < best.value):
-                best = candidate
-        if best is not None:
-            found.append(best)
+    search = _Search(problem, objective or IterationTime())
+    relaxed = {pools: search.relaxation.solve(pools) for pools in groupings(problem)}
+    bounds = {pools: search.bound(r.bound_s) for pools, r in relaxed.items()}
+    order = sorted(relaxed, key=lambda pools: (bounds[pools], len(pools), pools))
+    found: dict[Pools, _Found] = {}
+    for pools in order:
+        if math.isfinite(bounds[pools]) and bounds[pools] <= _worst(found, alternatives):
+            search.improve(pools, relaxed[pools], found)
+    exact = search.is_small()
+    if exact:
+        for pools in order:
+            if bounds[pools] <= _worst(found, 1):
+                search.count_out(pools, found)
     if not found:
         raise PlanError(
             "no placement fits: the stages need more GPUs together than there are; "
             "loosen the pins, or give the plan more partitions"
         )
-    found.sort(key=lambda solution: solution.value)
-    return [
-        Solution(s.placement, s.prediction, s.value, s.bound_s, exact) for s in found[:alternatives]
-    ]
+    best = sorted(found.items(), key=lambda item: (item[1].cost, len(item[0]), item[0]))
+    least = best[0][1].cost
+    bound = least if exact else search.tighten(bounds, least)
+    return [search.solution(pools, f, bound, exact) for pools, f in best[:alternatives]]
 
 
-def groupings(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
+def groupings(problem: Problem) -> Iterator[Pools]:
     """All ways to divide the stages over pools, fewest pools first."""
     count = len(problem.stages)
     most = sum(kind.gpus for kind in problem.kinds)
@@ -135,148 +101,211 @@ def groupings(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
             )
 
 
-def count_divisions(problem: Problem, pools: int) -> int:
-    """In how many ways the GPUs can be divided over pools, some left idle only when all fit."""
-    return math.prod(math.comb(kind.gpus + pools - 1, pools - 1) for kind in problem.kinds)
+@dataclass(frozen=True)
+class _Found:
+    cost: float
+    gpus: Array
+    """Int ``[pools, kinds]``."""
+    chunks: int
 
 
-def all_divisions(problem: Problem, pools: int) -> Iterator[list[Array]]:
-    """Every division, in blocks: by pool int ``[kinds, n]``.
-
-    More GPUs never slow a stage down, so no GPU is left out.
-    """
-    per_kind = [_compositions(kind.gpus, pools) for kind in problem.kinds]
-    sizes = [len(parts) for parts in per_kind]
-    total = math.prod(sizes)
-    for start in range(0, total, BLOCK):
-        numbers = np.arange(start, min(start + BLOCK, total))
-        picks = np.unravel_index(numbers, sizes)
-        chosen = [parts[pick] for parts, pick in zip(per_kind, picks, strict=True)]
-        yield [np.stack([part[:, pool] for part in chosen]) for pool in range(pools)]
+def _worst(found: dict[Pools, _Found], wanted: int) -> float:
+    """The cost a new grouping must stay below to be of interest."""
+    costs = sorted(f.cost for f in found.values())
+    return costs[wanted - 1] if len(costs) >= wanted else math.inf
 
 
-def _compositions(total: int, parts: int) -> Array:
-    """All ways to write ``total`` as an ordered sum of ``parts`` numbers: ``[n, parts]``."""
-    if parts == 1:
-        return np.array([[total]])
-    bars = np.array(list(itertools.combinations(range(total + parts - 1), parts - 1)))
-    edges = np.concatenate(
-        [np.full((len(bars), 1), -1), bars, np.full((len(bars), 1), total + parts - 1)], axis=1
-    )
-    return np.diff(edges, axis=1) - 1
+class _Search:
+    def __init__(self, problem: Problem, objective: Objective) -> None:
+        self.problem = problem
+        self.objective = objective
+        self.predictor = Predictor(problem)
+        self.relaxation = Relaxation(self.predictor)
+        self._sizes = np.array([kind.gpus for kind in problem.kinds])
+        # More GPUs make a stage no slower; leaving some idle only helps where they cost something.
+        self._idle = (
+            not isinstance(objective, IterationTime)
+            or any(any(stage.switch_s.values()) for stage in problem.stages)
+            or any(problem.sync_s.values())
+        )
+        self._moves: dict[int, Array] = {}
 
+    def bound(self, total_s: float) -> float:
+        return self.objective.bound(self.problem, total_s) if math.isfinite(total_s) else math.inf
 
-def _best(
-    predictor: Predictor,
-    pools: tuple[tuple[int, ...], ...],
-    blocks: Iterator[list[Array]],
-    chunks: int,
-    objective: Objective,
-    bound: float,
-) -> Solution | None:
-    lowest, chosen = math.inf, None
-    for gpus in blocks:
-        values = objective(predictor.many(pools, gpus, chunks), gpus, predictor.problem)
-        i = int(np.argmin(values))
-        if values[i] < lowest:
-            lowest, chosen = float(values[i]), [pool[:, i] for pool in gpus]
-    if chosen is None:
-        return None
-    return _solution(predictor, pools, chosen, chunks, lowest, bound)
+    def is_small(self) -> bool:
+        """Whether the problem is counted out."""
+        bars = len(self.problem.stages) + self._idle - 1
+        divisions = math.prod(math.comb(int(size) + bars, bars) for size in self._sizes)
+        return int(self._sizes.sum()) <= EXACT_GPUS or divisions <= EXACT_DIVISIONS
 
+    def solution(self, pools: Pools, found: _Found, bound: float, exact: bool) -> Solution:
+        gpus = tuple(tuple(int(n) for n in pool) for pool in found.gpus)
+        placement = Placement(pools, gpus, found.chunks)
+        return Solution(placement, self.predictor.one(placement), found.cost, bound, exact)
 
-def _improve(
-    predictor: Predictor,
-    pools: tuple[tuple[int, ...], ...],
-    chunks: int,
-    objective: Objective,
-    bound: float,
-) -> Solution | None:
-    """Steepest descent over moves of GPUs between two pools, with steps from large to small."""
-    problem = predictor.problem
-    count, kinds = len(pools), len(problem.kinds)
-    lowest, chosen = math.inf, None
-    moves = _moves(problem, count)
-    for start in _starts(predictor, pools):
-        state, value = start, math.inf
+    def costs(
+        self, pools: Pools, gpus: Sequence[Array], chunks: int | Array, held: Sequence[Array]
+    ) -> Array:
+        predicted = self.predictor.many(pools, gpus, chunks, held)
+        with np.errstate(invalid="ignore"):
+            costs = self.objective.cost(self.problem, predicted.total_s, held)
+        return np.where(np.isfinite(predicted.total_s), costs, np.inf)
+
+    def best_chunks(
+        self, pools: Pools, gpus: Sequence[Array], held: Sequence[Array]
+    ) -> tuple[Array, Array]:
+        """The least costs over all grains ``[n]``, and the grains ``[n]``."""
+        options = self._chunks(pools)
+        count = gpus[0].shape[1]
+        many = [np.tile(pool, len(options)) for pool in gpus]
+        also = [np.tile(pool, len(options)) for pool in held]
+        grains = np.repeat(options, count)
+        costs = self.costs(pools, many, grains, also).reshape(len(options), count)
+        least = costs.argmin(0)
+        return costs[least, np.arange(count)], options[least]
+
+    def tighten(self, bounds: dict[Pools, float], least: float) -> float:
+        """The least bound of all groupings, those below ``least`` bounded grain by grain."""
+        tight = least
+        for pools, loose in bounds.items():
+            each = [loose]
+            if loose < tight and len(pools) > 1:
+                grains = (self.relaxation.solve(pools, (m,)) for m in self.problem.chunks)
+                each.append(min(self.bound(relaxed.bound_s) for relaxed in grains))
+            tight = min(tight, max(each))
+        return tight
+
+    def improve(self, pools: Pools, relaxed: Relaxed, found: dict[Pools, _Found]) -> None:
+        """Steepest descent from the relaxation, by moves of GPUs between two pools."""
+        state = self._round(relaxed.gpus)
+        grains, cost = None, math.inf
+        while True:
+            here = [pool[:, None] for pool in state]
+            costs, chosen = self.best_chunks(pools, here, here)
+            if grains is not None and (chosen[0] == grains or not costs[0] < cost):
+                break
+            grains, cost = int(chosen[0]), float(costs[0])
+            state, cost = self._descend(pools, state, grains, cost)
+        if math.isfinite(cost):
+            self._keep(pools, _Found(cost, state, int(grains or 1)), found)
+
+    def count_out(self, pools: Pools, found: dict[Pools, _Found]) -> None:
+        """Look at every division, kind by kind, leaving out branches that cannot be better.
+
+        A branch has some kinds divided. It is judged with all GPUs of the other kinds given to
+        every pool at once, and nothing charged for them.
+        """
+        order = np.argsort(-self._sizes, kind="stable")
+        count = len(pools)
+        self._branch(pools, order, 0, np.zeros((1, count, len(self._sizes)), np.int64), found)
+
+    def _branch(
+        self, pools: Pools, order: Array, depth: int, states: Array, found: dict[Pools, _Found]
+    ) -> None:
+        kind = order[depth]
+        last = depth + 1 == len(order)
+        parts = _divisions(int(self._sizes[kind]), len(pools), self._idle)
+        rest = np.zeros(len(order), np.int64)
+        rest[order[depth + 1 :]] = self._sizes[order[depth + 1 :]]
+        step = max(1, BLOCK // len(parts))
+        for first in range(0, len(states), step):
+            some = np.repeat(states[first : first + step], len(parts), axis=0)
+            some[:, :, kind] = np.tile(parts, (len(some) // len(parts), 1))
+            held = [some[:, pool].T for pool in range(len(pools))]
+            gpus = [pool + rest[:, None] for pool in held]
+            costs, chunks = self.best_chunks(pools, gpus, held)
+            if last:
+                i = int(np.argmin(costs))
+                if costs[i] < _worst(found, 1):
+                    self._keep(pools, _Found(float(costs[i]), some[i], int(chunks[i])), found)
+                continue
+            good = np.flatnonzero(costs * NEARLY < _worst(found, 1))
+            good = good[np.argsort(costs[good], kind="stable")]
+            if len(good):
+                self._branch(pools, order, depth + 1, some[good], found)
+
+    def _descend(self, pools: Pools, state: Array, chunks: int, cost: float) -> tuple[Array, float]:
+        moves = self._moves_of(len(pools))
         while True:
             options = state[None] + moves
-            options = options[(options >= 0).all((1, 2))]
-            options = np.concatenate([state[None], options])
-            gpus = [options[:, pool].T for pool in range(count)]
-            values = objective(predictor.many(pools, gpus, chunks), gpus, problem)
-            i = int(np.argmin(values))
-            if not values[i] < value:
-                break
-            state, value = options[i], float(values[i])
-        if value < lowest:
-            lowest, chosen = value, state
-    if chosen is None or kinds == 0:
-        return None
-    return _solution(predictor, pools, list(chosen), chunks, lowest, bound)
+            keep = (options >= 0).all((1, 2)) & (options.sum(1) <= self._sizes).all(1)
+            options = options[keep]
+            if not len(options):
+                return state, cost
+            gpus = [options[:, pool].T for pool in range(len(pools))]
+            costs = self.costs(pools, gpus, chunks, gpus)
+            i = int(np.argmin(costs))
+            if not costs[i] * NEARLY < cost:
+                return state, cost
+            state, cost = options[i], float(costs[i])
+
+    def _moves_of(self, pools: int) -> Array:
+        """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
+
+        With idle GPUs allowed also from and to none; and a GPU of one kind for one of another.
+        """
+        if pools in self._moves:
+            return self._moves[pools]
+        kinds = len(self._sizes)
+        places = [*range(pools), *([None] if self._idle else [])]
+        out = []
+        for k, most in enumerate(self._sizes):
+            for size in _steps(int(most)):
+                for a, b in itertools.permutations(places, 2):
+                    move = np.zeros((pools, kinds), dtype=np.int64)
+                    if a is not None:
+                        move[a, k] = -size
+                    if b is not None:
+                        move[b, k] = size
+                    out.append(move)
+        for a, b in itertools.permutations(range(pools), 2):
+            for k, j in itertools.permutations(range(kinds), 2):
+                for size in _steps(int(min(self._sizes[k], self._sizes[j]))):
+                    move = np.zeros((pools, kinds), dtype=np.int64)
+                    move[a, k], move[b, k], move[a, j], move[b, j] = -size, size, size, -size
+                    if a < b:
+                        out.append(move)
+        self._moves[pools] = np.array(out).reshape(-1, pools, kinds)
+        return self._moves[pools]
+
+    def _chunks(self, pools: Pools) -> Array:
+        return np.array(self.problem.chunks if len(pools) > 1 else (1,))
+
+    def _round(self, gpus: Array) -> Array:
+        """Whole numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""
+        gpus = np.maximum(gpus, 0.0)
+        out = np.floor(gpus + 1e-6).astype(np.int64)
+        for k, most in enumerate(self._sizes):
+            spare = int(most) - int(out[:, k].sum())
+            if self._idle:
+                spare = min(spare, round(float(gpus[:, k].sum())) - int(out[:, k].sum()))
+            order = np.argsort(out[:, k] - gpus[:, k], kind="stable")
+            for i in range(max(0, spare)):
+                out[order[i % len(order)], k] += 1
+        return out
+
+    def _keep(self, pools: Pools, new: _Found, found: dict[Pools, _Found]) -> None:
+        if pools not in found or new.cost < found[pools].cost:
+            found[pools] = replace(new, gpus=new.gpus.copy())
 
 
-def _moves(problem: Problem, pools: int) -> Array:
-    """Changes of a division ``[moves, pools, kinds]``: some GPUs of a kind from one to another."""
-    out = []
-    for k, kind in enumerate(problem.kinds):
-        sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), kind.gpus // 3}
-        for size in sorted(s for s in sizes if 0 < s <= kind.gpus):
-            for a, b in itertools.permutations(range(pools), 2):
-                move = np.zeros((pools, len(problem.kinds)), dtype=np.int64)
-                move[a, k], move[b, k] = -size, size
-                out.append(move)
-    return np.array(out)
+def _steps(most: int) -> list[int]:
+    """How many GPUs are moved at once: few, and ever larger jumps."""
+    sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
+    return sorted(size for size in sizes if size <= most)
 
 
-def _starts(predictor: Predictor, pools: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Divisions to start from: in proportion to work, and kinds to the pools they suit best."""
-    problem = predictor.problem
-    sizes = np.array([kind.gpus for kind in problem.kinds])
-    # Seconds of each pool's work on all GPUs of each kind alone.
-    alone = np.zeros((len(pools), len(sizes)))
-    for p, pool in enumerate(pools):
-        for k in range(len(sizes)):
-            only = np.zeros((len(sizes), 1), dtype=np.int64)
-            only[k] = sizes[k]
-            alone[p, k] = sum(float(predictor.duration(s, only)[0]) for s in pool)
-    work = np.where(np.isfinite(alone), alone, 0.0)
-    weights = np.where(work.sum(0) > 0, work / np.maximum(work.sum(0), 1e-300), 1 / len(pools))
-    starts = [_round(weights, sizes)]
-    # Kinds in order of size, each to the pool furthest from done that it suits.
-    done = np.zeros(len(pools))
-    given = np.zeros((len(pools), len(sizes)), dtype=np.int64)
-    for k in np.argsort(-sizes):
-        able = np.isfinite(alone[:, k])
-        if not able.any():
-            continue
-        p = int(np.argmin(np.where(able, done, np.inf)))
-        given[p, k] = sizes[k]
-        done[p] += 1 / alone[p, k]
-    starts.append(given)
-    return starts
-
-
-def _round(weights: Array, sizes: Array) -> Array:
-    """Whole numbers near ``weights * sizes`` whose sums over pools are ``sizes``."""
-    exact = weights * sizes
-    out = np.floor(exact).astype(np.int64)
-    for k in range(len(sizes)):
-        order = np.argsort(out[:, k] - exact[:, k], kind="stable")
-        out[order[: sizes[k] - out[:, k].sum()], k] += 1
-    return out
-
-
-def _solution(
-    predictor: Predictor,
-    pools: tuple[tuple[int, ...], ...],
-    gpus: Sequence[Array],
-    chunks: int,
-    value: float,
-    bound: float,
-) -> Solution:
-    placement = Placement(pools, tuple(tuple(int(n) for n in pool) for pool in gpus), chunks)
-    return Solution(placement, predictor.one(placement), value, bound, exact=False)
+def _divisions(total: int, parts: int, idle: bool) -> Array:
+    """All ways to give ``total`` GPUs to pools: int ``[n, parts]``; some to none if ``idle``."""
+    bins = parts + idle
+    if bins == 1:
+        return np.array([[total]])
+    bars = np.array(list(itertools.combinations(range(total + bins - 1), bins - 1)))
+    edges = np.concatenate(
+        [np.full((len(bars), 1), -1), bars, np.full((len(bars), 1), total + bins - 1)], axis=1
+    )
+    return (np.diff(edges, axis=1) - 1)[:, :parts]
 
 
 def _check(problem: Problem) -> None:

@@ -1,0 +1,42 @@
+"""How fast the planner is, and how near to exhaustive search."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from benchmarks.row import Row, median_row
+from pipeline.planner.problem import Problem
+from pipeline.planner.search import solve
+from tests.pipeline.planner.problems import OBJECTIVES, exhaustive, public_case, random_problem
+
+SIZES = ((16,), (8, 8), (5, 4), (3, 3, 3), (2, 2, 2, 2))
+
+
+def measure() -> list[Row]:
+    """Four stages on many GPUs; every small problem against plain enumeration."""
+    ratios = []
+    for seed in range(100):
+        problem = random_problem(seed, SIZES[seed % len(SIZES)], 1 + seed % 3)
+        objective = OBJECTIVES[seed % len(OBJECTIVES)]
+        least = exhaustive(problem, objective)
+        if math.isfinite(least):
+            ratios.append(solve(problem, objective)[0].cost / least)
+    worst = max(ratios)
+    medium = [random_problem(seed, (32,) * 4, 4, smooth=True) for seed in range(20)]
+    large = [random_problem(seed, (512,) * 8, 4, smooth=True) for seed in range(10)]
+    gaps = [solve(problem)[0].gap for problem in medium + large]
+    return [
+        median_row("plan_128x4_ms", [1e3 * seconds(p) for p in medium], "ms", 200, "lower"),
+        median_row("plan_4096x8_s", [seconds(p) for p in large], "s", 2, "lower"),
+        median_row("plan_gap", gaps, "share", None, "lower"),
+        Row("plan_vs_exhaustive", round(worst, 9), "x", 1.0, "lower", len(ratios), 0.0),
+        median_row("plan_public_case_s", [solve(public_case())[0].cost], "s", 289.1, "lower"),
+    ]
+
+
+def seconds(problem: Problem) -> float:
+    """How long the planner takes."""
+    start = time.perf_counter()
+    solve(problem, alternatives=3)
+    return time.perf_counter() - start
