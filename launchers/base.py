@@ -18,6 +18,8 @@ class Resources:
     tasks_per_node: int = 1
     gpus_per_node: int = 0
     gpu_type: str | None = None
+    shares: Mapping[str, float] | tuple[float, ...] | None = None
+    """Relative speeds, of processes or by kind of node (a GPU's GRES name, a feature)."""
     cpus_per_task: int = 1
     mem_mb: int | None = None
     """Memory per node, MiB."""

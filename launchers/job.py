@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.errors import EXIT_REQUEUE
+from rlinf.errors import EXIT_REQUEUE, PlanError
+from rlinf.trainers.world import SHARES
 
 
 @dataclass
@@ -29,11 +31,13 @@ class ModuleCall:
     """Folders put in front of the module search path."""
     exits: str
     """Folder for exit notes: what a job ended with, for a driver without accounting."""
+    shares: tuple[tuple[str, float], ...] = ()
+    """Relative speeds by kind of node; or of each process, with empty names."""
 
     def __call__(self) -> None:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
         os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
-        rank = set_rank_variables()
+        rank = set_rank_variables(self.shares)
         code = run_module(self.module, self.argv)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,8 +71,11 @@ def run_module(module: str, argv: tuple[str, ...]) -> int:
     return 0
 
 
-def set_rank_variables() -> int:
+def set_rank_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
     """torchrun-style variables from Slurm's; returns the rank.
+
+    Raises:
+        PlanError: a node of the job is of none of the kinds that ``shares`` names.
 
     The address is the first node of the job, the port follows from job and restart, so that all
     ranks agree without asking and a restarted job does not meet its predecessor.
@@ -77,25 +84,46 @@ def set_rank_variables() -> int:
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     size = int(os.environ.get("SLURM_NTASKS", "1"))
+    hosts = ["127.0.0.1"]
     if size > 1:
-        nodes = os.environ["SLURM_JOB_NODELIST"]
-        hosts = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        ).stdout.split()
-        address = hosts[0]
-    else:
-        address = "127.0.0.1"
+        hosts = _scontrol("hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    if shares:
+        os.environ[SHARES] = ",".join(map(str, speeds(shares, hosts, size)))
     port = 20000 + zlib.crc32(f"{job}.{restart}".encode()) % 20000
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=os.environ.get("SLURM_LOCALID", "0"),
         LOCAL_WORLD_SIZE=str(size // int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))),
-        MASTER_ADDR=address,
+        MASTER_ADDR=hosts[0],
         MASTER_PORT=str(port),
         RLINF_ATTEMPT=f"{job}-{restart}",
     )
     return rank
+
+
+def speeds(shares: tuple[tuple[str, float], ...], hosts: list[str], size: int) -> tuple[float, ...]:
+    """Relative speed of each rank; ranks fill one node after another, as sbatch places them."""
+    if not shares[0][0]:
+        return tuple(speed for _, speed in shares)
+    found = []
+    for host in hosts:
+        words = set(re.split(r"[\s,:=()]+", _scontrol("node", host, "-o")))
+        kinds = [(kind, speed) for kind, speed in shares if kind in words]
+        if len(kinds) != 1:
+            raise PlanError(
+                f"plan: shares: node {host} is {'none' if not kinds else 'several'} of "
+                f"{', '.join(kind for kind, _ in shares)}; name GPUs or features that tell the "
+                "job's nodes apart"
+            )
+        found += [kinds[0][1]] * (size // len(hosts))
+    return tuple(found)
+
+
+def _scontrol(*what: str) -> str:
+    return subprocess.run(
+        ["scontrol", "show", *what], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def requeue(rank: int) -> bool:

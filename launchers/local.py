@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers.base import Job, State, Status, tail
 from rlinf import threads
+from rlinf.errors import PlanError
+from rlinf.trainers.world import SHARES
 from rlinf.tree import python_path
 
 _PR_SET_PDEATHSIG = 1
@@ -42,12 +44,19 @@ class LocalLauncher:
         job.logs.mkdir(parents=True, exist_ok=True)
         size = job.resources.tasks
         port = _free_port() if size > 1 else 0
+        shares = job.resources.shares
+        if isinstance(shares, Mapping):
+            raise PlanError(
+                f"{job.name}: shares by kind of node ({', '.join(shares)}) need cluster=slurm; "
+                "on one machine give one number per process"
+            )
         processes, logs = [], []
         for rank in range(size):
             environment = {
                 **os.environ,
                 **threads.environment(),
                 **job.resources.env,
+                **({SHARES: ",".join(map(str, shares))} if shares else {}),
                 "PYTHONPATH": python_path(),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),

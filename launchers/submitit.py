@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,9 @@ class SubmititLauncher:
         executor = submitit.AutoExecutor(folder=job.logs, cluster="slurm", **options)
         executor.update_parameters(**parameters(job.name, job.resources, path))
         configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
-        call = ModuleCall(job.module, job.argv, path, str(job.logs))
+        shares = job.resources.shares or ()
+        pairs = shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares)
+        call = ModuleCall(job.module, job.argv, path, str(job.logs), tuple(pairs))
         try:
             # Inside another job, sbatch would inherit that job's settings.
             with submitit.helpers.clean_env():

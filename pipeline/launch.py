@@ -65,12 +65,15 @@ def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:
     site = load_site(cluster.site).of(plan.partition) if cluster.site else None
     extra: dict[str, Any] = {} if site is None else site.as_resources()
     env = {**extra.pop("env", {}), **cluster.env}
+    if plan.constraint is not None:
+        extra["constraint"] = plan.constraint
     return Resources(
         partition=plan.partition,
         nodes=plan.nodes,
         tasks_per_node=plan.processes,
         gpus_per_node=plan.gpus,
         gpu_type=plan.gpu_type,
+        shares=plan.shares,
         cpus_per_task=plan.cpus,
         mem_mb=plan.mem_mb,
         time_min=plan.time_min,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, PositiveFloat, model_validator
 
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
@@ -28,12 +28,25 @@ class StagePlan(Section):
     gpus: int = Field(default=0, ge=0)
     """GPUs per node."""
     gpu_type: str | None = None
+    shares: dict[str, PositiveFloat] | tuple[PositiveFloat, ...] | None = None
+    """Relative speeds where they differ: by kind of node (a GPU's GRES name, a feature), or of each
+    process. Work is given out in proportion."""
+    constraint: str | None = None
+    """Features the nodes must have, as for sbatch: ``[h100*1&a100*1]`` for one node of each."""
     cpus: int = Field(default=1, gt=0)
     """CPUs per process."""
     mem_mb: int | None = Field(default=None, gt=0)
     """Memory per node, MiB."""
     time_min: int | None = Field(default=None, gt=0)
     """Wall-time limit, minutes."""
+
+    @model_validator(mode="after")
+    def _one_share_each(self) -> StagePlan:
+        if isinstance(self.shares, tuple) and len(self.shares) != self.nodes * self.processes:
+            raise ValueError(
+                f"shares: {len(self.shares)} numbers for {self.nodes} x {self.processes} processes"
+            )
+        return self
 
 
 class Plan(Section):
@@ -43,15 +56,20 @@ class Plan(Section):
     stages: dict[str, StagePlan] = {}
 
     def of(self, stage: str) -> StagePlan:
-        """The resources of a stage."""
+        """The resources of a stage.
+
+        Raises:
+            PlanError: the defaults and what is said of the stage do not go together.
+        """
         own = self.stages.get(stage)
-        if own is None:
-            merged = self.defaults
-        else:
-            merged = self.defaults.model_copy(update=own.model_dump(exclude_unset=True))
+        values = self.defaults.model_dump(exclude_unset=True)
+        values |= own.model_dump(exclude_unset=True) if own else {}
         if stage in SINGLE_PROCESS:
-            merged = merged.model_copy(update={"nodes": 1, "processes": 1})
-        return merged
+            values |= {"nodes": 1, "processes": 1, "shares": None}
+        try:
+            return validate(StagePlan, values, f"plan.stages.{stage}")
+        except ConfigError as error:
+            raise PlanError(str(error)) from None
 
     @classmethod
     def read(cls, run: Path) -> Plan:
@@ -93,6 +111,7 @@ def parse_plan(values: Any, where: str) -> Plan:
     for stage in plan.stages:
         if stage not in SECTIONS:
             raise PlanError(f"{where}.stages.{stage}: unknown stage{nearest(stage, SECTIONS)}")
+        plan.of(stage)
     return plan
 
 

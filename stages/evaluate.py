@@ -18,7 +18,7 @@ def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
     engine = held_engine(ctx, "weights", ctx.iteration)
     environment = held_environment(ctx, ctx.inputs["weights"].data / "weights")
-    starts = range(ctx.world.rank, ctx.config.evaluate.samples, ctx.world.size)
+    starts = ctx.world.mine(ctx.config.evaluate.samples)
     with ctx.span("generate"):
         trajectories, scores = held_out(ctx, environment, engine, starts)
     output = ctx.writer("trajectories")

@@ -15,7 +15,7 @@ def run(ctx: Context) -> None:
     settings = ctx.config.rollout
     engine = held_engine(ctx, "weights", ctx.iteration)
     environment = held_environment(ctx, ctx.inputs["weights"].data / "weights")
-    starts = range(ctx.world.rank, settings.batch, ctx.world.size)
+    starts = ctx.world.mine(settings.batch)
     episodes = Episodes(
         seed=ctx.config.seed,
         iteration=ctx.iteration,

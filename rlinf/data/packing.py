@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 
 def balance(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    """Give every item to one of ``len(shares)`` workers, heaviest first, to the least loaded.
+    """Give every item to one of ``len(shares)`` workers, heaviest first, to who ends first.
 
     Args:
         costs: cost of each item.
@@ -22,11 +21,13 @@ def balance(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
     if min(shares) <= 0:
         raise ValueError(f"shares must be positive, got {list(shares)}")
     workers: list[list[int]] = [[] for _ in shares]
-    loads = [(0.0, rank) for rank in range(len(shares))]
+    loads = [0.0 for _ in shares]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, rank = heapq.heappop(loads)
+        cost = costs[item]
+        ends = [(load + cost) / share for load, share in zip(loads, shares, strict=True)]
+        rank = ends.index(min(ends))
         workers[rank].append(item)
-        heapq.heappush(loads, (load + costs[item] / shares[rank], rank))
+        loads[rank] += cost
     return [sorted(items) for items in workers]
 
 
@@ -35,10 +36,38 @@ def micro_batches(costs: Sequence[int], items: Sequence[int], budget: int) -> li
 
     An item dearer than the budget gets a micro-batch of its own.
     """
+    return _filled(costs, sorted(items, key=lambda i: (-costs[i], i)), budget)
+
+
+def even_batches(costs: Sequence[int], items: Sequence[int], count: int) -> list[list[int]]:
+    """Group items of like cost into ``count`` groups whose padded sizes are as even as may be.
+
+    The padded size of a group is its count times its largest cost. With fewer items than groups
+    each has its own, and there are fewer groups.
+    """
+    order = sorted(items, key=lambda i: (-costs[i], i))
+    count = min(count, len(order))
+    low, high = 0, sum(costs[i] for i in order[:1]) * len(order)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(costs, order, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    groups = _filled(costs, order, low)
+    while len(groups) < count:
+        widest = max((g for g in groups if len(g) > 1), key=lambda g: costs[g[0]] * len(g))
+        at, half = groups.index(widest), (len(widest) + 1) // 2
+        groups[at : at + 1] = [widest[:half], widest[half:]]
+    return groups
+
+
+def _filled(costs: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
+    """Items, dearest first, in groups that stay within a padded size; one alone may exceed it."""
     groups: list[list[int]] = []
-    for item in sorted(items, key=lambda i: (-costs[i], i)):
+    for item in order:
         # Items come in falling cost, so the first of a group is its widest.
-        if groups and costs[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+        if groups and costs[groups[-1][0]] * (len(groups[-1]) + 1) <= limit:
             groups[-1].append(item)
         else:
             groups.append([item])

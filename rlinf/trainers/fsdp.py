@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.config import Section
-from rlinf.data.packing import balance, micro_batches
+from rlinf.data.packing import balance, even_batches, micro_batches
 from rlinf.data.record import Record
 from rlinf.engines.transformers import pick_device
-from rlinf.errors import ConfigError, StageError
+from rlinf.errors import StageError
 from rlinf.models.base import Policy, StepOutputs
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.world import World
@@ -41,8 +41,6 @@ class FSDPConfig(Section):
     """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
     processes of a sharded model split every product. Part of the result: the order of sums."""
     device: str = "auto"
-    shares: tuple[float, ...] | None = None
-    """Relative speeds of the ranks; equal by default."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of parameters in forward and backward; gradients are reduced in float32."""
     reshard_after_forward: bool = True
@@ -53,7 +51,7 @@ class Cut:
     """A minibatch cut for one lane of this rank: micro-batches of row numbers.
 
     All ranks run the same number of micro-batches, for collectives must match; one with fewer
-    repeats its first (or row 0) with ``real`` false and weight zero. One process pads nothing.
+    repeats a small row with ``real`` false and weight zero. One process pads nothing.
     """
 
     batches: list[list[int]]
@@ -76,12 +74,6 @@ class FSDPTrainer:
         sharded = world.size > 1 or config.param_dtype != "float32"
         if sharded:
             world.connect(kind)
-        if config.shares is not None and len(config.shares) != world.size:
-            raise ConfigError(
-                f"trainer.shares: {len(config.shares)} shares for {world.size} processes; "
-                "give one per process"
-            )
-        self._shares = config.shares or (1.0,) * world.size
         policy.module.to(self.device)
         if sharded:
             self._shard(policy)
@@ -109,18 +101,18 @@ class FSDPTrainer:
         """
         costs = [self.policy.cost(record) for record in records]
         lanes = len(self._lanes)
-        cuts = [
-            micro_batches(costs, items, self.config.token_budget)
-            for items in balance(costs, [share for share in self._shares for _ in range(lanes)])
-        ]
-        first = self.world.rank * lanes
+        budget, speeds = self.config.token_budget, self.world.speeds
+        given = balance(costs, [speed for speed in speeds for _ in range(lanes)])
         if self.world.size == 1:
+            cuts = [micro_batches(costs, items, budget) for items in given]
             return [Cut(mine, [True] * len(mine)) for mine in cuts]
-        count = max(1, *(len(cut) for cut in cuts))
+        count = max(1, *(len(micro_batches(costs, items, budget)) for items in given))
         out = []
-        for mine in cuts[first : first + lanes]:
-            filler = mine[0] if mine else [0]
+        for items in given[self.world.rank * lanes :][:lanes]:
+            # Ranks wait for each other at every micro-batch, so each rank's are of one size.
+            mine = even_batches(costs, items, count)
             missing = count - len(mine)
+            filler = [min(items, key=lambda i: costs[i])] if items else [0]
             out.append(Cut(mine + [filler] * missing, [True] * len(mine) + [False] * missing))
         return out
 

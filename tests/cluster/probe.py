@@ -19,6 +19,7 @@ def main() -> int:
     note = {name: os.environ[name] for name in NAMES} | {
         "node": os.environ["SLURMD_NODENAME"],
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        "shares": os.environ.get("RLINF_SHARES", ""),
         "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         "time": time.time(),
     }

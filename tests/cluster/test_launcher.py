@@ -76,6 +76,26 @@ def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_
     assert all(note["gpus"] for note in found)
 
 
+def test_ranks_on_unlike_nodes_know_the_speeds_of_all(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    wanted = job(
+        tmp_path,
+        "pass",
+        partition="gpu",
+        nodes=2,
+        tasks_per_node=2,
+        constraint="[a100*1&h100*1]",
+        shares={"h100": 2.0, "a100": 1.0},
+    )
+    assert finish(launcher, launcher.submit(wanted)).state is State.DONE
+    wait_until(tmp_path / "out" / "rank-3.json")
+    found = notes(tmp_path)
+    speeds = [2.0 if note["node"].startswith("h100") else 1.0 for note in found]
+    assert sorted(speeds) == [1.0, 1.0, 2.0, 2.0]
+    assert {note["shares"] for note in found} == {",".join(map(str, speeds))}
+
+
 def test_a_failure_brings_its_code_and_its_words(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:

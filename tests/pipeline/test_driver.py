@@ -71,11 +71,13 @@ def test_processes_give_the_same_bytes_as_one_process(reference: Path, compose: 
     assert (run / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
 
 
-def test_two_ranks_make_the_same_update_as_one(reference: Path, compose: Compose) -> None:
+@pytest.mark.parametrize("shares", [None, [2, 1]])
+def test_two_ranks_make_the_same_update_as_one(
+    reference: Path, compose: Compose, shares: list[float] | None
+) -> None:
     values = compose("cluster=local", "iterations=1")
-    values["plan"] = {
-        "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")}
-    }
+    resources = {"processes": 2, "shares": shares}
+    values["plan"] = {"stages": dict.fromkeys(("rollout", "inference", "train"), resources)}
     execute(values)
     run = Path(values["run"]["root"]) / "tiny"
     one, two = (weights(folder, 0) for folder in (reference, run))

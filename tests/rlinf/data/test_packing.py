@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.packing import balance, micro_batches
+from rlinf.data.packing import balance, even_batches, micro_batches
 
 costs = st.lists(st.integers(1, 500), min_size=0, max_size=60)
 
@@ -33,6 +33,23 @@ def test_micro_batches_stay_within_the_budget(items: list[int], budget: int) -> 
     assert sorted(i for group in groups for i in group) == list(range(len(items)))
     for group in groups:
         assert len(group) == 1 or max(items[i] for i in group) * len(group) <= budget
+
+
+@settings(deadline=None)
+@given(costs, st.integers(1, 12))
+def test_even_batches_are_as_many_as_asked_and_none_larger_than_needed(
+    items: list[int], count: int
+) -> None:
+    groups = even_batches(items, range(len(items)), count)
+    assert sorted(i for group in groups for i in group) == list(range(len(items)))
+    assert len(groups) == min(count, len(items))
+    widest = max((max(items[i] for i in g) * len(g) for g in groups), default=0)
+    # Any smaller limit would need more groups.
+    assert (
+        widest <= 1
+        or len(micro_batches(items, range(len(items)), widest - 1)) > count
+        or (widest == max(items))
+    )
 
 
 def test_a_share_must_be_positive() -> None:
