@@ -70,6 +70,7 @@ def held_engine(ctx: Context, name: str, version: int) -> Engine:
     engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
     content = ctx.inputs[name].manifest.content
     if ctx.resident.get("engine_weights") != content:
+        ctx.resident.pop("engine_weights", None)
         with ctx.span("load"):
             engine.load(folder, version)
         ctx.resident["engine_weights"] = content
@@ -84,11 +85,25 @@ def held_trainer(ctx: Context) -> Any:
     held = ctx.resident.get("trainer")
     if held is not None and held[0] == (start, state):
         return held[1]
+    # The old one leaves the memory before the new one is made.
+    del held
+    ctx.resident.pop("trainer", None)
     with ctx.span("load"):
         trainer = new_trainer(ctx, ctx.verified("initial") / "weights")
         if checkpoint:
             trainer.load(ctx.verified("checkpoint") / "checkpoint")
     ctx.resident["trainer"] = ((start, state), trainer)
+    return trainer
+
+
+def changing_trainer(ctx: Context) -> Any:
+    """:func:`held_trainer`, to be changed: it counts as held again once the stage has committed.
+
+    An attempt that fails leaves half an update in it, which must not serve the next one.
+    """
+    trainer = held_trainer(ctx)
+    (start, _), _ = ctx.resident["trainer"]
+    ctx.resident["trainer"] = ((start, None), trainer)
     return trainer
 
 

@@ -10,10 +10,9 @@ import torch
 
 from rlinf.algorithms.base import scheduled_lr, step_weights
 from rlinf.data.batch import StepBatch, assemble, join
-from rlinf.errors import StageError
 from rlinf.seeding import generator
 from stages.context import Context
-from stages.parts import held_trainer, make_algorithm
+from stages.parts import changing_trainer, make_algorithm
 
 
 def run(ctx: Context) -> None:
@@ -28,7 +27,7 @@ def run(ctx: Context) -> None:
         ctx.reader("rewards", "rewards"),
         ctx.reader("logprobs", "logprobs"),
     )
-    trainer = held_trainer(ctx)
+    trainer = changing_trainer(ctx)
     trainer.policy.observe([row[0] for row in rows])
     rows = [row for row in rows if row[1].info["keep"]]
     lr = scheduled_lr(settings, ctx.iteration, ctx.config.iterations)
@@ -44,20 +43,15 @@ def run(ctx: Context) -> None:
         for done, chosen in enumerate(cuts):
             weights = step_weights(batch.mask[chosen], settings.aggregation)
             with ctx.span("update"):
-                try:
-                    metrics = trainer.step(
-                        [records[i] for i in chosen],
-                        lambda outputs, local, chosen=chosen, weights=weights: _loss(
-                            algorithm, outputs, batch, chosen, weights, local
-                        ),
-                        lr=lr,
-                        temperature=ctx.config.rollout.temperature,
-                        entropy=settings.entropy_bonus > 0 or done == 0,
-                    )
-                except StageError:
-                    # Half an update must not serve a later stage of this process.
-                    ctx.resident.pop("trainer", None)
-                    raise
+                metrics = trainer.step(
+                    [records[i] for i in chosen],
+                    lambda outputs, local, chosen=chosen, weights=weights: _loss(
+                        algorithm, outputs, batch, chosen, weights, local
+                    ),
+                    lr=lr,
+                    temperature=ctx.config.rollout.temperature,
+                    entropy=settings.entropy_bonus > 0 or done == 0,
+                )
             history.append(metrics)
             ctx.progress(done + 1, len(cuts), "updates")
     with ctx.span("save"):

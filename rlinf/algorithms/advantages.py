@@ -17,19 +17,23 @@ def group_relative(
         normalise: also divide by the group's (unbiased) standard deviation.
 
     Returns:
-        ``[N]``; zero for a group of one or of equal scores.
+        ``[N]``; exactly zero for a group of one or of equal scores.
     """
     _, index = torch.unique(groups, return_inverse=True)
-    count = torch.zeros(int(index.max()) + 1, dtype=scores.dtype).index_add(
-        0, index, torch.ones_like(scores)
+    exact = scores.double()
+    count = torch.bincount(index).double()
+    mean = torch.zeros_like(count).index_add(0, index, exact) / count
+    # The mean of equal scores is rounded: what is left of them would be divided by itself.
+    lowest, highest = (
+        torch.zeros_like(count).scatter_reduce(0, index, exact, which, include_self=False)
+        for which in ("amin", "amax")
     )
-    mean = torch.zeros_like(count).index_add(0, index, scores) / count
-    centred = scores - mean[index]
-    if not normalise:
-        return centred
-    square = torch.zeros_like(count).index_add(0, index, centred**2)
-    deviation = (square / (count - 1).clamp(min=1)).sqrt()
-    return centred / (deviation[index] + eps)
+    centred = torch.where((lowest == highest)[index], 0.0, exact - mean[index])
+    if normalise:
+        square = torch.zeros_like(count).index_add(0, index, centred**2)
+        deviation = (square / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / (deviation[index] + eps)
+    return centred.to(scores.dtype)
 
 
 def generalised(

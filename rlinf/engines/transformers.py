@@ -145,11 +145,12 @@ class TransformersEngine(Engine):
         self, prompts: np.ndarray, lengths: np.ndarray, width: int, horizon: int
     ) -> tuple[Tensor, KeyValueCache, Tensor]:
         """Run each distinct prompt once, left-padded, then give every row its copy."""
-        distinct, inverse = np.unique(prompts[:, :width], axis=0, return_inverse=True)
-        sizes = np.zeros(len(distinct), dtype=np.int64)
-        sizes[inverse.ravel()] = lengths
+        # The length is part of a prompt: 0, which fills it up, is also an ordinary token.
+        whole = np.column_stack([lengths, prompts[:, :width]])
+        distinct, inverse = np.unique(whole, axis=0, return_inverse=True)
+        sizes = distinct[:, 0]
         tokens = np.zeros((len(distinct), width), dtype=np.int64)
-        for row, prompt, count in zip(tokens, distinct, sizes.tolist(), strict=True):
+        for row, prompt, count in zip(tokens, distinct[:, 1:], sizes.tolist(), strict=True):
             row[width - count :] = prompt[:count]
         column = torch.arange(width, device=self._device)
         size = torch.from_numpy(sizes).to(self._device)

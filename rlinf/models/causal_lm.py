@@ -190,14 +190,19 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     Raises:
         DataError: missing folder or files, or model code without permission to run it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     check_checkpoint(folder, config.trust_remote_code)
     try:
+        settings = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+        without_dropout(settings)
         module = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=settings,
             dtype=getattr(torch, config.dtype),
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
@@ -207,6 +212,18 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
     use_onednn(module)
     return module
+
+
+def without_dropout(settings: Any) -> None:
+    """Set every dropout of a model's configuration to zero.
+
+    The ratio of an update compares the policy with itself: dropped units would be noise in it, and
+    from a generator that no address fixes.
+    """
+    for part in (settings, settings.get_text_config()):
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 @torch.no_grad()

@@ -161,10 +161,11 @@ class FSDPTrainer:
             StageError: the loss or the gradient is not finite; no weight was changed.
         """
         torch.set_num_threads(self._torch_threads)
-        self.optimizer.zero_grad(set_to_none=True)
 
         def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
             policy.module.train()
+            # Each lane its own: an attempt that failed may have left some in any of them.
+            policy.module.zero_grad(set_to_none=True)
             sums: dict[str, Any] = {}
             for rows, real in zip(cut.batches, cut.real, strict=True):
                 outputs = self._evaluate(

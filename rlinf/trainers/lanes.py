@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -37,7 +37,13 @@ class Lanes:
         """``work(policy, part)`` for each lane's part, at once; results in the order of lanes."""
         if self._threads is None:
             return [work(self.policies[0], parts[0])]
-        return list(self._threads.map(work, self.policies, parts))
+        futures = [
+            self._threads.submit(work, policy, part)
+            for policy, part in zip(self.policies, parts, strict=True)
+        ]
+        # After an error too, no lane may go on beside whatever comes next.
+        wait(futures)
+        return [future.result() for future in futures]
 
     def add_gradients(self) -> None:
         """Add the gradients of the copies to the policy's own, always in the same order."""

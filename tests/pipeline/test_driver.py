@@ -19,6 +19,7 @@ from pipeline.experiment import drive, execute, prepare
 from pipeline.run import LOCK, Run
 from rlinf.artifacts import read_manifest
 from rlinf.errors import ConfigError, InputError, RunLockedError, StageError
+from rlinf.trainers.fsdp import FSDPTrainer
 from tests.conftest import TINY
 from tests.pipeline.helpers import contents, start_driver
 
@@ -174,6 +175,24 @@ def test_damage_is_noticed_and_mended(
     drive(Run.open(run))
     assert contents(run) == contents(reference)
     assert list(folder.glob("manifest.json.bad-*")), "the damaged commit is kept for inspection"
+
+
+def test_an_attempt_that_fails_after_its_update_is_not_built_upon(
+    reference: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer stays loaded between stages; half an update in it must not count."""
+    save, failures = FSDPTrainer.save, [OSError("stale handle"), RuntimeError("no memory")]
+
+    def unlucky(self: FSDPTrainer, folder: Path) -> None:
+        if "it" in folder.parts and failures:
+            raise failures.pop()
+        save(self, folder)
+
+    monkeypatch.setattr(FSDPTrainer, "save", unlucky)
+    values = compose()
+    execute(values)
+    assert not failures
+    assert contents(Path(values["run"]["root"]) / "tiny") == contents(reference)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(compose: Compose) -> None:

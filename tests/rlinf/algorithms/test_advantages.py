@@ -23,9 +23,15 @@ def test_group_relative_is_the_standard_score_in_each_group(n: int, g: int, seed
         torch.testing.assert_close(got[groups == group], want)
 
 
-def test_a_group_of_equal_scores_has_no_signal() -> None:
-    got = group_relative(torch.tensor([1.0, 1.0, 0.3]), torch.tensor([4, 4, 9]))
-    assert got.abs().max() < 1e-5
+@settings(deadline=None)
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.booleans())
+def test_a_group_of_equal_scores_has_no_signal(score: float, size: int, normalise: bool) -> None:
+    """Also where their mean, rounded, is not one of them."""
+    scores = torch.tensor([score] * size + [1.0, 3.0])
+    groups = torch.tensor([4] * size + [9, 9])
+    got = group_relative(scores, groups, normalise=normalise)
+    assert torch.all(got[:size] == 0)
+    assert torch.all(got[size:] != 0)
 
 
 @settings(deadline=None)

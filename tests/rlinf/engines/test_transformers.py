@@ -92,6 +92,27 @@ def test_a_sample_does_not_depend_on_its_neighbours(folder: Path) -> None:
         )
 
 
+def test_a_prompt_that_ends_with_token_zero_is_not_taken_for_a_shorter_one(folder: Path) -> None:
+    """0 fills prompts up, and is an ordinary token of many tokenizers."""
+    both = Record(
+        Identity(0, 0),
+        steps={
+            "sample": np.arange(2),
+            "prompt": np.array([[5, 9, 0], [5, 9, 0]]),
+            "prompt_length": np.array([3, 2]),
+        },
+        info={"horizon": 6, "temperature": 1.0},
+    )
+    together = rows(engine(folder), both)
+    for number in (0, 1):
+        steps = {name: array[[number]] for name, array in both.steps.items()}
+        alone = rows(engine(folder), Record(both.identity, steps, info=both.info))
+        np.testing.assert_allclose(
+            together[number]["logprobs"][:1], alone[number]["logprobs"][:1], atol=1e-5
+        )
+        assert together[number]["tokens"][0] == alone[number]["tokens"][0]
+
+
 def test_rows_end_at_the_stop_token_and_leave_the_batch(folder: Path) -> None:
     got = rows(engine(folder), request([3] * 40, horizon=30))
     ended = [row for row in got.values() if row["stopped"]]

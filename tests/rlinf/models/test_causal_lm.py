@@ -83,6 +83,24 @@ def test_a_checkpoint_path_is_copied_whole(folder: Path, tmp_path: Path) -> None
     assert {p.name for p in folder.iterdir()} == {p.name for p in target.iterdir()}
 
 
+def test_training_drops_no_units(folder: Path, tmp_path: Path) -> None:
+    """The checkpoint asks for dropout; the ratio of an update compares the policy with itself."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = GPT2Config(vocab_size=14, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    settings.resid_pdrop = settings.attn_pdrop = settings.embd_pdrop = 0.5
+    gpt = tmp_path / "gpt"
+    shutil.copytree(folder, gpt)
+    GPT2LMHeadModel(settings).save_pretrained(gpt)
+    policy = CausalLM.load(gpt, CausalLMConfig(path=gpt))
+    batch = policy.collate(records())
+    with torch.no_grad():
+        policy.module.train()
+        training = policy.evaluate(batch, 1.0).logprobs
+        policy.module.eval()
+        assert torch.equal(training, policy.evaluate(batch, 1.0).logprobs)
+
+
 def test_a_missing_folder_gets_a_hint(folder: Path) -> None:
     with pytest.raises(DataError, match="did you mean 'model'"):
         CausalLM.check(CausalLMConfig(path=folder.parent / "modle"), {})

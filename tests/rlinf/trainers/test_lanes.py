@@ -94,6 +94,26 @@ def test_an_error_in_a_lane_reaches_the_caller(folder: Path) -> None:
         trainer(folder, 2).step(records(), broken, lr=1e-3)
 
 
+def test_what_a_failed_step_left_behind_does_not_count(folder: Path) -> None:
+    """Neither gradients of any lane, nor a lane that still runs."""
+    made, calls = trainer(folder, 2), []
+
+    def half(outputs: StepOutputs, rows: list[int]) -> Any:
+        calls.append(rows)
+        if len(calls) == 3:
+            raise ValueError
+        return loss(outputs, rows)
+
+    with pytest.raises(ValueError):
+        made.step(records(), half, lr=1e-3)
+    count = len(calls)
+    for _ in range(3):
+        made.step(records(), loss, lr=1e-3)
+    assert len(calls) == count
+    clean = updated(folder, 2, records())
+    assert all(torch.equal(clean[name], tensor) for name, tensor in made.full_state().items())
+
+
 def test_a_loaded_checkpoint_reaches_every_lane(folder: Path, tmp_path: Path) -> None:
     source = trainer(folder, 2)
     source.step(records(), loss, lr=1e-2)
