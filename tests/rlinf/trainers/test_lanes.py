@@ -101,10 +101,10 @@ def test_what_a_failed_step_left_behind_does_not_count(folder: Path) -> None:
     def half(outputs: StepOutputs, rows: list[int]) -> Any:
         calls.append(rows)
         if len(calls) == 3:
-            raise ValueError
+            raise ValueError("the third")
         return loss(outputs, rows)
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="the third"):
         made.step(records(), half, lr=1e-3)
     count = len(calls)
     for _ in range(3):
