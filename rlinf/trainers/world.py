@@ -43,10 +43,10 @@ class World:
             ConfigError: they are set but make no sense.
         """
         try:
-            numbers = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
+            rank, size, local = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
             text = os.environ.get(SHARES)
             shares = tuple(float(part) for part in text.split(",")) if text else None
-            world = cls(*numbers, shares)
+            world = cls(rank, size, local, shares)
         except ValueError as error:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK, {SHARES} must be numbers: {error}"
