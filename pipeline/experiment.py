@@ -30,7 +30,7 @@ def prepare(values: Mapping[str, Any]) -> Run:
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
-    return Run.create(config, plan.model_dump(mode="json", exclude_none=True))
+    return Run.create(config, plan.dump())
 
 
 def execute(values: Mapping[str, Any]) -> Path:

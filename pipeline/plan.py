@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
@@ -49,11 +49,56 @@ class StagePlan(Section):
         return self
 
 
+class Pool(Section):
+    """Devices held for many iterations by the stages that take turns on them."""
+
+    stages: tuple[str, ...] = Field(min_length=1)
+    gpus: dict[str, PositiveInt] = Field(min_length=1)
+    """Devices of each kind (``partition``, or ``partition:gpu_type``)."""
+
+
+class StageForecast(Section):
+    """What was predicted of one stage."""
+
+    seconds: float = Field(ge=0)
+    low_s: float = Field(ge=0)
+    """10 % of iterations are expected to be quicker."""
+    high_s: float = Field(ge=0)
+    """10 % are expected to be slower."""
+    parts_s: dict[str, float] = {}
+    """What the seconds go to; they add up."""
+    bound_by: str
+    """The largest of the parts."""
+    start_s: float = Field(default=0.0, ge=0)
+    """When it begins, from the start of the iteration."""
+
+
+class Forecast(Section):
+    """What was predicted when the plan was made; an edited plan keeps it for comparison."""
+
+    objective: str
+    cost: float = Field(ge=0)
+    """In the unit of the objective."""
+    iteration_s: float = Field(ge=0)
+    low_s: float = Field(ge=0)
+    high_s: float = Field(ge=0)
+    gpu_hours: float = Field(ge=0)
+    """Of one iteration."""
+    stages: dict[str, StageForecast] = {}
+
+
 class Plan(Section):
     """Resources of every stage: ``defaults``, then what ``stages`` says of each."""
 
+    grain: Literal["stage", "segment"] = "stage"
+    """``stage``: each stage of each iteration is a job. ``segment``: pools run many iterations."""
     defaults: StagePlan = StagePlan()
     stages: dict[str, StagePlan] = {}
+    pools: tuple[Pool, ...] = ()
+    """Of grain ``segment``."""
+    chunks: PositiveInt = 1
+    """Micro-batches that an iteration is passed on in between pools."""
+    predicted: Forecast | None = None
 
     def of(self, stage: str) -> StagePlan:
         """The resources of a stage.
@@ -70,6 +115,21 @@ class Plan(Section):
             return validate(StagePlan, values, f"plan.stages.{stage}")
         except ConfigError as error:
             raise PlanError(str(error)) from None
+
+    def dump(self) -> dict[str, Any]:
+        """As plain values that :func:`parse_plan` reads back to an equal plan."""
+        # What a stage leaves open must stay open, or it would no longer follow the defaults.
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _pools_hold_each_stage_once(self) -> Plan:
+        held = [stage for pool in self.pools for stage in pool.stages]
+        twice = next((stage for stage in held if held.count(stage) > 1), None)
+        if twice:
+            raise ValueError(f"pools: stage {twice!r} is in two pools")
+        if bool(self.pools) != (self.grain == "segment"):
+            raise ValueError("pools belong to grain: segment, and that needs some")
+        return self
 
     @classmethod
     def read(cls, run: Path) -> Plan:
@@ -108,10 +168,14 @@ def parse_plan(values: Any, where: str) -> Plan:
         plan = validate(Plan, values, where)
     except ConfigError as error:
         raise PlanError(str(error)) from None
-    for stage in plan.stages:
-        if stage not in SECTIONS:
-            raise PlanError(f"{where}.stages.{stage}: unknown stage{nearest(stage, SECTIONS)}")
-        plan.of(stage)
+    for key, stages in (
+        ("stages", plan.stages),
+        *((f"pools[{i}].stages", pool.stages) for i, pool in enumerate(plan.pools)),
+    ):
+        for stage in stages:
+            if stage not in SECTIONS:
+                raise PlanError(f"{where}.{key}: unknown stage {stage!r}{nearest(stage, SECTIONS)}")
+            plan.of(stage)
     return plan
 
 

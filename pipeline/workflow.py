@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from pipeline.plan import Plan
 from pipeline.run import Run
 from rlinf import tree
 from rlinf.artifacts import MANIFEST
+from rlinf.trainers.world import SHARES
 from stages.layout import CONFIG
 from stages.runner import StageCall
 
@@ -102,7 +104,9 @@ class Workflow:
         """Shell command of a stage's rule, for executors that run one."""
         count = self._plan.of(stage).processes
         ranks = f"-m launchers.ranks {count} stages" if count > 1 else "-m stages"
-        return f"{self.python} {ranks} {{params.argv:q}} > {{log:q}} 2>&1"
+        shares = self._plan.of(stage).shares
+        speeds = f"{SHARES}={','.join(map(str, shares))} " if isinstance(shares, tuple) else ""
+        return f"{speeds}{self.python} {ranks} {{params.argv:q}} > {{log:q}} 2>&1"
 
     def log(self, stage: str) -> str:
         """Log file of a stage's rule."""
@@ -121,6 +125,8 @@ class Workflow:
             "mem_mb": plan.mem_mb,
             "runtime": plan.time_min,
             "gres": f"gpu:{kind}{plan.gpus}" if plan.gpus else None,
+            "constraint": plan.constraint,
+            "shares": None if plan.shares is None else json.dumps(plan.shares),
         }
         return {name: value for name, value in values.items() if value is not None}
 

@@ -37,7 +37,7 @@ Compose = Callable[..., dict[str, Any]]
         ({"model": {"name": "causal_lm", "heads": 3}}, r"model\.heads"),
         ({"model": {"name": "mlp"}}, "observation vectors"),
         ({"task": {"name": "jsonl", "train": "/no.jsonl", "test": "/no.jsonl"}}, "cannot read /no"),
-        ({"plan": {"stages": {"trian": {}}}}, "unknown stage; did you mean 'train'"),
+        ({"plan": {"stages": {"trian": {}}}}, "unknown stage 'trian'; did you mean 'train'"),
         (
             {"plan": {"stages": {"train": {"gpu": 1}}}},
             r"train\.gpu: unknown key; did you mean 'gpus'",

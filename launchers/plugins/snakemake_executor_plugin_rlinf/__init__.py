@@ -4,6 +4,7 @@ One queue query serves all jobs of a round, ends are seen first by the manifest,
 stage directly instead of a second Snakemake (docs/decisions/0002-snakemake-executor.md).
 """
 
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,12 +124,16 @@ def resources(wanted: Any, site: Path | None) -> Resources:
     nodes = int(get("nodes", 1))
     partition = get("slurm_partition")
     extra = load_site(site).of(partition).as_resources() if site else {}
+    if get("constraint"):
+        extra["constraint"] = str(get("constraint"))
+    shares = json.loads(get("shares")) if get("shares") else None
     return Resources(
         partition=partition,
         nodes=nodes,
         tasks_per_node=max(1, int(get("tasks", 1)) // nodes),
         gpus_per_node=gpus,
         gpu_type=kind,
+        shares=tuple(shares) if isinstance(shares, list) else shares,
         cpus_per_task=int(get("cpus_per_task", 1)),
         mem_mb=int(get("mem_mb")) if get("mem_mb") else None,
         time_min=int(get("runtime")) if get("runtime") else None,

@@ -1,0 +1,91 @@
+"""A plan file may be edited by hand: what it says is kept, and what it cannot mean is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.plan import Plan, parse_plan, read_plan
+from rlinf.errors import PlanError
+from stages import SECTIONS
+
+resources = st.fixed_dictionaries(
+    {},
+    optional={
+        "partition": st.sampled_from(["a100", "h100"]),
+        "nodes": st.integers(1, 4),
+        "processes": st.integers(1, 4),
+        "cpus": st.integers(1, 8),
+        "mem_mb": st.integers(1, 9000),
+        "shares": st.just({"h100": 2.0, "a100": 1.0}),
+    },
+)
+
+
+@given(resources, st.dictionaries(st.sampled_from(sorted(SECTIONS)), resources))
+def test_a_plan_says_the_same_after_it_was_written_and_read(
+    defaults: dict[str, Any], stages: dict[str, dict[str, Any]]
+) -> None:
+    """Also of stages that leave something to the defaults."""
+    plan = parse_plan({"defaults": defaults, "stages": stages}, "plan")
+    again = parse_plan(yaml.safe_load(yaml.safe_dump(plan.dump())), "plan")
+    assert again == plan
+    assert all(again.of(stage) == plan.of(stage) for stage in SECTIONS)
+
+
+def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
+    plan = parse_plan({"defaults": {"cpus": 4}, "stages": {"train": {"processes": 2}}}, "plan")
+    again = parse_plan(plan.dump(), "plan")
+    assert (again.of("train").cpus, again.of("train").processes) == (4, 2)
+    assert again.of("rollout").processes == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"stages": {"trian": {}}}, "trian.*did you mean 'train'"),
+        ({"stages": {"train": {"proceses": 2}}}, "proceses.*did you mean 'processes'"),
+        ({"stages": {"train": {"shares": [2, 1]}}}, "train.*2 numbers for 1 x 1"),
+        ({"stages": {"train": {"shares": {"h100": 0}}}}, "shares.*h100.*greater than 0"),
+        ({"grain": "segment"}, "pools"),
+        ({"pools": [{"stages": ["train"], "gpus": {"h100": 1}}]}, "pools"),
+        (
+            {
+                "grain": "segment",
+                "pools": [
+                    {"stages": ["train"], "gpus": {"h100": 1}},
+                    {"stages": ["rollout", "train"], "gpus": {"h100": 1}},
+                ],
+            },
+            "'train' is in two pools",
+        ),
+        (
+            {"grain": "segment", "pools": [{"stages": ["trian"], "gpus": {"h100": 1}}]},
+            r"pools\[0\].*did you mean 'train'",
+        ),
+        ([], "expected a mapping"),
+    ],
+)
+def test_what_a_plan_cannot_mean_is_refused_with_the_key(values: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        parse_plan(values, "plan.yaml")
+
+
+def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("stages: [")
+    with pytest.raises(PlanError, match=r"plan\.yaml is not valid YAML"):
+        read_plan(path)
+    with pytest.raises(PlanError, match="no file"):
+        read_plan(tmp_path / "none.yaml")
+
+
+def test_reward_is_one_process_whatever_the_defaults_say() -> None:
+    plan = Plan.model_validate({"defaults": {"nodes": 2, "processes": 2, "shares": [1, 1, 2, 2]}})
+    assert plan.of("reward").nodes == plan.of("reward").processes == 1
+    assert plan.of("reward").shares is None
