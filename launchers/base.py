@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -39,6 +40,20 @@ class Resources:
     """Further sbatch options, name to value; true is a flag without one."""
     signal_delay_s: int = 90
     """How long before the end the warning signal comes."""
+    duty_cycle: float | Mapping[str, float] = 1.0
+    """Share of the time that the processes may run, of all or by kind of node as in ``shares``;
+    below 1 on dev clusters only."""
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Words before the command of a process: the throttle where there is one, a container."""
+        duty = self.duty_cycle
+        if isinstance(duty, Mapping):
+            text = ",".join(f"{kind}={share}" for kind, share in duty.items())
+        else:
+            text = "" if duty == 1 else str(duty)
+        throttle = (sys.executable, "-m", "launchers.throttle", text) if text else ()
+        return (*throttle, *self.python)
 
     @property
     def tasks(self) -> int:
@@ -103,6 +118,13 @@ class Launcher(Protocol):
         Raises:
             PlanError: it asks for what the cluster does not have.
             SlurmError: it was refused; carries the message.
+        """
+
+    def submit_array(self, jobs: Sequence[Job]) -> list[str]:
+        """Start jobs that ask for the same resources, as one job array where there are such.
+
+        Raises:
+            PlanError, SlurmError: as :meth:`submit`.
         """
 
     def poll(self, ids: Collection[str]) -> dict[str, Status]:

@@ -49,13 +49,21 @@ class ModuleCall:
         os._exit(code)
 
     def _note(self, code: int) -> None:
-        note = Path(self.exits) / f"{os.environ['SLURM_JOB_ID']}.exit"
+        note = Path(self.exits) / f"{job_identity()}.exit"
         temporary = note.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"code": code}))
         if code or not note.exists():
             temporary.replace(note)
         else:
             temporary.unlink()
+
+
+def job_identity() -> str:
+    """The id under which the launcher knows this job: ``ARRAY_TASK`` in a job array."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if task is None:
+        return os.environ["SLURM_JOB_ID"]
+    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
 
 
 def run_module(module: str, argv: tuple[str, ...]) -> int:
@@ -108,7 +116,7 @@ def speeds(shares: tuple[tuple[str, float], ...], hosts: list[str], size: int) -
         return tuple(speed for _, speed in shares)
     found = []
     for host in hosts:
-        words = set(re.split(r"[\s,:=()]+", _scontrol("node", host, "-o")))
+        words = node_words(host)
         kinds = [(kind, speed) for kind, speed in shares if kind in words]
         if len(kinds) != 1:
             raise PlanError(
@@ -118,6 +126,11 @@ def speeds(shares: tuple[tuple[str, float], ...], hosts: list[str], size: int) -
             )
         found += [kinds[0][1]] * (size // len(hosts))
     return tuple(found)
+
+
+def node_words(host: str) -> set[str]:
+    """All that Slurm says of a node: its GPUs' names and its features are among the words."""
+    return set(re.split(r"[\s,:=()]+", _scontrol("node", host, "-o")))
 
 
 def _scontrol(*what: str) -> str:

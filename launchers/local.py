@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class LocalLauncher:
                 "RLINF_ATTEMPT": attempt,
             }
             log = job.logs / f"{job.name.replace('/', '-')}-{attempt}-r{rank}.log"
-            command = [*job.resources.python, sys.executable, "-m", job.module, *job.argv]
+            command = [*job.resources.prefix, sys.executable, "-m", job.module, *job.argv]
             with log.open("wb") as stream:
                 processes.append(
                     subprocess.Popen(
@@ -78,12 +78,15 @@ class LocalLauncher:
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                         # One system call, looked up beforehand: safe beside threads.
-                        preexec_fn=_die_with_parent,  # noqa: PLW1509
+                        preexec_fn=die_with_parent,  # noqa: PLW1509
                     )
                 )
             logs.append(log)
         self._started[attempt] = _Started(job, processes, logs)
         return attempt
+
+    def submit_array(self, jobs: Sequence[Job]) -> list[str]:
+        return [self.submit(job) for job in jobs]
 
     def poll(self, ids: Collection[str]) -> dict[str, Status]:
         return {identity: self._status(self._started[identity]) for identity in ids}
@@ -117,7 +120,7 @@ class LocalLauncher:
         return started.status
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: be killed when the driver is, however that happens."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,23 @@ class SubmititLauncher:
         return self.client.poll_s
 
     def submit(self, job: Job) -> str:
-        known = self._adopt(job)
-        identity = known or self._sbatch(job)
-        self._watched[identity] = _Watched(job, time.time())
-        if known is None:
-            _write(job.out / NOTE, {"id": identity, "name": job.name, "submitted": time.time()})
-        return identity
+        return self.submit_array([job])[0]
+
+    def submit_array(self, jobs: Sequence[Job]) -> list[str]:
+        """See :class:`launchers.base.Launcher`; jobs still queued or running are found again."""
+        known = [self._adopt(job) for job in jobs]
+        missing = [job for job, identity in zip(jobs, known, strict=True) if identity is None]
+        submitted = time.time()
+        fresh = iter(self._sbatch(missing) if missing else [])
+        out = []
+        for job, adopted in zip(jobs, known, strict=True):
+            identity = adopted or next(fresh)
+            self._watched[identity] = _Watched(job, time.time())
+            if adopted is None:
+                note = {"id": identity, "name": job.name, "submitted": submitted}
+                _write(job.out / NOTE, note)
+            out.append(identity)
+        return out
 
     def poll(self, ids: Collection[str]) -> dict[str, Status]:
         """By manifests first, then one ``squeue``, then one ``sacct`` for jobs that ended."""
@@ -129,29 +141,38 @@ class SubmititLauncher:
         except (OSError, ValueError, KeyError):
             return None
 
-    def _sbatch(self, job: Job) -> str:
+    def _sbatch(self, jobs: Sequence[Job]) -> list[str]:
         import submitit
         from submitit.core.utils import FailedJobError
 
-        job.logs.mkdir(parents=True, exist_ok=True)
-        job.out.mkdir(parents=True, exist_ok=True)
+        first = jobs[0]
+        for job in jobs:
+            if job.resources != first.resources or job.logs != first.logs:
+                raise ValueError(f"{job.name} and {first.name} cannot be one array")
+            job.out.mkdir(parents=True, exist_ok=True)
+        first.logs.mkdir(parents=True, exist_ok=True)
         path = tuple(python_path().split(os.pathsep))
         options: dict[str, Any] = {}
-        if job.resources.python:
-            options["slurm_python"] = " ".join(job.resources.python)
-        executor = submitit.AutoExecutor(folder=job.logs, cluster="slurm", **options)
-        executor.update_parameters(**parameters(job.name, job.resources, path))
+        needs = first.resources
+        if needs.prefix:
+            own = () if needs.python else (sys.executable,)
+            options["slurm_python"] = " ".join([*needs.prefix, *own])
+        executor = submitit.AutoExecutor(folder=first.logs, cluster="slurm", **options)
+        executor.update_parameters(**parameters(first.name, needs, path))
         configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
-        shares = job.resources.shares or ()
-        pairs = shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares)
-        call = ModuleCall(job.module, job.argv, path, str(job.logs), tuple(pairs))
+        shares = needs.shares or ()
+        pairs = tuple(shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares))
+        logs = str(first.logs)
+        calls = [ModuleCall(job.module, job.argv, path, logs, pairs) for job in jobs]
         try:
             # Inside another job, sbatch would inherit that job's settings.
             with submitit.helpers.clean_env():
                 os.environ.update(configuration)
-                return str(executor.submit(call).job_id)
+                with executor.batch():
+                    submitted = [executor.submit(call) for call in calls]
+            return [str(entry.job_id) for entry in submitted]
         except FailedJobError as error:
-            raise SlurmError(f"{job.name}: sbatch refused the job: {_cause(error)}") from None
+            raise SlurmError(f"{first.name}: sbatch refused the job: {_cause(error)}") from None
 
 
 def parameters(name: str, needs: Resources, path: tuple[str, ...]) -> dict[str, Any]:

@@ -48,8 +48,12 @@ class SlurmClient:
         return parse_partitions(text)
 
     def queue(self) -> dict[str, Status]:
-        """This user's jobs in the queue, those that ended a short while ago included."""
-        return parse_queue(self.run("squeue", "-h", "--me", "-t", "all", "-o", "%i|%T|%r|%P|%N"))
+        """This user's jobs in the queue, those that ended a short while ago included.
+
+        Each task of a job array is listed by itself, as ``ARRAY_TASK``.
+        """
+        form = "%i|%T|%r|%P|%N"
+        return parse_queue(self.run("squeue", "-h", "-r", "--me", "-t", "all", "-o", form))
 
     def accounting(self, ids: Collection[str]) -> dict[str, Status]:
         """What accounting knows of jobs; empty where there is no accounting."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -40,6 +40,9 @@ class Hardware(BaseModel):
         return value
 
 
+Duty = Annotated[float, Field(gt=0, le=1)]
+
+
 class PartitionSite(Hardware):
     """Settings of the jobs of one partition, and its hardware."""
 
@@ -57,6 +60,18 @@ class PartitionSite(Hardware):
     """Further sbatch options by long name."""
     signal_delay_s: int = 90
     """Seconds between the warning signal and the end."""
+    duty_cycle: Duty | dict[str, Duty] = 1.0
+    """Share of the time that the processes of jobs may run, to make nodes of a dev cluster slower
+    than others: a number, or by kind of node (a GPU's GRES name, a feature), so that it holds in
+    partitions of several kinds too. Leave it at 1 on real clusters."""
+
+    def duty_of(self, *kinds: str) -> float:
+        """The duty cycle of a node that these words describe; 1 where nothing is said of it."""
+        if isinstance(self.duty_cycle, float):
+            return self.duty_cycle
+        return min(
+            (self.duty_cycle[kind] for kind in kinds if kind in self.duty_cycle), default=1.0
+        )
 
     def as_resources(self) -> dict[str, Any]:
         """Keyword arguments of :class:`launchers.base.Resources`."""

@@ -1,0 +1,113 @@
+"""The throttle slows a command by what it says, and leaves everything else of it alone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launchers.base import Job, Resources, State
+from launchers.local import LocalLauncher
+from launchers.throttle import PERIOD_S
+from rlinf import tree
+
+BUSY = """
+import sys, time
+start, spent = time.perf_counter(), time.process_time()
+while time.process_time() - spent < float(sys.argv[1]):
+    pass
+print(time.perf_counter() - start)
+"""
+
+
+def throttled(duty: float, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "launchers.throttle", str(duty), *command],
+        cwd=tree.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_busy_loop_at_half_duty_takes_twice_as_long() -> None:
+    """Neighbours on the machine slow a loop down too, at any duty cycle; so the quickest counts."""
+
+    def seconds(duty: float) -> float:
+        process = throttled(duty, sys.executable, "-c", BUSY, "0.5")
+        return float(process.communicate(timeout=60)[0])
+
+    whole = min(seconds(1.0) for _ in range(3))
+    half = seconds(0.5)
+    for _ in range(12):
+        if half <= 2.1 * whole:
+            break
+        half = min(half, seconds(0.5))
+    assert half / whole == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_exit_code_is_the_commands_own() -> None:
+    assert throttled(0.5, sys.executable, "-c", "raise SystemExit(66)").wait(30) == 66
+
+
+def test_a_killed_command_looks_killed() -> None:
+    code = "import os; os.kill(os.getpid(), 9)"
+    assert throttled(0.5, sys.executable, "-c", code).wait(30) == -signal.SIGKILL
+
+
+def test_a_warning_reaches_the_command_but_not_its_helpers() -> None:
+    code = """
+import signal, subprocess, sys, time
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+told = []
+signal.signal(signal.SIGUSR2, lambda *_: told.append("USR2"))
+signal.signal(signal.SIGTERM, lambda *_: told.append("TERM"))
+print("ready", flush=True)
+while len(told) < 2:
+    time.sleep(0.01)
+print(*told, helper.poll())
+helper.kill()
+"""
+    process = throttled(0.2, sys.executable, "-c", code)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR2)
+    time.sleep(4 * PERIOD_S)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "USR2 TERM None\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("moment", [0.3, 0.31, 0.32, 0.33])
+def test_a_killed_throttle_leaves_nothing_stopped_behind(moment: float) -> None:
+    process = throttled(0.3, sys.executable, "-c", "while True: pass")
+    time.sleep(0.5 + moment)
+    (child,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait(30)
+    child.wait(10)
+    assert not child.is_running()
+
+
+def test_a_site_with_a_duty_cycle_slows_local_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "busy_of_test.py").write_text(BUSY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    launcher = LocalLauncher()
+
+    def seconds(duty: float) -> float:
+        logs = tmp_path / str(duty)
+        job = Job("busy", ("0.5",), tmp_path, logs, Resources(duty_cycle=duty), "busy_of_test")
+        identity = launcher.submit(job)
+        while (status := launcher.poll([identity])[identity]).state.active:
+            time.sleep(0.02)
+        assert status.state is State.DONE
+        (log,) = logs.iterdir()
+        return float(log.read_text())
+
+    assert seconds(0.25) > 3 * seconds(1.0)
