@@ -10,6 +10,11 @@ from rlinf.config import RunConfig, digest
 from stages import SECTIONS
 
 
+def code_version() -> list[str | int]:
+    """Version of the program and of its file formats."""
+    return [__version__, SCHEMA]
+
+
 def stage_key(config: RunConfig, stage: str, iteration: int, inputs: Mapping[str, str]) -> str:
     """Digest of the configuration that matters to a stage, its inputs' contents and the code.
 
@@ -29,6 +34,6 @@ def stage_key(config: RunConfig, stage: str, iteration: int, inputs: Mapping[str
             "iteration": iteration,
             "config": sections,
             "inputs": dict(inputs),
-            "code": [__version__, SCHEMA],
+            "code": code_version(),
         }
     )

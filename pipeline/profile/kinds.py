@@ -1,0 +1,105 @@
+"""Kinds of devices: the like GPUs of a partition, or processes where there are none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlinf.errors import PlanError, nearest
+from slurm.inventory import Inventory, NodeGroup
+from slurm.site import Site
+
+LOCAL = "local"
+"""Name of the kind that this machine is."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Like devices of one partition."""
+
+    name: str
+    """``partition``, or ``partition:gpu_type`` where the partition has several types."""
+    partition: str
+    """"" on a machine without Slurm."""
+    nodes: int
+    """Nodes that are not down."""
+    cpus_per_node: int
+    mem_mb_per_node: int
+    gpus_per_node: int = 0
+    gpu_type: str = ""
+    gpu_model: str = ""
+    duty_cycle: float = 1.0
+
+    @property
+    def devices_per_node(self) -> int:
+        """GPUs of a node, or its CPUs."""
+        return self.gpus_per_node or max(1, self.cpus_per_node)
+
+
+def kinds_of(inventory: Inventory, site: Site) -> dict[str, Kind]:
+    """All kinds of a cluster, by name; partitions that are closed or have no nodes are left out.
+
+    Groups of a partition with one type of GPU count as one kind, that of the larger group.
+    """
+    found: dict[str, Kind] = {}
+    for name, partition in inventory.partitions.items():
+        types = {group.gpu_type for group in partition.groups if group.gpus_per_node}
+        for group in sorted(partition.groups, key=lambda g: g.usable_nodes):
+            several = len(types) > 1 and group.gpus_per_node > 0
+            kind = f"{name}:{group.gpu_type}" if several else name
+            if partition.available and group.usable_nodes and not _lesser(group, types):
+                found[kind] = Kind(
+                    name=kind,
+                    partition=name,
+                    nodes=group.usable_nodes,
+                    cpus_per_node=group.cpus_per_node,
+                    mem_mb_per_node=group.mem_mb_per_node,
+                    gpus_per_node=group.gpus_per_node,
+                    gpu_type=group.gpu_type,
+                    gpu_model=group.gpu_model,
+                    duty_cycle=site.of(name).duty_of(group.gpu_type, *group.features),
+                )
+    return dict(sorted(found.items()))
+
+
+def _lesser(group: NodeGroup, types: set[str]) -> bool:
+    """Whether these are nodes without GPUs in a partition that has some with."""
+    return bool(types) and not group.gpus_per_node
+
+
+def local_kind(duty_cycle: float = 1.0) -> Kind:
+    """This machine: its GPUs, or the CPUs this process may use."""
+    import psutil
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return Kind(
+        name=LOCAL,
+        partition="",
+        nodes=1,
+        cpus_per_node=len(os.sched_getaffinity(0)),
+        mem_mb_per_node=psutil.virtual_memory().total >> 20,
+        gpus_per_node=gpus,
+        gpu_model=torch.cuda.get_device_name(0) if gpus else "",
+        duty_cycle=duty_cycle,
+    )
+
+
+def of_partitions(kinds: dict[str, Kind], partitions: Sequence[str]) -> list[Kind]:
+    """The kinds of some partitions; a kind's own name is understood too.
+
+    Raises:
+        PlanError: there is no such partition, or no node of it is up.
+    """
+    chosen = []
+    for wanted in partitions:
+        mine = [kind for kind in kinds.values() if wanted in (kind.name, kind.partition)]
+        if not mine:
+            names = {kind.partition for kind in kinds.values()}
+            raise PlanError(
+                f"--partition {wanted}: no such partition with nodes that are up"
+                f"{nearest(wanted, names)}"
+            )
+        chosen += [kind for kind in mine if kind not in chosen]
+    return chosen
