@@ -20,6 +20,11 @@ app = typer.Typer(
 RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/arithmetic_grpo")]
 
 
+Overrides = Annotated[
+    list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
+]
+
+
 @app.callback(invoke_without_command=True)
 def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
@@ -32,9 +37,7 @@ def version(
 
 @app.command()
 def run(
-    overrides: Annotated[
-        list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
-    ],
+    overrides: Overrides,
 ) -> None:
     """Compose an experiment and run it (the same as python -m rlinf.launch)."""
     from rlinf.launch import main as launch
@@ -121,6 +124,52 @@ def inventory(
     from pipeline.inventory import show
 
     show(source, save, site, as_json=as_json)
+
+
+@app.command()
+def plan(
+    overrides: Overrides,
+    profile: Annotated[Path, typer.Option(help="What rlinf profile measured")] = Path(
+        "profile.json"
+    ),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A saved inventory; Slurm is not asked")
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option(help="Site file; that of the cluster section by default")
+    ] = None,
+    partition: Annotated[
+        list[str] | None, typer.Option(help="Use these partitions alone; may be repeated")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="time, gpu-hours, money, or time-to-end (queue and losses included)")
+    ] = "time",
+    pin: Annotated[
+        list[str] | None, typer.Option(help="STAGE=KIND, such as train=h100; may be repeated")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option(help="KIND=NUMBER of devices; may be repeated")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The plan; its page is written beside it")] = Path(
+        "plan.yaml"
+    ),
+) -> None:
+    """Choose where every stage runs; explain it; write plan.yaml and plan.html."""
+    from pipeline.planner.show import Sources, make
+
+    sources = Sources(profile, source, site, tuple(partition or ()))
+    make(composed(overrides), sources, out, objective, pin or (), what_if or ())
+
+
+def composed(overrides: list[str]) -> Any:
+    """The checked configuration of experiment=NAME and key=value."""
+    from pipeline.check import check
+    from pipeline.workflow import compose
+    from rlinf.config import RunConfig, validate
+
+    config = validate(RunConfig, compose(overrides))
+    check(config)
+    return config
 
 
 def main(argv: list[str] | None = None) -> Any:

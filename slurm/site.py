@@ -29,6 +29,8 @@ class Hardware(BaseModel):
     """Between two nodes, gigabytes per second, node and direction (400 Gbit/s are 50)."""
     cost_per_gpu_hour: float | None = Field(default=None, gt=0)
     """In any unit, the same for all partitions."""
+    losses_per_hour: float = Field(default=0.0, ge=0)
+    """Expected preemptions and node failures of a job, per hour."""
     slowdown: float = Field(default=1.0, gt=0)
     """How many times longer work takes here than the GPU's figures say."""
 

@@ -29,6 +29,12 @@ class Objective(ABC):
         """
 
     @abstractmethod
+    def of_job(
+        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+    ) -> float:
+        """What a stage that is a job of its own adds to the cost."""
+
+    @abstractmethod
     def bound(self, problem: Problem, total_s: float) -> float:
         """What no placement whose iteration takes at least ``total_s`` seconds goes below."""
 
@@ -39,6 +45,11 @@ class IterationTime(Objective):
 
     def cost(self, problem: Problem, total_s: Array, gpus: Sequence[Array]) -> Array:
         return total_s
+
+    def of_job(
+        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+    ) -> float:
+        return seconds
 
     def bound(self, problem: Problem, total_s: float) -> float:
         return total_s
@@ -56,6 +67,11 @@ class Money(Objective):
     def cost(self, problem: Problem, total_s: Array, gpus: Sequence[Array]) -> Array:
         prices = np.array([kind.price for kind in problem.kinds])
         return np.asarray(total_s * sum(prices @ pool for pool in gpus) / 3600)
+
+    def of_job(
+        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+    ) -> float:
+        return seconds * price_per_hour / 3600
 
     def bound(self, problem: Problem, total_s: float) -> float:
         """Each stage at its cheapest: an hour of a kind does at most its best rate per GPU."""
@@ -88,6 +104,13 @@ class TimeTo(Objective):
         start = np.max([np.max(waits * pool, axis=0) for pool in held], axis=0)
         lost = sum((losses * (waits + total_s / 2) * pool).sum(0) for pool in held)
         return np.asarray(start + self.iterations * total_s * (1 + lost))
+
+    def of_job(
+        self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
+    ) -> float:
+        """Every job waits; one that is lost waits again, and half of it was in vain on average."""
+        lost = losses_per_hour / 3600 * seconds * (wait_s + seconds / 2)
+        return self.iterations * (wait_s + seconds + lost)
 
     def bound(self, problem: Problem, total_s: float) -> float:
         return self.iterations * total_s

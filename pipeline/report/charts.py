@@ -4,48 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipeline.report.data import ReportData
+from pipeline.report.style import COLOURS, finish
 from stages.layout import PER_ITERATION
-
-INK, GRID = "#24292f", "#e4e7eb"
-COLOURS = {
-    "warm_start": "#8a6fb3",
-    "rollout": "#2f7fb5",
-    "reward": "#e0a030",
-    "inference": "#57a773",
-    "train": "#c8553d",
-    "sync": "#6b7785",
-    "evaluate": "#b0568f",
-}
-mpl.rcParams.update(
-    {
-        "font.size": 10,
-        "axes.edgecolor": "#9aa4af",
-        "axes.labelcolor": INK,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": GRID,
-        "axes.axisbelow": True,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "legend.frameon": False,
-        "figure.facecolor": "white",
-        "svg.hashsalt": "rlinf",
-    }
-)
 
 
 def learning(data: ReportData) -> Figure | None:
@@ -76,7 +42,7 @@ def learning(data: ReportData) -> Figure | None:
     if not warm:
         last.set_ylabel("score")
     last.legend(loc="best")
-    return _finish(figure)
+    return finish(figure)
 
 
 def training(data: ReportData) -> Figure | None:
@@ -106,7 +72,7 @@ def training(data: ReportData) -> Figure | None:
         axis.axis("off")
     for axis in axes[-1]:
         axis.set_xlabel("iteration")
-    return _finish(figure)
+    return finish(figure)
 
 
 def stage_times(data: ReportData) -> Figure | None:
@@ -127,7 +93,7 @@ def stage_times(data: ReportData) -> Figure | None:
     # One slow iteration must not flatten all others.
     axis.set_ylim(0, max(1e-3, 1.3 * float(np.quantile(base, 0.98))))
     axis.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1.0))
-    return _finish(figure)
+    return finish(figure)
 
 
 def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
@@ -157,7 +123,7 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
     shown = [stage for stage in COLOURS if any(s.stage == stage for s in spans)]
     handles = [Patch(color=COLOURS[stage], label=stage) for stage in shown]
     figure.legend(handles=handles, ncols=len(shown), loc="upper right", fontsize=9)
-    return _finish(figure)
+    return finish(figure)
 
 
 def throughput(data: ReportData) -> Figure | None:
@@ -182,7 +148,7 @@ def throughput(data: ReportData) -> Figure | None:
         axis.plot([i + 1 for i in x], [steps[i] / seconds[i] for i in x], color=colour, label=label)
     axis.set(xlabel="iteration", ylabel="steps per second", ylim=(0, None))
     axis.legend()
-    return _finish(figure)
+    return finish(figure)
 
 
 def distributions(data: ReportData) -> Figure | None:
@@ -204,7 +170,7 @@ def distributions(data: ReportData) -> Figure | None:
             axis.hist(values, bins, weights=share, alpha=0.6, color=colour, label=label)
         axis.set(title=title, ylabel="share of samples")
         axis.legend()
-    return _finish(figure)
+    return finish(figure)
 
 
 CHARTS: dict[str, tuple[str, Any]] = {
@@ -215,8 +181,3 @@ CHARTS: dict[str, tuple[str, Any]] = {
     "throughput": ("Throughput", throughput),
     "distributions": ("Samples, early and late", distributions),
 }
-
-
-def _finish(figure: Figure) -> Figure:
-    figure.tight_layout()
-    return figure

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import re
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from pipeline.report.data import ReportData, read
 from rlinf.artifacts import write_atomic
@@ -18,9 +14,8 @@ FOLDER = "report"
 
 def write_report(run: Path) -> Path:
     """Write ``report/report.html`` and a PNG of each chart; returns the page's path."""
-    import matplotlib.pyplot as plt
-
     from pipeline.report.charts import CHARTS
+    from pipeline.report.style import inline, render
 
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
@@ -31,14 +26,9 @@ def write_report(run: Path) -> Path:
         if figure is None:
             continue
         figure.savefig(folder / f"{name}.png", dpi=120)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-        plt.close(figure)
-        sections.append({"name": name, "title": title, "svg": _inline(buffer.getvalue(), name)})
-    template = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
-    ).get_template("page.html.jinja")
-    html = template.render(
+        sections.append({"name": name, "title": title, "svg": inline(figure, name)})
+    html = render(
+        "report.html.jinja",
         name=data.run.folder.name,
         tiles=tiles(data),
         sections=sections,
@@ -98,21 +88,6 @@ def stage_table(data: ReportData) -> list[dict[str, Any]]:
         }
         for stage, row in table.items()
     ]
-
-
-def _inline(svg: str, name: str) -> str:
-    """An SVG fit to stand in a page: no XML head, no ids shared with another chart, no links."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r'\b(id=")', rf"\1{name}-", body)
-    body = re.sub(r'((?:xlink:)?href="#)', rf"\1{name}-", body)
-    body = re.sub(r"url\(#", f"url(#{name}-", body)
-    return re.sub(
-        r'(<svg[^>]*?) width="[^"]*"',
-        r"\1",
-        re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1),
-        count=1,
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,84 @@
+"""How charts and pages look, the report's and the plan's alike."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+INK, GRID = "#24292f", "#e4e7eb"
+COLOURS = {
+    "warm_start": "#8a6fb3",
+    "rollout": "#2f7fb5",
+    "reward": "#e0a030",
+    "inference": "#57a773",
+    "train": "#c8553d",
+    "sync": "#6b7785",
+    "evaluate": "#b0568f",
+}
+mpl.rcParams.update(
+    {
+        "font.size": 10,
+        "axes.edgecolor": "#9aa4af",
+        "axes.labelcolor": INK,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": GRID,
+        "axes.axisbelow": True,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "legend.frameon": False,
+        "figure.facecolor": "white",
+        "svg.hashsalt": "rlinf",
+    }
+)
+
+
+def finish(figure: Figure) -> Figure:
+    """Last touches of a chart."""
+    figure.tight_layout()
+    return figure
+
+
+def inline(figure: Figure, name: str) -> str:
+    """A chart as SVG to stand in a page; the figure is closed."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return _inline(buffer.getvalue(), name)
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template of this folder; values are escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _inline(svg: str, name: str) -> str:
+    """An SVG fit to stand in a page: no XML head, no ids shared with another chart, no links."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'\b(id=")', rf"\1{name}-", body)
+    body = re.sub(r'((?:xlink:)?href="#)', rf"\1{name}-", body)
+    body = re.sub(r"url\(#", f"url(#{name}-", body)
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*"',
+        r"\1",
+        re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1),
+        count=1,
+    )
