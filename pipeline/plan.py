@@ -73,6 +73,18 @@ class StageForecast(Section):
     """When it begins, from the start of the iteration."""
 
 
+class Sources(Section):
+    """Where the facts of a prediction came from, for ``rlinf replan``."""
+
+    profile: str
+    inventory: str | None = None
+    """A saved inventory; null: Slurm was asked."""
+    site: str | None = None
+    partitions: tuple[str, ...] = ()
+    """Only these were used; all by default."""
+    pins: tuple[str, ...] = ()
+
+
 class Forecast(Section):
     """What was predicted when the plan was made; an edited plan keeps it for comparison."""
 
@@ -85,6 +97,7 @@ class Forecast(Section):
     gpu_hours: float = Field(ge=0)
     """Of one iteration."""
     stages: dict[str, StageForecast] = {}
+    sources: Sources | None = None
 
 
 class Plan(Section):

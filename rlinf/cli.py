@@ -155,10 +155,53 @@ def plan(
     ),
 ) -> None:
     """Choose where every stage runs; explain it; write plan.yaml and plan.html."""
-    from pipeline.planner.show import Sources, make
+    from pipeline.planner.show import make
 
-    sources = Sources(profile, source, site, tuple(partition or ()))
-    make(composed(overrides), sources, out, objective, pin or (), what_if or ())
+    sources = planning_sources(profile, source, site, partition, pin)
+    make(composed(overrides), sources, out, objective, what_if or ())
+
+
+@app.command()
+def replan(
+    folder: RunFolder,
+    profile: Annotated[
+        Path | None, typer.Option(help="Another profile than that of the run's plan")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="With --profile: a saved inventory")
+    ] = None,
+    site: Annotated[Path | None, typer.Option(help="With --profile: a site file")] = None,
+    objective: Annotated[str | None, typer.Option(help="As before by default")] = None,
+    apply: Annotated[bool, typer.Option(help="Replace the run's plan")] = False,
+) -> None:
+    """Compare predicted with actual times of a run, and plan again with what it has taught."""
+    from pipeline.planner.show import remake
+    from pipeline.run import Run
+
+    sources = planning_sources(profile, source, site, None, None) if profile else None
+    remake(Run.open(folder), sources, objective, apply=apply)
+
+
+def planning_sources(
+    profile: Path,
+    inventory: Path | None,
+    site: Path | None,
+    partitions: list[str] | None,
+    pins: list[str] | None,
+) -> Any:
+    """Where the planner's facts come from, by paths that hold from anywhere."""
+    from pipeline.plan import Sources
+
+    def whole(path: Path | None) -> str | None:
+        return None if path is None else str(path.expanduser().absolute())
+
+    return Sources(
+        profile=str(whole(profile)),
+        inventory=whole(inventory),
+        site=whole(site),
+        partitions=tuple(partitions or ()),
+        pins=tuple(pins or ()),
+    )
 
 
 def composed(overrides: list[str]) -> Any:

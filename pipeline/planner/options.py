@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,16 @@ class Seconds:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """How much longer than predicted something took in a run."""
+
+    starting: float = 1.0
+    """Start and imports of a job."""
+    working: float = 1.0
+    """Loading and work."""
+
+
+@dataclass(frozen=True)
 class Option:
     """A way to run one stage."""
 
@@ -68,6 +78,20 @@ class Option:
     def spread_s(self) -> float:
         """Standard deviation; the parts' errors are taken as independent."""
         return math.sqrt(sum(part.spread**2 for part in self.parts.values()))
+
+    def corrected(self, known: Mapping[tuple[str, str], Correction]) -> Option:
+        """With what a run has taught, by stage and kind; of several kinds the one worst off."""
+        mine = [known[key] for own in self.devices if (key := (self.stage, own.name)) in known]
+        if not mine:
+            return self
+        starting = max(c.starting for c in mine)
+        working = max(c.working for c in mine)
+        factors = dict.fromkeys(self.parts, working) | {"start": starting, "imports": starting}
+        parts = {
+            name: Seconds(part.mean * factors[name], part.spread * factors[name])
+            for name, part in self.parts.items()
+        }
+        return replace(self, parts=parts)
 
     @property
     def bound_by(self) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeline.flow import FLOWS
-from pipeline.plan import Forecast, Plan, StageForecast, StagePlan
+from pipeline.plan import Forecast, Plan, Sources, StageForecast, StagePlan
 from pipeline.planner import stagewise
 from pipeline.planner.devices import Devices, with_counts
 from pipeline.planner.objective import IterationTime, Money, Objective, TimeTo
-from pipeline.planner.options import NO_GPU, Option, options
+from pipeline.planner.options import NO_GPU, Correction, Option, options
 from pipeline.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError, nearest
@@ -102,6 +102,9 @@ class Request:
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By stage: the only kinds it may use."""
     notes: tuple[str, ...] = ()
+    corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
+    """By stage and kind."""
+    sources: Sources | None = None
 
     def goal(self) -> Objective:
         """The objective.
@@ -138,10 +141,11 @@ class Request:
 
     def options(self) -> dict[str, list[Option]]:
         """All ways to run each stage as a job."""
-        return {
-            stage: options(stage, self.priced(), self.profile, self.config, self.pins.get(stage))
-            for stage in FLOWS[self.config.flow].stages
-        }
+        priced, found = self.priced(), {}
+        for stage in FLOWS[self.config.flow].stages:
+            every = options(stage, priced, self.profile, self.config, self.pins.get(stage))
+            found[stage] = [option.corrected(self.corrections) for option in every]
+        return found
 
 
 def parse_pins(pins: Sequence[str], devices: Mapping[str, Devices]) -> dict[str, frozenset[str]]:
@@ -300,6 +304,7 @@ def _forecast(request: Request, best: stagewise.Choice, rows: Sequence[Row]) -> 
             )
             for row in rows
         },
+        sources=request.sources,
     )
 
 

@@ -1,10 +1,11 @@
-"""``rlinf plan``: make a plan, explain it, write ``plan.yaml`` and ``plan.html``."""
+"""``rlinf plan`` and ``rlinf replan``: make a plan, explain it, write it and its page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -12,54 +13,46 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.actuals import Comparison, Times, actual, compare
+from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig
+from pipeline.plan import Plan, Sources
 from pipeline.planner.devices import devices_of, local_devices
+from pipeline.planner.options import Correction
 from pipeline.planner.page import page
 from pipeline.planner.propose import Proposal, Request, parse_pins, propose
 from pipeline.profile.identity import Identity
 from pipeline.profile.kinds import local_kind
 from pipeline.profile.schema import load_profile
+from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.config import RunConfig, validate
-from rlinf.errors import InputError
+from rlinf.errors import InputError, PlanError
 from slurm.site import Site, load_site
+from stages.layout import PLAN
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where the planner's facts come from."""
-
-    profile: Path
-    inventory: Path | None = None
-    """A saved inventory; None: Slurm is asked."""
-    site: Path | None = None
-    """The cluster section's own by default."""
-    partitions: tuple[str, ...] = ()
-
-
-def request(
-    config: RunConfig, sources: Sources, objective: str = "time", pins: Sequence[str] = ()
-) -> Request:
+def request(config: RunConfig, sources: Sources, objective: str = "time") -> Request:
     """Gather what the planner needs.
 
     Raises:
         PlanError: a file is missing or wrong, or the profile is of another run.
         SlurmError: Slurm does not answer.
     """
-    profile = load_profile(sources.profile)
-    profile.require(Identity.of(config), (), str(sources.profile))
+    path = Path(sources.profile)
+    profile = load_profile(path)
+    profile.require(Identity.of(config), (), sources.profile)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    saved = Path(sources.inventory) if sources.inventory else None
+    site = Path(sources.site) if sources.site else cluster.site
     notes: tuple[str, ...] = ()
-    if cluster.launcher != "slurm" and sources.inventory is None:
+    if cluster.launcher != "slurm" and saved is None:
         devices = local_devices(profile, local_kind())
     else:
-        from pipeline.inventory import obtain
-
-        site = sources.site or cluster.site
-        inventory = obtain(sources.inventory, site)
         known = load_site(site) if site else Site()
-        devices, notes = devices_of(inventory, known, profile, sources.partitions)
-    return Request(config, profile, devices, objective, parse_pins(pins, devices), notes)
+        devices, notes = devices_of(obtain(saved, site), known, profile, sources.partitions)
+    pins = parse_pins(sources.pins, devices)
+    return Request(config, profile, devices, objective, pins, notes, sources=sources)
 
 
 def write(proposal: Proposal, out: Path, title: str) -> Path:
@@ -180,15 +173,89 @@ def seconds(value: float) -> str:
 
 
 def make(
-    config: RunConfig,
-    sources: Sources,
-    out: Path,
-    objective: str,
-    pins: Sequence[str],
-    what_ifs: Sequence[str],
+    config: RunConfig, sources: Sources, out: Path, objective: str, what_ifs: Sequence[str]
 ) -> None:
-    """Plan, print, write."""
-    proposal = propose(request(config, sources, objective, pins), what_ifs)
+    """``rlinf plan``: plan, print, write."""
+    proposal = propose(request(config, sources, objective), what_ifs)
     show(proposal)
     beside = write(proposal, out, config.run.name)
     Console().print(f"plan: {out}\npage: {beside}", highlight=False, soft_wrap=True)
+
+
+def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: bool) -> None:
+    """``rlinf replan``: predicted against actual, then a plan that knows what the run has taught.
+
+    Args:
+        sources: instead of those of the run's plan.
+        apply: put it in the place of the run's plan, for the next start of a driver.
+
+    Raises:
+        PlanError: the plan was not made by ``rlinf plan``, or no iteration counts yet.
+    """
+    plan = Plan.read(run.folder)
+    sources = sources or (plan.predicted.sources if plan.predicted else None)
+    if plan.predicted is None or sources is None:
+        raise PlanError(
+            f"{run.folder / PLAN}: it has no prediction to compare with; "
+            "make a first plan with: rlinf plan"
+        )
+    lines = compare(run)
+    if not lines:
+        raise PlanError(f"{run.folder}: two iterations must be finished before a new plan")
+    console = Console()
+    console.print(actual_table(lines))
+    asked = request(run.config, sources, objective or plan.predicted.objective)
+    proposal = propose(replace(asked, corrections=corrections(plan, actual(run), asked)))
+    show(proposal)
+    out = run.folder / (PLAN if apply else "replan.yaml")
+    beside = write(proposal, out, run.folder.name)
+    hint = "" if apply else "\nuse it with: rlinf replan --apply, then rlinf resume"
+    console.print(f"plan: {out}\npage: {beside}{hint}", highlight=False, soft_wrap=True)
+
+
+def corrections(
+    plan: Plan, times: Mapping[str, Times], request: Request
+) -> dict[tuple[str, str], Correction]:
+    """How much longer than predicted each stage took, for the kinds it ran on."""
+    assert plan.predicted is not None
+    found = {}
+    for stage, forecast in plan.predicted.stages.items():
+        if stage not in times or not times[stage].inside_s:
+            continue
+        inside = statistics.median(times[stage].inside_s)
+        before = statistics.median(times[stage].whole_s) - inside
+        expected = sum(forecast.parts_s.get(part, 0.0) for part in ("start", "imports"))
+        known = Correction(
+            starting=before / expected if expected > 0 else 1.0,
+            working=inside / max(1e-9, forecast.seconds - expected),
+        )
+        resources = plan.of(stage)
+        for name, own in request.devices.items():
+            kinds = resources.shares if isinstance(resources.shares, dict) else {}
+            named = resources.gpu_type in (None, own.kind.gpu_type) or own.feature in kinds
+            if (resources.partition or "") == own.kind.partition and named:
+                found[stage, name] = known
+    return found
+
+
+def actual_table(lines: Sequence[Comparison]) -> Table:
+    """Predicted against actual."""
+    out = Table(
+        title="predicted against actual",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    out.add_column("stage", no_wrap=True)
+    for heading in ("predicted", "actual (median)", "off by", "n"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for line in lines:
+        out.add_row(
+            line.what,
+            seconds(line.predicted_s),
+            seconds(line.actual.median_s),
+            f"{line.error:+.1%}",
+            str(len(line.actual.whole_s)),
+        )
+    return out

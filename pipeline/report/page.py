@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline.actuals import compare
 from pipeline.report.data import ReportData, read
 from rlinf.artifacts import write_atomic
 from stages.layout import CONFIG, PLAN
@@ -34,6 +35,7 @@ def write_report(run: Path) -> Path:
         sections=sections,
         samples=data.samples,
         stages=stage_table(data),
+        predicted=compare(data.run) if (run / PLAN).exists() else [],
         config=(run / CONFIG).read_text(encoding="utf-8"),
         plan=(run / PLAN).read_text(encoding="utf-8") if (run / PLAN).exists() else "",
     )
