@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.row import Row
 
@@ -32,6 +32,9 @@ ROWS = {
     "plan_gap": "planner",
     "plan_vs_exhaustive": "planner",
     "plan_public_case_s": "planner",
+    "hetero_efficiency": "unlike",
+    "hetero_equal_shares": "unlike",
+    "hetero_speed_ratio": "unlike",
     "demo_exact_match": "demo",
     "demo_wall_s": "demo",
     "cartpole_return": "demo",
@@ -84,7 +87,7 @@ def main() -> int:
 
 def table(rows: list[Row]) -> Table:
     """The rows as a person reads them."""
-    out = Table("row", "value", "unit", "goal", "reached", "n", "spread")
+    out = Table(Column("row", no_wrap=True), "value", "unit", "goal", "reached", "n", "spread")
     for row in rows:
         sign = "≥" if row.better == "higher" else "≤"
         goal = "" if row.goal is None else f"{sign} {row.goal:g}"

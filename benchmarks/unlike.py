@@ -1,0 +1,144 @@
+"""Training one model on unlike nodes: throughput against the sum of what each kind gives alone.
+
+The ``a100`` nodes of the dev cluster run half of the time (slurm/devcluster/site.yaml). Steps of
+the real train stage run as Slurm jobs: on an ``h100`` node, on an ``a100`` node, and on one of each
+in one job, with shares by speed and with equal shares; in turns, several rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.row import Row, median_row
+from benchmarks.slurm_jobs import bring_up
+from rlinf import tree
+from rlinf.artifacts import Manifest, read_manifest
+
+ROUNDS = 5
+SAME_GRADIENT = 1e-4
+"""Relative difference of gradient norms that rounding in float32 explains."""
+SETTINGS = [
+    "experiment=arithmetic_grpo",
+    "iterations=1",
+    "++run.name=unlike",
+    "++model.hidden=256",
+    "++model.heads=8",
+    "++model.kv_heads=4",
+    "++model.intermediate=768",
+    "++warm_start.max_steps=0",
+    "++rollout.batch=128",
+    "++rollout.group_size=8",
+    "++rollout.horizon=24",
+    "++algorithm.drop_equal_groups=false",
+    # The model has learnt nothing yet: without this term its gradient would be zero.
+    "++algorithm.entropy_bonus=0.01",
+    "++trainer.threads=1",
+    "++trainer.token_budget=8192",
+    "++log.trackers=[]",
+    "cluster=slurm",
+    f"++cluster.site={tree.ROOT}/slurm/devcluster/site.yaml",
+]
+MIXED = {"partition": "gpu", "nodes": 2, "gpus": 1, "constraint": "[a100*1&h100*1]"}
+
+
+def measure() -> list[Row]:
+    """Bring the cluster up and measure."""
+    bring_up()
+    with tempfile.TemporaryDirectory() as name:
+        step = Step(Path(name))
+        alone = {
+            kind: {"partition": kind, "gpus": 1, "gpu_type": kind} for kind in ("h100", "a100")
+        }
+        for plan in alone.values():
+            step.seconds(plan)  # the page cache and the filesystem are warm then
+        speeds = {kind: 1 / step.seconds(plan) for kind, plan in alone.items()}
+        ratio = round(speeds["h100"] / speeds["a100"], 2)
+        mixed = MIXED | {"shares": {"h100": ratio, "a100": 1.0}}
+        unequal, equal, ratios = [], [], []
+        for _ in range(ROUNDS):
+            both = sum(1 / step.seconds(plan) for plan in alone.values())
+            ratios.append(ratio)
+            unequal.append(1 / step.seconds(mixed) / both)
+            equal.append(1 / step.seconds(MIXED) / both)
+        step.check()
+    return [
+        median_row("hetero_efficiency", unequal, "of the sum", 0.95, "higher"),
+        median_row("hetero_equal_shares", equal, "of the sum", None, "higher"),
+        median_row("hetero_speed_ratio", ratios, "x", None, "higher"),
+    ]
+
+
+class Step:
+    """One optimizer step of the train stage on a batch collected once."""
+
+    def __init__(self, root: Path) -> None:
+        from launchers.submitit import SubmititLauncher
+        from pipeline.experiment import prepare
+        from pipeline.flow import Graph, Node
+        from pipeline.launch import ClusterConfig
+        from pipeline.workflow import compose
+        from rlinf.config import validate
+        from slurm.client import SlurmClient
+        from stages.layout import CONFIG
+        from stages.runner import StageCall, run_stage
+
+        self._run = prepare(compose([*SETTINGS, f"++run.root={root}"]))
+        self._cluster = validate(ClusterConfig, self._run.config.cluster, "cluster")
+        self._launcher = SubmititLauncher(SlurmClient(poll_s=0.2))
+        graph, folder = Graph(self._run.config), self._run.folder
+        resident: dict[str, Any] = {}
+        self._norms: list[float] = []
+        self._count = 0
+
+        def call(node: Node, out: Path) -> StageCall:
+            sources = graph.inputs(node).items()
+            inputs = {name: graph.folder(folder, source) for name, source in sources}
+            return StageCall(node.stage, folder / CONFIG, out, 0, inputs)
+
+        for stage in ("warm_start", "rollout", "reward", "inference"):
+            node = Node(stage, 0)
+            run_stage(call(node, graph.folder(folder, node)), resident=resident)
+        self._call = lambda out: call(Node("train", 0), out)
+
+    def seconds(self, plan: dict[str, Any]) -> float:
+        """Seconds of the optimizer step under a plan."""
+        from pipeline.flow import Node
+        from pipeline.launch import resources, stage_job
+        from pipeline.plan import parse_plan
+
+        self._count += 1
+        out = self._run.folder / f"step-{self._count}"
+        stage = parse_plan({"stages": {"train": {**plan, "cpus": 1}}}, "plan").of("train")
+        needs = resources(stage, self._cluster)
+        job = stage_job(Node("train", self._count), self._call(out), self._run.folder, needs)
+        identity = self._launcher.submit(job)
+        while (status := self._launcher.poll([identity])[identity]).state.active:
+            time.sleep(0.2)
+        manifest = read_manifest(out)
+        if manifest is None:
+            raise RuntimeError(f"train under {plan}: {status.state.value}: {status.reason}")
+        # The next step must not start while this one's ranks still end.
+        while self._launcher.client.queue()[identity].state.active:
+            time.sleep(0.2)
+        self._norms.append(manifest.metrics["grad_norm"])
+        return longest(manifest, "update")
+
+    def check(self) -> None:
+        """See that all steps had the same gradient.
+
+        Raises:
+            RuntimeError: they had not.
+        """
+        middle = statistics.median(self._norms)
+        off = max(abs(norm / middle - 1) for norm in self._norms)
+        if off > SAME_GRADIENT:
+            raise RuntimeError(f"gradient norms differ by {off:.1e}: {self._norms}")
+
+
+def longest(manifest: Manifest, name: str) -> float:
+    """Seconds of a part of a stage, of the rank that needed most."""
+    return max(s["end"] - s["start"] for s in manifest.timing["spans"] if s["name"] == name)
