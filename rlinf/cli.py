@@ -150,6 +150,9 @@ def plan(
     what_if: Annotated[
         list[str] | None, typer.Option(help="KIND=NUMBER of devices; may be repeated")
     ] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Assess this plan instead of making one")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The plan; its page is written beside it")] = Path(
         "plan.yaml"
     ),
@@ -158,7 +161,7 @@ def plan(
     from pipeline.planner.show import make
 
     sources = planning_sources(profile, source, site, partition, pin)
-    make(composed(overrides), sources, out, objective, what_if or ())
+    make(composed(overrides), sources, out, objective, what_if or (), check)
 
 
 @app.command()

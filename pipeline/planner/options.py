@@ -9,35 +9,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.cost.fit import LEAST_POINTS as FIT_POINTS
-from pipeline.cost.fit import Fit, Point, fit_times
 from pipeline.planner.devices import Devices
-from pipeline.profile import schema
-from pipeline.profile.schema import LOADS, OF_A_JOB, Profile
+from pipeline.planner.work import Seconds, Work, work_items
+from pipeline.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
 
-Array = np.ndarray
 SHARED = frozenset({"rollout", "inference", "train"})
 """Stages that unlike devices may share."""
-NO_GPU = frozenset({"reward", "sync"})
-"""Stages that compute nothing on a GPU."""
-ONE_PROCESS = frozenset({"reward", "sync"})
-"""Stages that gain nothing from a second process."""
 MIXING = 0.95
 """Share of the summed speed that unlike devices keep on one stage: the goal of the benchmark
 ``hetero_efficiency``."""
-SINGLE_SPREAD = 0.1
-"""Relative standard deviation of what was measured once."""
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """An expected time."""
-
-    mean: float
-    spread: float = 0.0
-    """Standard deviation."""
+LEAST_SHARE = 0.02
+"""Of the batch, for the slower of two kinds."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +46,7 @@ class Option:
     processes: int
     """Per node; each has a device of its own."""
     parts: Mapping[str, Seconds]
-    """Of the job, in order: start, imports, load, work."""
+    """Of the job, in order: start, imports, load, warm-up, work."""
     speeds: tuple[float, ...] = ()
     """Of a process on each of ``devices``, where there are several."""
     peak_memory_bytes: int = 0
@@ -150,17 +134,22 @@ def options(
         PlanError: it cannot run anywhere; says why on each kind.
     """
     usable = {n: own for n, own in devices.items() if allowed is None or n in allowed}
-    found, reasons = [], []
-    fits: dict[str, _Work] = {}
+    found: list[Option] = []
+    reasons = []
+    works: dict[str, Work] = {}
+    most = work_items(stage, config)
     for name, own in usable.items():
         try:
-            fits[name] = _Work(own, stage, profile)
+            works[name] = Work(own, stage, profile)
             if own.same_as not in usable:
-                found += _alone(fits[name], stage, profile, config)
+                found += [alone(works[name], *shape) for shape in _shapes(works[name], most)]
         except PlanError as error:
             reasons.append(f"{name}: {error}")
     if stage in SHARED:
-        found += _mixed(fits, stage, profile, config)
+        for a, b in itertools.combinations(works.values(), 2):
+            if shareable(a.devices, b.devices):
+                found += [together((a, b), *shape) for shape in _shared_shapes((a, b), most)]
+    found = [option for option in found if math.isfinite(option.seconds)]
     if not found:
         raise PlanError(
             f"stage {stage!r} fits nowhere: {'; '.join(reasons) or 'no device is allowed'}"
@@ -168,191 +157,88 @@ def options(
     return found
 
 
-class _Work:
-    """Seconds of work of a stage on n processes of a kind; the first work of a process."""
-
-    def __init__(self, devices: Devices, stage: str, profile: Profile) -> None:
-        self.devices = devices
-        self.points = _points(devices, stage, profile)
-        self.peak = max((p.peak_memory_bytes or 0 for p in self.points), default=0)
-        self.most = _most(devices, stage)
-        measured = [
-            Point(p.processes, p.samples, time.median_s, _spread(time), len(time.seconds))
-            for p in self.points
-            if (time := p.cold or p.time) is not None and time.median_s > 0
-        ]
-        places = {(p.processes, p.size) for p in measured}
-        self._fit: Fit | None = fit_times(measured) if len(places) >= FIT_POINTS else None
-        self._exact = {p.processes: p for p in measured if p.size == profile.samples}
-        if self._fit is None and not self._exact:
-            raise PlanError(
-                f"{len(places)} measurements of stage {stage!r}, none of the whole batch of "
-                f"{profile.samples} samples; measure on with: rlinf profile"
-            )
-
-    def times(self, counts: Array, samples: int) -> tuple[Array, Array, Array]:
-        """Seconds, their standard deviations and whether extrapolated, for numbers of processes."""
-        if self._fit is not None:
-            answer = self._fit.predict(counts, samples)
-            return answer.seconds, answer.spread_s, answer.extrapolated
-        known = [self._exact.get(int(count)) for count in counts]
-        seconds = np.array([p.seconds if p else np.inf for p in known])
-        spread = np.array([p.spread_s if p else 0.0 for p in known])
-        return seconds, spread, np.zeros(len(counts), dtype=bool)
-
-
-def _points(devices: Devices, stage: str, profile: Profile) -> list[schema.Point]:
-    own = [p for p in devices.profile.points if p.stage == stage]
-    ran = [p for p in own if p.ok and p.token_budget in (None, profile.token_budget)]
-    if not ran:
-        why = own[0].failure if own else "it was not measured"
-        raise PlanError(f"no measurement of stage {stage!r} succeeded ({why})")
-    return ran
-
-
-def _most(devices: Devices, stage: str) -> float:
-    """Processes from which on the stage is known to fail at least one whole run."""
-    failed = [p.processes for p in devices.profile.points if p.stage == stage and not p.ok]
-    ran = [p.processes for p in devices.profile.points if p.stage == stage and p.ok]
-    above = [count for count in failed if count > max(ran, default=0)]
-    return min(above, default=math.inf)
-
-
-def _spread(time: schema.Measured) -> float:
-    return time.spread_s if len(time.seconds) > 1 else SINGLE_SPREAD * time.median_s
-
-
-def _shapes(work: _Work, most: int) -> Iterator[tuple[int, int]]:
-    """Nodes and processes of each, for every number of processes the fewest nodes that give it."""
-    seen = set()
-    for nodes in range(1, work.devices.kind.nodes + 1):
-        for processes in range(1, _per_node(work) + 1):
-            count = nodes * processes
-            if count <= most and count < work.most and count not in seen:
-                seen.add(count)
-                yield nodes, processes
-
-
-def work_items(stage: str, config: RunConfig) -> int:
-    """Pieces of work that processes can share; more processes would stand idle."""
-    if stage in ONE_PROCESS:
-        return 1
-    if stage == "rollout":
-        return config.rollout.batch
-    return config.rollout.batch * config.rollout.group_size
-
-
-def _alone(work: _Work, stage: str, profile: Profile, config: RunConfig) -> list[Option]:
-    shapes = list(_shapes(work, work_items(stage, config)))
-    if not shapes:
-        raise PlanError("a node has not the memory for one process of it")
-    counts = np.array([nodes * processes for nodes, processes in shapes])
-    seconds, spread, beyond = work.times(counts, profile.samples)
-    return [
-        Option(
-            stage,
-            (work.devices,),
-            (nodes,),
-            processes,
-            {
-                **_overheads(work.devices, stage, nodes * processes),
-                "work": Seconds(float(seconds[i]), float(spread[i])),
-            },
-            peak_memory_bytes=work.peak,
-            extrapolated=bool(beyond[i]),
-        )
-        for i, (nodes, processes) in enumerate(shapes)
-        if np.isfinite(seconds[i])
-    ]
-
-
-def _mixed(
-    works: Mapping[str, _Work], stage: str, profile: Profile, config: RunConfig
-) -> list[Option]:
-    """Nodes of two kinds of one partition in one job, as many processes on each node."""
-    found = []
-    for a, b in itertools.combinations(works.values(), 2):
-        pair = (a.devices, b.devices)
-        if a.devices.kind.partition != b.devices.kind.partition:
-            continue
-        if not (a.devices.feature and b.devices.feature) or a.devices.feature == b.devices.feature:
-            continue
-        for processes in range(1, min(_per_node(work) for work in (a, b)) + 1):
-            for nodes in itertools.product(*(_some(own.kind.nodes) for own in pair)):
-                counts = [n * processes for n in nodes]
-                if sum(counts) > work_items(stage, config):
-                    continue
-                option = _pair(stage, (a, b), nodes, processes, profile)
-                if option is not None:
-                    found.append(option)
-    return found
-
-
-def _pair(
-    stage: str,
-    works: tuple[_Work, _Work],
-    nodes: tuple[int, ...],
-    processes: int,
-    profile: Profile,
-) -> Option | None:
-    times, spreads, beyond = [], [], False
-    for work, count in zip(works, nodes, strict=True):
-        seconds, spread, outside = work.times(np.array([count * processes]), profile.samples)
-        if not np.isfinite(seconds[0]):
-            return None
-        times.append(float(seconds[0]))
-        spreads.append(float(spread[0]) / float(seconds[0]))
-        beyond |= bool(outside[0])
-    together = 1 / (MIXING * sum(1 / t for t in times))
-    speeds = [1 / (t * count * processes) for t, count in zip(times, nodes, strict=True)]
-    least = min(speeds)
-    each = [_overheads(work.devices, stage, sum(nodes) * processes) for work in works]
+def alone(work: Work, nodes: int, processes: int) -> Option:
+    """A stage on nodes of one kind; infinite seconds where nothing is known of that many."""
+    seconds, spread, beyond = work.times(np.array([nodes * processes]))
     return Option(
-        stage,
+        work.stage,
+        (work.devices,),
+        (nodes,),
+        processes,
+        {
+            **work.overheads(nodes * processes),
+            "work": Seconds(float(seconds[0]), float(spread[0])),
+        },
+        peak_memory_bytes=work.peak_memory_bytes,
+        extrapolated=bool(beyond[0]),
+    )
+
+
+def together(works: tuple[Work, Work], nodes: tuple[int, ...], processes: int) -> Option:
+    """A stage on nodes of two kinds in one job, as many processes on each node.
+
+    The batch is divided so that both end together; times are linear in their part of it.
+    """
+    counts = [count * processes for count in nodes]
+    lines = [work.line(count) for work, count in zip(works, counts, strict=True)]
+    (fixed_a, rate_a), (fixed_b, rate_b) = lines
+    first = (fixed_b + rate_b - fixed_a) / (rate_a + rate_b)
+    first = min(max(first, LEAST_SHARE), 1 - LEAST_SHARE) if math.isfinite(first) else 0.5
+    parts = [
+        work.times(np.array([count]), share)
+        for work, count, share in zip(works, counts, (first, 1 - first), strict=True)
+    ]
+    slowest = max(range(2), key=lambda i: float(parts[i][0][0]))
+    seconds, spread, _ = (float(value[0]) / MIXING for value in parts[slowest])
+    speeds = [first / counts[0], (1 - first) / counts[1]]
+    each = [work.overheads(sum(nodes) * processes) for work in works]
+    return Option(
+        works[0].stage,
         tuple(work.devices for work in works),
         nodes,
         processes,
         {
             # A job starts with its slowest process.
             **{name: max((e[name] for e in each), key=lambda s: s.mean) for name in each[0]},
-            "work": Seconds(together, together * max(spreads)),
+            "work": Seconds(seconds, spread),
         },
-        tuple(round(speed / least, 3) for speed in speeds),
-        max(work.peak for work in works),
-        beyond,
+        tuple(round(speed / min(speeds), 3) for speed in speeds),
+        max(work.peak_memory_bytes for work in works),
+        any(bool(part[2][0]) for part in parts),
     )
+
+
+def shareable(a: Devices, b: Devices) -> bool:
+    """Whether one job can have nodes of both: one partition, told apart by a feature."""
+    apart = a.feature is not None and b.feature is not None and a.feature != b.feature
+    return a.kind.partition == b.kind.partition and apart
+
+
+def _shapes(work: Work, most: int) -> Iterator[tuple[int, int]]:
+    """Nodes and processes of each, for every number of processes the fewest nodes that give it."""
+    per_node = work.per_node()
+    if not per_node:
+        raise PlanError(
+            f"one process of stage {work.stage!r} needs {work.peak_memory_bytes >> 20} MiB, "
+            f"a node has {work.devices.kind.mem_mb_per_node}"
+        )
+    seen = set()
+    for nodes in range(1, work.devices.kind.nodes + 1):
+        for processes in range(1, per_node + 1):
+            count = nodes * processes
+            if count <= most and count < work.failed and count not in seen:
+                seen.add(count)
+                yield nodes, processes
+
+
+def _shared_shapes(works: tuple[Work, Work], most: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    for processes in range(1, min(work.per_node() for work in works) + 1):
+        for nodes in itertools.product(*(_some(work.devices.kind.nodes) for work in works)):
+            if sum(nodes) * processes <= min(most, *(work.failed - 1 for work in works)):
+                yield nodes, processes
 
 
 def _some(count: int) -> Sequence[int]:
     """All small numbers, then powers of two, and all there are."""
     powers = {2**i for i in range(3, count.bit_length())}
     return sorted({*range(1, min(count, 8) + 1), *powers, count})
-
-
-def _overheads(devices: Devices, stage: str, processes: int) -> dict[str, Seconds]:
-    def of(*names: schema.OverheadName) -> Seconds:
-        known = [_overhead(devices, name, processes) for name in names]
-        return Seconds(sum(k.mean for k in known), math.hypot(*(k.spread for k in known)))
-
-    submission, startup, imports = OF_A_JOB
-    load = (LOADS[stage],) if stage in LOADS else ()
-    return {"start": of(submission, startup), "imports": of(imports), "load": of(*load)}
-
-
-def _overhead(devices: Devices, name: schema.OverheadName, processes: int) -> Seconds:
-    known = [entry for entry in devices.profile.overheads if entry.name == name]
-    if not known:
-        return Seconds(0.0)
-    entry = min(known, key=lambda e: abs(math.log(e.processes / processes)))
-    return Seconds(entry.median_s, _spread(entry))
-
-
-def _per_node(work: _Work) -> int:
-    """Most processes of a node: one per device, and on CPUs as many as fit its memory.
-
-    On GPUs a process that ran once runs again.
-    """
-    kind = work.devices.kind
-    if (kind.gpus_per_node and kind.gpu_model) or not work.peak or not kind.mem_mb_per_node:
-        return work.devices.per_node
-    return min(work.devices.per_node, (kind.mem_mb_per_node << 20) // work.peak)

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from pipeline.planner.propose import Proposal
 from pipeline.report.style import COLOURS, GRID, finish, inline, render
 
-PART_SHADES = (0.35, 0.5, 0.65, 1.0)
+PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
 """Opacity of the parts of a stage, the last of which is its work."""
 
 
@@ -51,7 +51,7 @@ def gantt(proposal: Proposal) -> Figure:
     figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
     for row in proposal.rows:
         at, start = lanes.index((row.place, row.size)), row.start_s
-        opacity = PART_SHADES[-len(row.parts_s) :]
+        opacity = [*PART_SHADES[: len(row.parts_s) - 1], PART_SHADES[-1]]
         for (name, length), shade in zip(row.parts_s.items(), opacity, strict=False):
             axis.barh(at, length, 0.6, start, color=COLOURS[row.stage], alpha=shade, label=name)
             start += length
@@ -67,10 +67,10 @@ def gantt(proposal: Proposal) -> Figure:
     axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
     handles = [Patch(color=COLOURS[row.stage], label=row.stage) for row in proposal.rows]
-    names = list(proposal.rows[0].parts_s)
+    names = max((list(row.parts_s) for row in proposal.rows), key=len)
     shades = [
         Patch(color="#24292f", alpha=shade, label=name)
-        for name, shade in zip(names, PART_SHADES[-len(names) :], strict=False)
+        for name, shade in zip(names, [*PART_SHADES[: len(names) - 1], 1.0], strict=True)
     ]
     axis.legend(
         handles=[*handles, *(shades if len(names) > 1 else [])],

@@ -11,8 +11,10 @@ from pipeline.flow import FLOWS
 from pipeline.plan import Forecast, Plan, Sources, StageForecast, StagePlan
 from pipeline.planner import stagewise
 from pipeline.planner.devices import Devices, with_counts
+from pipeline.planner.given import option_of
 from pipeline.planner.objective import IterationTime, Money, Objective, TimeTo
-from pipeline.planner.options import NO_GPU, Correction, Option, options
+from pipeline.planner.options import Correction, Option, options
+from pipeline.planner.work import NO_GPU
 from pipeline.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError, nearest
@@ -198,11 +200,40 @@ def propose(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
     """
     goal = request.goal()
     best, *others = stagewise.choose(request.options(), request.after(), goal)
-    rows = _rows(best)
-    plan = Plan(
-        stages={stage: _resources(option) for stage, option in _named(best)},
-        predicted=_forecast(request, best, rows),
-    )
+    plan = Plan(stages={stage: _resources(option) for stage, option in _named(best)})
+    return _proposal(request, plan, best, others, what_ifs)
+
+
+def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = ()) -> Proposal:
+    """What a given plan would take, with the best one among its alternatives.
+
+    Args:
+        where: what to call the plan in errors.
+
+    Raises:
+        PlanError: it cannot be; names the key and the limit.
+    """
+    goal, after = request.goal(), request.after()
+    chosen = [
+        option_of(stage, plan, request.priced(), request.profile, request.config, where).corrected(
+            request.corrections
+        )
+        for stage in after
+    ]
+    own = stagewise.choose({o.stage: [o] for o in chosen}, after, goal, 0)[0]
+    better = stagewise.choose(request.options(), after, goal, 0)[0]
+    others = [better] if better.cost < own.cost / stagewise.NOTABLE else []
+    return _proposal(request, plan, own, others, what_ifs)
+
+
+def _proposal(
+    request: Request,
+    plan: Plan,
+    best: stagewise.Choice,
+    others: Sequence[stagewise.Choice],
+    what_ifs: Sequence[str],
+) -> Proposal:
+    goal, rows = request.goal(), _rows(best)
     beyond = [option.stage for option in best.options if option.extrapolated]
     notes = list(request.notes)
     if beyond:
@@ -210,14 +241,15 @@ def propose(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
             f"{', '.join(beyond)}: more processes than were measured; the interval is wider. "
             "Measure there with: rlinf profile"
         )
+    least = min([best.cost, *(other.cost for other in others)])
     return Proposal(
-        plan=plan,
+        plan=plan.model_copy(update={"predicted": _forecast(request, best, rows)}),
         mode="a job for each stage",
         rows=rows,
         objective=request.objective,
         unit=goal.unit,
-        bound=best.cost,
-        exact=True,
+        bound=least,
+        exact=best.cost <= least,
         alternatives=tuple(_alternative(best, other) for other in others),
         what_ifs=tuple(what_if_bars(request, what_ifs, _best_stagewise)),
         notes=tuple(notes),
@@ -359,11 +391,17 @@ def _alternative(best: stagewise.Choice, other: stagewise.Choice) -> Alternative
 
 
 def _why(own: Option, its: Option) -> str:
-    """What the worse option spends its time, money or waiting on."""
-    if its.seconds <= own.seconds:
-        if its.price_per_hour > own.price_per_hour:
-            return f"{its.stage} holds {its.count} devices instead of {own.count}"
+    """What the other option spends more on, time, money or waiting; or what it saves."""
+    if its.seconds > own.seconds:
+        part = max(its.parts, key=lambda name: its.parts[name].mean - _part(own, name))
+        theirs, ours = _part(its, part), _part(own, part)
+        return f"{its.stage}: {part} takes {theirs:.2f} s instead of {ours:.2f} s"
+    if its.price_per_hour > own.price_per_hour:
+        return f"{its.stage} holds {its.count} devices instead of {own.count}"
+    if its.wait_s > own.wait_s:
         return f"{its.stage} waits {its.wait_s:.0f} s in the queue instead of {own.wait_s:.0f} s"
-    part = max(its.parts, key=lambda name: its.parts[name].mean - own.parts[name].mean)
-    theirs, ours = its.parts[part].mean, own.parts[part].mean
-    return f"{its.stage}: {part} takes {theirs:.2f} s instead of {ours:.2f} s"
+    return f"better: {its.stage} takes {its.seconds:.2f} s instead of {own.seconds:.2f} s"
+
+
+def _part(option: Option, name: str) -> float:
+    return option.parts[name].mean if name in option.parts else 0.0

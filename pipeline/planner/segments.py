@@ -9,8 +9,9 @@ import numpy as np
 from pipeline.cost.fit import LEAST_POINTS as FIT_POINTS
 from pipeline.cost.fit import Point, fit_times
 from pipeline.planner.devices import Devices
-from pipeline.planner.options import MIXING, ONE_PROCESS, work_items
+from pipeline.planner.options import MIXING
 from pipeline.planner.problem import Kind, Problem, Stage
+from pipeline.planner.work import ONE_PROCESS, work_items
 from pipeline.profile.schema import Link, Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError

@@ -16,11 +16,11 @@ from rich.table import Table
 from pipeline.actuals import Comparison, Times, actual, compare
 from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig
-from pipeline.plan import Plan, Sources
+from pipeline.plan import Plan, Sources, read_plan
 from pipeline.planner.devices import devices_of, local_devices
 from pipeline.planner.options import Correction
 from pipeline.planner.page import page
-from pipeline.planner.propose import Proposal, Request, parse_pins, propose
+from pipeline.planner.propose import Proposal, Request, assess, parse_pins, propose
 from pipeline.profile.identity import Identity
 from pipeline.profile.kinds import local_kind
 from pipeline.profile.schema import load_profile
@@ -97,6 +97,8 @@ def optimality(proposal: Proposal) -> str:
     """How near the best the plan is, in words."""
     if proposal.exact:
         return "no plan is better under these predictions"
+    if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
+        return f"the best plan would take {seconds(proposal.alternatives[0].seconds)}"
     gap = proposal.forecast.cost / proposal.bound - 1 if proposal.bound > 0 else math.inf
     return f"no plan costs less than {proposal.bound:.4g} {proposal.unit} (gap {gap:.1%})"
 
@@ -142,10 +144,10 @@ def alternatives_table(proposal: Proposal) -> Table:
     out.add_column("what differs")
     out.add_column("iteration", justify="right", no_wrap=True)
     out.add_column("cost", justify="right", no_wrap=True)
-    out.add_column("why it loses")
+    out.add_column("why")
     for other in proposal.alternatives:
         more = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
-        out.add_row(other.what, seconds(other.seconds), f"+{more:.1%}", other.why)
+        out.add_row(other.what, seconds(other.seconds), f"{more:+.1%}", other.why)
     return out
 
 
@@ -173,10 +175,19 @@ def seconds(value: float) -> str:
 
 
 def make(
-    config: RunConfig, sources: Sources, out: Path, objective: str, what_ifs: Sequence[str]
+    config: RunConfig,
+    sources: Sources,
+    out: Path,
+    objective: str,
+    what_ifs: Sequence[str],
+    given: Path | None = None,
 ) -> None:
-    """``rlinf plan``: plan, print, write."""
-    proposal = propose(request(config, sources, objective), what_ifs)
+    """``rlinf plan``: plan, print, write; or assess a given plan, which is left as it is."""
+    asked = request(config, sources, objective)
+    if given is not None:
+        show(assess(asked, read_plan(given), str(given), what_ifs))
+        return
+    proposal = propose(asked, what_ifs)
     show(proposal)
     beside = write(proposal, out, config.run.name)
     Console().print(f"plan: {out}\npage: {beside}", highlight=False, soft_wrap=True)
