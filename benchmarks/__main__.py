@@ -35,6 +35,7 @@ ROWS = {
     "hetero_efficiency": "unlike",
     "hetero_equal_shares": "unlike",
     "hetero_speed_ratio": "unlike",
+    "rate_tables_4096x8_s": "cost",
     "demo_exact_match": "demo",
     "demo_wall_s": "demo",
     "cartpole_return": "demo",

@@ -99,10 +99,8 @@ class TimeTo(Objective):
 
     def cost(self, problem: Problem, total_s: Array, gpus: Sequence[Array]) -> Array:
         waits = np.array([kind.wait_s for kind in problem.kinds])[:, None]
-        losses = np.array([kind.losses_per_hour for kind in problem.kinds])[:, None] / 3600
-        held = [pool > 0 for pool in gpus]
-        start = np.max([np.max(waits * pool, axis=0) for pool in held], axis=0)
-        lost = sum((losses * (waits + total_s / 2) * pool).sum(0) for pool in held)
+        start = np.max([np.max(waits * (pool > 0), axis=0) for pool in gpus], axis=0)
+        lost = lost_share(problem, total_s, gpus)
         return np.asarray(start + self.iterations * total_s * (1 + lost))
 
     def of_job(
@@ -114,3 +112,15 @@ class TimeTo(Objective):
 
     def bound(self, problem: Problem, total_s: float) -> float:
         return self.iterations * total_s
+
+
+def lost_share(problem: Problem, total_s: Array, gpus: Sequence[Array]) -> Array:
+    """Seconds expected to be lost by preemption and failures per second of work ``[n]``.
+
+    A pool that is lost comes back after the wait of its kind, and half an iteration is done again
+    on average. Arguments as of :meth:`Objective.cost`.
+    """
+    waits = np.array([kind.wait_s for kind in problem.kinds])[:, None]
+    losses = np.array([kind.losses_per_hour for kind in problem.kinds])[:, None] / 3600
+    held = [pool > 0 for pool in gpus]
+    return np.asarray(sum((losses * (waits + total_s / 2) * pool).sum(0) for pool in held))

@@ -121,9 +121,7 @@ class Predictor:
 
     def duration(self, stage: int, gpus: Array) -> Array:
         """Seconds of a stage alone on GPUs ``[kinds, n]``; infinite where it cannot run."""
-        parts = np.stack(
-            [table[number] for table, number in zip(self.tables[stage], gpus, strict=True)]
-        )
+        parts = self.rates(stage, gpus)
         rate = parts.sum(0)
         if self.problem.mixing != 1.0:
             # The quickest kind alone is never given up for a mixture that loses more than it adds.
@@ -132,6 +130,12 @@ class Predictor:
             rate = np.where(several, mixed, rate)
         with np.errstate(divide="ignore"):
             return 1.0 / rate
+
+    def rates(self, stage: int, gpus: Array) -> Array:
+        """Iterations per second of a stage on its GPUs of each kind ``[kinds, n]``."""
+        return np.stack(
+            [table[number] for table, number in zip(self.tables[stage], gpus, strict=True)]
+        )
 
     def least_switch(
         self, group: Sequence[int], pools: Sequence[Sequence[int]], pool: int
