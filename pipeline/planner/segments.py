@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from pipeline.cost.fit import LEAST_POINTS as FIT_POINTS
-from pipeline.cost.fit import Point, fit_times
+from pipeline.cost.rates import RateTable, measured_rates
 from pipeline.planner.devices import Devices
 from pipeline.planner.options import MIXING
 from pipeline.planner.problem import Kind, Problem, Stage
-from pipeline.planner.work import ONE_PROCESS, work_items
+from pipeline.planner.work import Work, work_items
 from pipeline.profile.schema import Link, Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
 
-Array = np.ndarray
 STAGES: Mapping[str, tuple[str, ...]] = {
     "rollout": (),
     "reward": ("rollout",),
@@ -41,13 +40,10 @@ def build(
         PlanError: a stage can run on none of the devices.
     """
     minibatches = int(getattr(config.algorithm, "minibatches", 1) or 1)
+    known = tables(devices, profile, config)
     stages = []
     for name, after in STAGES.items():
-        rates = {}
-        for kind, own in devices.items():
-            table = _rates(own, name, profile, config)
-            if table is not None:
-                rates[kind] = table
+        rates = {kind: table.rates for kind, table in known[name].items()}
         if not rates:
             raise PlanError(f"stage {name!r}: no measurement of it succeeded on any device")
         stages.append(
@@ -72,37 +68,32 @@ def build(
     )
 
 
-def _rates(own: Devices, stage: str, profile: Profile, config: RunConfig) -> Array | None:
-    """Iterations per second ``[count + 1]`` on 0 to all devices of a kind; None: it cannot run."""
-    ran = [
-        p
-        for p in own.profile.points
-        if p.stage == stage
-        and p.time is not None
-        and p.time.median_s > 0
-        and p.token_budget in (None, profile.token_budget)
-    ]
-    if not ran:
-        return None
-    points = [
-        Point(p.processes, p.samples, p.time.median_s, p.time.spread_s, len(p.time.seconds))
-        for p in ran
-        if p.time is not None
-    ]
-    rates = np.zeros(own.count + 1)
-    most = min(own.count, work_items(stage, config))
-    counts = np.arange(1, most + 1)
-    if len({(p.processes, p.size) for p in points}) >= FIT_POINTS:
-        rates[1 : most + 1] = 1 / fit_times(points).predict(counts, profile.samples).seconds
-    else:
-        for point in points:
-            if point.size == profile.samples and point.processes <= most:
-                rates[point.processes] = 1 / point.seconds
-    # More devices than a stage can use stand idle.
-    rates[most + 1 :] = rates[most]
-    if stage in ONE_PROCESS:
-        rates[1:] = rates[1]
-    return np.maximum.accumulate(rates) if rates.any() else None
+def tables(
+    devices: Mapping[str, Devices], profile: Profile, config: RunConfig
+) -> dict[str, dict[str, RateTable]]:
+    """By stage and kind: its rates on 0 to all devices, and how well they are known.
+
+    A kind is left out where no measurement of the stage succeeded. More devices than a stage can
+    use stand idle.
+    """
+    found: dict[str, dict[str, RateTable]] = {stage: {} for stage in STAGES}
+    for stage, by_kind in found.items():
+        for kind, own in devices.items():
+            try:
+                work = Work(own, stage, profile)
+            except PlanError:
+                continue
+            counts = np.arange(own.count + 1)
+            table = measured_rates(
+                work.measured,
+                profile.samples,
+                own.count,
+                runnable=(counts <= work_items(stage, config)) & (counts < work.failed),
+                memory_bytes=work.peak_memory_bytes or math.nan,
+            )
+            if table.rates.any():
+                by_kind[kind] = table
+    return found
 
 
 def _switches(devices: Mapping[str, Devices], stage: str) -> dict[str, float]:

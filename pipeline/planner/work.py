@@ -55,15 +55,16 @@ class Work:
             for p in ran
             if p.cold is not None and p.time is not None and p.samples == self.samples
         }
-        measured = [
+        self.measured = [
             Point(p.processes, p.samples, p.time.median_s, _median(p.time).spread, count)
             for p in ran
             if p.time is not None and p.time.median_s > 0
             for count in [len(p.time.seconds)]
         ]
-        places = {(p.processes, p.size) for p in measured}
-        self._fit: Fit | None = fit_times(measured) if len(places) >= LEAST_POINTS else None
-        self._exact = {p.processes: p for p in measured if p.size == self.samples}
+        """By processes and samples; what was measured once with a spread that is assumed."""
+        places = {(p.processes, p.size) for p in self.measured}
+        self._fit: Fit | None = fit_times(self.measured) if len(places) >= LEAST_POINTS else None
+        self._exact = {p.processes: p for p in self.measured if p.size == self.samples}
         if self._fit is None and not self._exact:
             raise PlanError(
                 f"{len(places)} measurements of stage {stage!r}, none of the whole batch of "

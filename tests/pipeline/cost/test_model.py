@@ -93,6 +93,6 @@ def test_impossible_shapes_are_refused(change, message):
 
 def test_an_unknown_family_and_a_missing_size_are_named():
     with pytest.raises(DataError, match="did you mean 'llama'"):
-        from_hf_config({"model_type": "lama"})
+        from_hf_config({"model_type": "llamma"})
     with pytest.raises(DataError, match="hidden_size is missing"):
         from_hf_config({"model_type": "llama"})
