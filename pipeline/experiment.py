@@ -14,7 +14,7 @@ from pipeline.report import write_report
 from pipeline.run import Run
 from pipeline.show import Console, Trackers
 from rlinf.config import RunConfig, validate
-from rlinf.errors import storage_error
+from rlinf.errors import PlanError, storage_error
 from slurm.signals import StopFlag
 
 
@@ -28,6 +28,10 @@ def prepare(values: Mapping[str, Any]) -> Run:
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if plan.grain == "segment":
+        raise PlanError(
+            "plan: grain: segment: no driver runs pools yet; make a plan with --grain stage"
+        )
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
     return Run.create(config, plan.dump())

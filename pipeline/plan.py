@@ -100,10 +100,14 @@ class Forecast(Section):
     sources: Sources | None = None
 
 
+Grain = Literal["stage", "segment"]
+Transport = Literal["reference", "shared_memory", "nccl", "gloo", "file"]
+
+
 class Plan(Section):
     """Resources of every stage: ``defaults``, then what ``stages`` says of each."""
 
-    grain: Literal["stage", "segment"] = "stage"
+    grain: Grain = "stage"
     """``stage``: each stage of each iteration is a job. ``segment``: pools run many iterations."""
     defaults: StagePlan = StagePlan()
     stages: dict[str, StagePlan] = {}
@@ -111,6 +115,8 @@ class Plan(Section):
     """Of grain ``segment``."""
     chunks: PositiveInt = 1
     """Micro-batches that an iteration is passed on in between pools."""
+    transports: dict[str, Transport] = {}
+    """By edge, ``rollout -> reward``; ``file`` where nothing is said."""
     predicted: Forecast | None = None
 
     def of(self, stage: str) -> StagePlan:

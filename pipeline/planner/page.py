@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.planner.propose import Proposal
+from pipeline.planner.proposal import Proposal
 from pipeline.report.style import COLOURS, GRID, finish, inline, render
 
 PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)

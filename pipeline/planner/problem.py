@@ -43,6 +43,8 @@ class Stage:
     """Stages whose output it takes."""
     streams: bool = True
     """Whether it can begin on a part of its input."""
+    divisible: bool = True
+    """Whether unlike GPUs add up; otherwise the quickest kind of its pool does all."""
     chunk_s: float = 0.0
     """Overhead of each micro-batch passed between pools, seconds."""
     switch_s: Mapping[str, float] = field(default_factory=dict)

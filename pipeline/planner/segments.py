@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -11,11 +11,13 @@ from pipeline.cost.rates import RateTable, measured_rates
 from pipeline.planner.devices import Devices
 from pipeline.planner.options import MIXING
 from pipeline.planner.problem import Kind, Problem, Stage
-from pipeline.planner.work import Work, work_items
+from pipeline.planner.request import Request
+from pipeline.planner.work import ONE_PROCESS, Work, work_items
 from pipeline.profile.schema import Link, Profile
-from rlinf.config import RunConfig
 from rlinf.errors import PlanError
+from stages.parts import make_algorithm
 
+Tables = dict[str, dict[str, RateTable]]
 STAGES: Mapping[str, tuple[str, ...]] = {
     "rollout": (),
     "reward": ("rollout",),
@@ -23,90 +25,77 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "train": ("reward", "inference"),
 }
 """Stages that hold devices and whose output they take; ``sync`` is the transfer of the weights."""
-STREAMING = frozenset({"reward", "inference"})
-"""Stages that can begin on a part of their input. Training streams only where one update takes all
-samples; with several minibatches each is a choice among all of them."""
+CHUNKS = (1, 2, 4, 8, 16, 32)
 
 
-def build(
-    devices: Mapping[str, Devices],
-    profile: Profile,
-    config: RunConfig,
-    allowed: Mapping[str, Collection[str]],
-) -> Problem:
-    """The planner's problem.
+def build(request: Request) -> tuple[Problem, Tables]:
+    """The planner's problem, and where its rates come from.
 
     Raises:
         PlanError: a stage can run on none of the devices.
     """
-    minibatches = int(getattr(config.algorithm, "minibatches", 1) or 1)
-    known = tables(devices, profile, config)
-    stages = []
+    devices = {name: own for name, own in request.priced().items() if own.same_as is None}
+    # An update over the whole batch is a sum that can begin; several are choices among all of it.
+    whole = make_algorithm(request.config).config.minibatches == 1
+    stages, tables = [], Tables()
     for name, after in STAGES.items():
-        rates = {kind: table.rates for kind, table in known[name].items()}
-        if not rates:
-            raise PlanError(f"stage {name!r}: no measurement of it succeeded on any device")
+        found, reasons = {}, []
+        for kind, own in devices.items():
+            try:
+                found[kind] = _rates(Work(own, name, request.profile), request)
+            except PlanError as error:
+                reasons.append(f"{kind}: {error}")
+        if not found:
+            raise PlanError(f"stage {name!r} fits nowhere: {'; '.join(reasons)}")
+        tables[name] = found
         stages.append(
             Stage(
                 name,
-                rates,
+                {kind: table.rates for kind, table in found.items()},
                 after,
-                streams=name in STREAMING or (name == "train" and minibatches == 1),
-                switch_s=_switches(devices, name),
+                streams=name != "train" or whole,
+                divisible=name not in ONE_PROCESS,
+                switch_s=_switches(devices) if name in ("inference", "train") else {},
             )
         )
-    kinds = [
-        Kind(name, own.count, own.price, own.wait_s(1), own.losses_per_hour)
-        for name, own in devices.items()
-    ]
-    return Problem(
+    problem = Problem(
         stages,
-        kinds,
-        sync_s=_transfers(devices, profile),
+        [
+            Kind(name, own.count, own.price, own.wait_s(1), own.losses_per_hour)
+            for name, own in devices.items()
+        ],
+        chunks=[n for n in CHUNKS if request.config.rollout.batch % n == 0],
+        sync_s=_transfers(devices, request.profile),
         mixing=MIXING,
-        allowed={stage: frozenset(kinds) for stage, kinds in allowed.items() if stage in STAGES},
+        allowed={stage: kinds for stage, kinds in request.pins.items() if stage in STAGES},
     )
+    return problem, tables
 
 
-def tables(
-    devices: Mapping[str, Devices], profile: Profile, config: RunConfig
-) -> dict[str, dict[str, RateTable]]:
-    """By stage and kind: its rates on 0 to all devices, and how well they are known.
-
-    A kind is left out where no measurement of the stage succeeded. More devices than a stage can
-    use stand idle.
-    """
-    found: dict[str, dict[str, RateTable]] = {stage: {} for stage in STAGES}
-    for stage, by_kind in found.items():
-        for kind, own in devices.items():
-            try:
-                work = Work(own, stage, profile)
-            except PlanError:
-                continue
-            counts = np.arange(own.count + 1)
-            table = measured_rates(
-                work.measured,
-                profile.samples,
-                own.count,
-                runnable=(counts <= work_items(stage, config)) & (counts < work.failed),
-                memory_bytes=work.peak_memory_bytes or math.nan,
-            )
-            if table.rates.any():
-                by_kind[kind] = table
-    return found
+def _rates(work: Work, request: Request) -> RateTable:
+    """On 0 to all devices of the kind, everything loaded."""
+    count = work.devices.count
+    counts = np.arange(count + 1)
+    runnable = (counts <= work_items(work.stage, request.config)) & (counts < work.failed)
+    table = measured_rates(
+        work.measured,
+        request.profile.samples,
+        count,
+        runnable=runnable,
+        memory_bytes=work.peak_memory_bytes or math.nan,
+    )
+    if not table.rates.any():
+        raise PlanError("no number of devices that is there was measured")
+    return table
 
 
-def _switches(devices: Mapping[str, Devices], stage: str) -> dict[str, float]:
-    """Bringing the trainer out and in again; an engine gets new weights in any case."""
-    if stage not in ("inference", "train"):
-        return {}
-    found = {}
-    for name, own in devices.items():
-        # What was never off the device costs nothing to bring back.
-        seconds = sum(own.profile.overhead_s(part, 1) for part in ("offload", "onload"))
-        if own.kind.gpus_per_node and own.kind.gpu_model:
-            found[name] = seconds / 2
-    return found
+def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:
+    """Bringing the trainer out and in again where devices have a memory of their own."""
+    return {
+        name: sum(own.profile.overhead_s(part, 1) for part in ("offload", "onload")) / 2
+        for name, own in devices.items()
+        if own.kind.gpu_model
+    }
 
 
 def _transfers(devices: Mapping[str, Devices], profile: Profile) -> dict[tuple[str, str], float]:
@@ -115,15 +104,19 @@ def _transfers(devices: Mapping[str, Devices], profile: Profile) -> dict[tuple[s
     for source, a in devices.items():
         for target, b in devices.items():
             files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
-            links = [
-                link
-                for link in (*profile.links, *a.profile.links)
-                if link.path in ("inter_node", "inter_partition")
-                and set(link.between) == {source, target}
-            ]
-            sends = [_seconds(link, profile.weights_bytes) for link in links]
+            sends = [_seconds(link, profile.weights_bytes) for link in links(profile, a, b)]
             found[source, target] = min([files, *sends])
     return found
+
+
+def links(profile: Profile, a: Devices, b: Devices) -> list[Link]:
+    """Measured ways between nodes of two kinds."""
+    ends = {a.profile.partition, b.profile.partition}
+    return [
+        link
+        for link in (*profile.links, *a.profile.links)
+        if link.path in ("inter_node", "inter_partition") and set(link.between) == ends
+    ]
 
 
 def _seconds(link: Link, size: int) -> float:

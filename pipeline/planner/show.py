@@ -16,11 +16,14 @@ from rich.table import Table
 from pipeline.actuals import Comparison, Times, actual, compare
 from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig
-from pipeline.plan import Plan, Sources, read_plan
+from pipeline.plan import Grain, Plan, Sources, read_plan
 from pipeline.planner.devices import devices_of, local_devices
+from pipeline.planner.jobs import assess
 from pipeline.planner.options import Correction
 from pipeline.planner.page import page
-from pipeline.planner.propose import Proposal, Request, assess, parse_pins, propose
+from pipeline.planner.proposal import Proposal
+from pipeline.planner.propose import propose
+from pipeline.planner.request import Request, parse_pins
 from pipeline.profile.identity import Identity
 from pipeline.profile.kinds import local_kind
 from pipeline.profile.schema import load_profile
@@ -32,7 +35,9 @@ from slurm.site import Site, load_site
 from stages.layout import PLAN
 
 
-def request(config: RunConfig, sources: Sources, objective: str = "time") -> Request:
+def request(
+    config: RunConfig, sources: Sources, objective: str = "time", grain: Grain = "stage"
+) -> Request:
     """Gather what the planner needs.
 
     Raises:
@@ -52,7 +57,7 @@ def request(config: RunConfig, sources: Sources, objective: str = "time") -> Req
         known = load_site(site) if site else Site()
         devices, notes = devices_of(obtain(saved, site), known, profile, sources.partitions)
     pins = parse_pins(sources.pins, devices)
-    return Request(config, profile, devices, objective, pins, notes, sources=sources)
+    return Request(config, profile, devices, objective, grain, pins, notes, sources=sources)
 
 
 def write(proposal: Proposal, out: Path, title: str) -> Path:
@@ -181,9 +186,10 @@ def make(
     objective: str,
     what_ifs: Sequence[str],
     given: Path | None = None,
+    grain: Grain = "stage",
 ) -> None:
     """``rlinf plan``: plan, print, write; or assess a given plan, which is left as it is."""
-    asked = request(config, sources, objective)
+    asked = request(config, sources, objective, grain)
     if given is not None:
         show(assess(asked, read_plan(given), str(given), what_ifs))
         return
@@ -215,7 +221,7 @@ def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: b
         raise PlanError(f"{run.folder}: two iterations must be finished before a new plan")
     console = Console()
     console.print(actual_table(lines))
-    asked = request(run.config, sources, objective or plan.predicted.objective)
+    asked = request(run.config, sources, objective or plan.predicted.objective, plan.grain)
     proposal = propose(replace(asked, corrections=corrections(plan, actual(run), asked)))
     show(proposal)
     out = run.folder / (PLAN if apply else "replan.yaml")

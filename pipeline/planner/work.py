@@ -61,7 +61,6 @@ class Work:
             if p.time is not None and p.time.median_s > 0
             for count in [len(p.time.seconds)]
         ]
-        """By processes and samples; what was measured once with a spread that is assumed."""
         places = {(p.processes, p.size) for p in self.measured}
         self._fit: Fit | None = fit_times(self.measured) if len(places) >= LEAST_POINTS else None
         self._exact = {p.processes: p for p in self.measured if p.size == self.samples}

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline.plan import Plan, parse_plan
-from pipeline.planner.propose import Request, assess, propose
+from pipeline.planner.jobs import assess
+from pipeline.planner.propose import propose
+from pipeline.planner.request import Request
 from pipeline.workflow import compose
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError

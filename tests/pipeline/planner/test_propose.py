@@ -12,7 +12,9 @@ import yaml
 from pipeline.plan import parse_plan
 from pipeline.planner.devices import devices_of, with_counts
 from pipeline.planner.options import MIXING
-from pipeline.planner.propose import Proposal, Request, parse_pins, propose
+from pipeline.planner.proposal import Proposal
+from pipeline.planner.propose import propose
+from pipeline.planner.request import Request, parse_pins
 from pipeline.planner.show import show, write
 from pipeline.planner.stagewise import cost
 from pipeline.workflow import compose

@@ -1,0 +1,239 @@
+"""Proposals of grain ``segment``: pools that hold their devices over many iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.cost.predict import Expected, expect
+from pipeline.plan import Forecast, Plan, Pool, StageForecast, StagePlan
+from pipeline.planner.devices import Devices
+from pipeline.planner.jobs import LIKE, MOST_CPUS
+from pipeline.planner.predict import Prediction
+from pipeline.planner.problem import Placement, Problem
+from pipeline.planner.proposal import Alternative, Proposal, Row, interval, what_if_bars
+from pipeline.planner.request import Request
+from pipeline.planner.search import Solution, solve
+from pipeline.planner.segments import Tables, build, links
+
+ALTERNATIVES = 4
+
+
+def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
+    """The best division of the stages over pools.
+
+    Raises:
+        PlanError: the stages fit nowhere.
+    """
+    problem, tables = build(request)
+    best, *others = solve(problem, request.goal(), 1 + ALTERNATIVES)
+    expected = expect(problem, best.placement, tables)
+    rows = _rows(problem, best, tables)
+    forecast = Forecast(
+        objective=request.objective,
+        cost=best.cost,
+        iteration_s=expected.nominal_s,
+        low_s=expected.q10_s,
+        high_s=expected.q90_s,
+        gpu_hours=expected.gpu_hours,
+        stages={
+            row.stage: StageForecast(
+                seconds=row.seconds,
+                low_s=row.low_s,
+                high_s=row.high_s,
+                parts_s=dict(row.parts_s),
+                bound_by=row.bound_by,
+                start_s=row.start_s,
+            )
+            for row in rows
+        },
+        sources=request.sources,
+    )
+    return Proposal(
+        plan=_plan(request, problem, best.placement, forecast),
+        mode=best.placement.mode,
+        rows=rows,
+        objective=request.objective,
+        unit=request.goal().unit,
+        bound=best.bound,
+        exact=best.exact,
+        alternatives=tuple(_alternative(problem, best, other) for other in others),
+        what_ifs=tuple(what_if_bars(request, what_ifs, _best)),
+        notes=(*request.notes, *_notes(expected, tables)),
+    )
+
+
+def _best(request: Request) -> tuple[float, float]:
+    best = solve(build(request)[0], request.goal())[0]
+    return float(best.prediction.total_s), best.cost
+
+
+def _rows(problem: Problem, best: Solution, tables: Tables) -> tuple[Row, ...]:
+    predicted, placement = best.prediction, best.placement
+    rows = []
+    for s, stage in enumerate(problem.stages):
+        pool = _pool_of(placement, s)
+        start, finish = float(predicted.start_s[s]), float(predicted.finish_s[s])
+        busy = float(predicted.busy_s[s])
+        spread = max(
+            float(tables[stage.name][kind.name].spread[n])
+            for kind, n in zip(problem.kinds, placement.gpus[pool], strict=True)
+            if n and kind.name in tables[stage.name]
+        )
+        low, high = interval(finish - start, spread * busy)
+        parts = {"waiting": max(0.0, finish - start - busy), "work": busy}
+        rows.append(
+            Row(
+                stage.name,
+                _kinds(problem, placement, pool),
+                f"pool {pool + 1}: {sum(placement.gpus[pool])}",
+                sum(placement.gpus[pool]),
+                start,
+                finish - start,
+                low,
+                high,
+                parts,
+                max(parts, key=lambda name: parts[name]),
+            )
+        )
+    moved = float(predicted.sync_s)
+    if moved:
+        end = float(predicted.total_s)
+        pool = _pool_of(placement, 0)
+        rows.append(
+            Row(
+                "sync",
+                _kinds(problem, placement, pool),
+                f"pool {pool + 1}: {sum(placement.gpus[pool])}",
+                sum(placement.gpus[pool]),
+                end - moved,
+                moved,
+                moved,
+                moved,
+                {"transfer": moved},
+                "transfer",
+            )
+        )
+    return tuple(rows)
+
+
+def _pool_of(placement: Placement, stage: int) -> int:
+    return next(i for i, pool in enumerate(placement.pools) if stage in pool)
+
+
+def _kinds(problem: Problem, placement: Placement, pool: int) -> str:
+    pairs = zip(problem.kinds, placement.gpus[pool], strict=True)
+    return "+".join(kind.name for kind, n in pairs if n)
+
+
+def _plan(request: Request, problem: Problem, placement: Placement, forecast: Forecast) -> Plan:
+    pools = tuple(
+        Pool(
+            stages=tuple(problem.stages[s].name for s in pool),
+            gpus={kind.name: n for kind, n in zip(problem.kinds, gpus, strict=True) if n},
+        )
+        for pool, gpus in zip(placement.pools, placement.gpus, strict=True)
+    )
+    stages = {stage: _resources(pool, request) for pool in pools for stage in pool.stages}
+    stages["sync"] = stages["train"]
+    stages |= {seldom: stages[like] for seldom, like in LIKE.items()}
+    return Plan(
+        grain="segment",
+        stages=stages,
+        pools=pools,
+        chunks=placement.chunks,
+        transports=_transports(request, pools),
+        predicted=forecast,
+    )
+
+
+def _resources(pool: Pool, request: Request) -> StagePlan:
+    """What a job of the pool's largest part asks for."""
+    name = max(pool.gpus, key=lambda kind: pool.gpus[kind])
+    own, count = request.devices[name], pool.gpus[name]
+    nodes = -(-count // own.per_node)
+    values: dict[str, object] = {
+        "partition": own.kind.partition or None,
+        "nodes": nodes,
+        "processes": -(-count // nodes),
+    }
+    if own.kind.gpus_per_node:
+        values |= {
+            "gpus": values["processes"],
+            "gpu_type": own.kind.gpu_type or None,
+            "cpus": min(MOST_CPUS, max(1, own.kind.cpus_per_node // own.kind.gpus_per_node)),
+        }
+    return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
+
+
+def _transports(request: Request, pools: Sequence[Pool]) -> dict[str, str]:
+    """How each edge moves its bytes: by reference within a pool, else by network if measured."""
+    pool_of = {stage: pool for pool in pools for stage in pool.stages}
+    pool_of["sync"] = pool_of["train"]
+    found = {}
+    for target, sources in {**request.after(), "rollout": ("sync",)}.items():
+        for source in sources:
+            a, b = pool_of[source], pool_of[target]
+            if a is b:
+                found[f"{source} -> {target}"] = "reference"
+                continue
+            ways = [
+                link.backend
+                for one in _of(a, request)
+                for other in _of(b, request)
+                for link in links(request.profile, one, other)
+            ]
+            found[f"{source} -> {target}"] = min(ways, key=["nccl", "gloo"].index, default="file")
+    return found
+
+
+def _of(pool: Pool, request: Request) -> list[Devices]:
+    return [request.devices[kind] for kind in pool.gpus]
+
+
+def _alternative(problem: Problem, best: Solution, other: Solution) -> Alternative:
+    pools = [
+        "+".join(problem.stages[s].name for s in pool)
+        + f" on {' '.join(_held(problem, other.placement, i))}"
+        for i, pool in enumerate(other.placement.pools)
+    ]
+    return Alternative(
+        f"{other.placement.mode}: {' | '.join(pools)}",
+        float(other.prediction.total_s),
+        other.cost,
+        _why(problem, best.prediction, other.prediction),
+    )
+
+
+def _held(problem: Problem, placement: Placement, pool: int) -> list[str]:
+    pairs = zip(problem.kinds, placement.gpus[pool], strict=True)
+    return [f"{n} {kind.name}" for kind, n in pairs if n]
+
+
+def _why(problem: Problem, own: Prediction, its: Prediction) -> str:
+    """The stage whose work grew most; if none did, what is waited for."""
+    if float(its.total_s) <= float(own.total_s):
+        return "it holds more devices"
+    more = its.busy_s - own.busy_s
+    s = int(more.argmax())
+    if more[s] > 0.01 * float(own.total_s):
+        name = problem.stages[s].name
+        return f"{name} takes {float(its.busy_s[s]):.3g} s instead of {float(own.busy_s[s]):.3g} s"
+    if float(its.sync_s) > float(own.sync_s):
+        return f"weights move for {float(its.sync_s):.3g} s"
+    return "less runs side by side"
+
+
+def _notes(expected: Expected, tables: Tables) -> list[str]:
+    notes = []
+    if expected.influences:
+        first = expected.influences[0]
+        notes.append(f"what matters most: {first.number}; a tenth less saves {first.saved_s:.3g} s")
+    for pool, idle in enumerate(expected.idle):
+        notes.append(f"pool {pool + 1} stands idle for {idle:.0%} of an iteration")
+    if expected.lost_s:
+        notes.append(
+            f"preemption and failures cost {expected.lost_s:.3g} s an iteration on average"
+        )
+    if expected.guesses:
+        notes.append(f"not measured: {', '.join(expected.guesses)}; the interval is wider")
+    return notes

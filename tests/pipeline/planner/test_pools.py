@@ -1,0 +1,154 @@
+"""Plans of grain ``segment``: pools over the measured devices, explained, and as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline.experiment import prepare
+from pipeline.plan import parse_plan
+from pipeline.planner.devices import devices_of
+from pipeline.planner.predict import Predictor
+from pipeline.planner.propose import propose
+from pipeline.planner.request import Request
+from pipeline.planner.segments import STAGES, build
+from pipeline.planner.show import show, write
+from pipeline.workflow import compose as hydra_compose
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from slurm.site import Site
+from tests.pipeline.planner import clusters
+from tests.pipeline.planner.test_propose import ask
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return validate(RunConfig, hydra_compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+
+
+@pytest.fixture(scope="module")
+def asked(config: RunConfig) -> Request:
+    return ask(config, "a100", "h100", grain="segment")
+
+
+def test_rates_are_those_measured_with_everything_loaded(asked: Request) -> None:
+    problem, tables = build(asked)
+    assert [stage.name for stage in problem.stages] == list(STAGES)
+    for name in ("rollout", "inference", "train"):
+        for kind in ("a100", "h100"):
+            rates = tables[name][kind].rates
+            expected = [1 / clusters.work(name, kind, n) for n in (1, 2, 4)]
+            assert rates[[1, 2, 4]] == pytest.approx(expected, rel=0.02)
+            assert rates[0] == 0
+            assert np.all(np.diff(rates) >= 0)
+
+
+def test_more_devices_than_pieces_of_work_stand_idle(asked: Request) -> None:
+    """The rollout has 16 prompts; a seventeenth process would have nothing to do."""
+    own = asked.devices["h100"]
+    many = replace(own, kind=replace(own.kind, nodes=20))
+    rates = build(replace(asked, devices={"h100": many}))[1]["rollout"]["h100"].rates
+    assert rates[16] == rates[40] > rates[15]
+
+
+def test_every_stage_has_a_pool_within_what_there_is(asked: Request) -> None:
+    plan = propose(asked).plan
+    assert plan.grain == "segment"
+    assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(STAGES)
+    for kind, own in asked.devices.items():
+        assert sum(pool.gpus.get(kind, 0) for pool in plan.pools) <= own.count
+    assert asked.config.rollout.batch % plan.chunks == 0
+
+
+def test_pools_beat_every_plan_on_one_kind_alone(asked: Request) -> None:
+    whole = propose(asked).forecast.iteration_s
+    for kind, own in asked.devices.items():
+        assert whole <= propose(replace(asked, devices={kind: own})).forecast.iteration_s
+
+
+def test_what_is_predicted_follows_from_the_plan(asked: Request) -> None:
+    from pipeline.planner.problem import Placement
+
+    proposal = propose(asked)
+    problem, _ = build(asked)
+    names = [stage.name for stage in problem.stages]
+    pools = proposal.plan.pools
+    placement = Placement(
+        tuple(tuple(names.index(stage) for stage in pool.stages) for pool in pools),
+        tuple(tuple(pool.gpus.get(kind.name, 0) for kind in problem.kinds) for pool in pools),
+        proposal.plan.chunks,
+    )
+    total = float(Predictor(problem).one(placement).total_s)
+    forecast = proposal.forecast
+    assert forecast.iteration_s == pytest.approx(total)
+    assert forecast.low_s < forecast.iteration_s < forecast.high_s
+    ends = [entry.start_s + entry.seconds for entry in forecast.stages.values()]
+    assert max(ends) == pytest.approx(total)
+
+
+def test_edges_within_a_pool_pass_references(asked: Request) -> None:
+    plan = propose(asked).plan
+    pool_of = {stage: pool for pool in plan.pools for stage in pool.stages}
+    pool_of["sync"] = pool_of["train"]
+    assert plan.transports
+    for edge, transport in plan.transports.items():
+        source, target = edge.split(" -> ")
+        assert (transport == "reference") == (pool_of[source] is pool_of[target])
+
+
+def test_pins_hold_for_pools(config: RunConfig) -> None:
+    request = ask(config, "a100", "h100", grain="segment", pins=("train=a100", "rollout=h100"))
+    for pool in propose(request).plan.pools:
+        assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
+        assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}
+
+
+def test_nodes_of_two_partitions_are_counted_once(config: RunConfig) -> None:
+    whole = build(ask(config, grain="segment"))[0]
+    assert {kind.name: kind.gpus for kind in whole.kinds} == {"a100": 4, "cpu": 8, "h100": 4}
+
+
+def test_a_few_measurements_count_for_what_they_are(config: RunConfig) -> None:
+    """Too few for a fit: other numbers of devices are not guessed."""
+    profile = clusters.profile(config, "h100")
+    kind = profile.kinds["h100"]
+    few = [p for p in kind.points if p.samples == 32 and p.processes in (1, 4)]
+    thin = profile.model_copy(
+        update={"kinds": {"h100": kind.model_copy(update={"points": tuple(few)})}}
+    )
+    found, _ = devices_of(clusters.inventory(), Site(), thin, ["h100"])
+    rates = build(Request(config, thin, found, grain="segment"))[1]["train"]["h100"].rates
+    assert rates[1] == rates[2] == rates[3] < rates[4]
+    assert rates[4] == pytest.approx(1 / clusters.work("train", "h100", 4), rel=0.01)
+
+
+def test_it_is_explained_and_kept_as_a_file(
+    asked: Request, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proposal = propose(asked, ["h100=8"])
+    show(proposal)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "what matters most" in printed
+    assert "h100=8" in printed
+    assert len(proposal.alternatives) == 4
+    costs = [proposal.forecast.cost, *(other.cost for other in proposal.alternatives)]
+    assert costs == sorted(costs)
+    page = write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
+    assert again == proposal.plan
+    assert "pool 1" in page.read_text()
+
+
+def test_no_driver_takes_pools_for_jobs(
+    asked: Request, compose: Callable[..., dict[str, Any]]
+) -> None:
+    values = compose()
+    values["plan"] = propose(asked).plan.dump()
+    with pytest.raises(PlanError, match="grain: segment: no driver runs pools yet"):
+        prepare(values)
