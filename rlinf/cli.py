@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,13 @@ RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/a
 Overrides = Annotated[
     list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
 ]
+
+
+class Grain(StrEnum):
+    """How long a job lasts."""
+
+    stage = "stage"
+    segment = "segment"
 
 
 @app.callback(invoke_without_command=True)
@@ -150,6 +158,9 @@ def plan(
     what_if: Annotated[
         list[str] | None, typer.Option(help="KIND=NUMBER of devices; may be repeated")
     ] = None,
+    grain: Annotated[
+        Grain, typer.Option(help="A job for each stage, or pools over a segment of many iterations")
+    ] = Grain.stage,
     check: Annotated[
         Path | None, typer.Option(help="Assess this plan instead of making one")
     ] = None,
@@ -161,7 +172,7 @@ def plan(
     from pipeline.planner.show import make
 
     sources = planning_sources(profile, source, site, partition, pin)
-    make(composed(overrides), sources, out, objective, what_if or (), check)
+    make(composed(overrides), sources, out, objective, what_if or (), check, grain.value)
 
 
 @app.command()

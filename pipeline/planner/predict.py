@@ -123,7 +123,9 @@ class Predictor:
         """Seconds of a stage alone on GPUs ``[kinds, n]``; infinite where it cannot run."""
         parts = self.rates(stage, gpus)
         rate = parts.sum(0)
-        if self.problem.mixing != 1.0:
+        if not self.problem.stages[stage].divisible:
+            rate = parts.max(0)
+        elif self.problem.mixing != 1.0:
             # The quickest kind alone is never given up for a mixture that loses more than it adds.
             several = (parts > 0).sum(0) > 1
             mixed = np.maximum(rate * self.problem.mixing, parts.max(0))

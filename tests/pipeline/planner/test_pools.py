@@ -49,6 +49,16 @@ def test_rates_are_those_measured_with_everything_loaded(asked: Request) -> None
             assert np.all(np.diff(rates) >= 0)
 
 
+def test_what_one_process_does_is_not_quicker_on_two_kinds(asked: Request) -> None:
+    problem, _ = build(asked)
+    predictor, reward = Predictor(problem), list(STAGES).index("reward")
+    seconds = [
+        float(predictor.duration(reward, np.array([[a100], [h100]]))[0])
+        for a100, h100 in ((1, 1), (0, 1), (4, 4))
+    ]
+    assert seconds[0] == seconds[1] == seconds[2]
+
+
 def test_more_devices_than_pieces_of_work_stand_idle(asked: Request) -> None:
     """The rollout has 16 prompts; a seventeenth process would have nothing to do."""
     own = asked.devices["h100"]
