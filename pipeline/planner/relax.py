@@ -175,7 +175,9 @@ class _Program:
                     self._add(row, height)
             # speed <= sum of the parts; and, since a mixture keeps a share m of the sum unless one
             # kind alone is quicker, speed <= m sum + (1 - m) (the quickest kind alone).
-            mixing = self._of.problem.mixing
+            # What does not mix at all is a share of 0.
+            problem = self._of.problem
+            mixing = problem.mixing if problem.stages[s].divisible else 0.0
             alone = max(float(table[-1]) for table in self._of.predictor.tables[s])
             for share in {1.0, mixing}:
                 row = np.zeros(self.size)

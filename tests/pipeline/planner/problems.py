@@ -51,7 +51,7 @@ def random_problem(
                 rates,
                 after=after,
                 streams=bool(rng.random() < 0.8),
-                divisible=bool(rng.random() < 0.9),
+                divisible=bool(rng.random() < 0.9) or smooth,
                 chunk_s=float(rng.choice([0.0, 0.05, 1.0])),
                 switch_s={k.name: float(rng.choice([0.0, 3.0, 9.0])) for k in kinds},
                 cycle="act" if stages > 2 and s < 2 and seed % 4 == 0 else None,

@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from pipeline.experiment import prepare
 from pipeline.plan import parse_plan
-from pipeline.planner.devices import devices_of
 from pipeline.planner.predict import Predictor
 from pipeline.planner.propose import propose
 from pipeline.planner.request import Request
@@ -22,8 +20,6 @@ from pipeline.planner.show import show, write
 from pipeline.workflow import compose as hydra_compose
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
-from slurm.site import Site
-from tests.pipeline.planner import clusters
 from tests.pipeline.planner.test_propose import ask
 
 
@@ -35,36 +31,6 @@ def config() -> RunConfig:
 @pytest.fixture(scope="module")
 def asked(config: RunConfig) -> Request:
     return ask(config, "a100", "h100", grain="segment")
-
-
-def test_rates_are_those_measured_with_everything_loaded(asked: Request) -> None:
-    problem, tables = build(asked)
-    assert [stage.name for stage in problem.stages] == list(STAGES)
-    for name in ("rollout", "inference", "train"):
-        for kind in ("a100", "h100"):
-            rates = tables[name][kind].rates
-            expected = [1 / clusters.work(name, kind, n) for n in (1, 2, 4)]
-            assert rates[[1, 2, 4]] == pytest.approx(expected, rel=0.02)
-            assert rates[0] == 0
-            assert np.all(np.diff(rates) >= 0)
-
-
-def test_what_one_process_does_is_not_quicker_on_two_kinds(asked: Request) -> None:
-    problem, _ = build(asked)
-    predictor, reward = Predictor(problem), list(STAGES).index("reward")
-    seconds = [
-        float(predictor.duration(reward, np.array([[a100], [h100]]))[0])
-        for a100, h100 in ((1, 1), (0, 1), (4, 4))
-    ]
-    assert seconds[0] == seconds[1] == seconds[2]
-
-
-def test_more_devices_than_pieces_of_work_stand_idle(asked: Request) -> None:
-    """The rollout has 16 prompts; a seventeenth process would have nothing to do."""
-    own = asked.devices["h100"]
-    many = replace(own, kind=replace(own.kind, nodes=20))
-    rates = build(replace(asked, devices={"h100": many}))[1]["rollout"]["h100"].rates
-    assert rates[16] == rates[40] > rates[15]
 
 
 def test_every_stage_has_a_pool_within_what_there_is(asked: Request) -> None:
@@ -117,25 +83,6 @@ def test_pins_hold_for_pools(config: RunConfig) -> None:
     for pool in propose(request).plan.pools:
         assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
         assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}
-
-
-def test_nodes_of_two_partitions_are_counted_once(config: RunConfig) -> None:
-    whole = build(ask(config, grain="segment"))[0]
-    assert {kind.name: kind.gpus for kind in whole.kinds} == {"a100": 4, "cpu": 8, "h100": 4}
-
-
-def test_a_few_measurements_count_for_what_they_are(config: RunConfig) -> None:
-    """Too few for a fit: other numbers of devices are not guessed."""
-    profile = clusters.profile(config, "h100")
-    kind = profile.kinds["h100"]
-    few = [p for p in kind.points if p.samples == 32 and p.processes in (1, 4)]
-    thin = profile.model_copy(
-        update={"kinds": {"h100": kind.model_copy(update={"points": tuple(few)})}}
-    )
-    found, _ = devices_of(clusters.inventory(), Site(), thin, ["h100"])
-    rates = build(Request(config, thin, found, grain="segment"))[1]["train"]["h100"].rates
-    assert rates[1] == rates[2] == rates[3] < rates[4]
-    assert rates[4] == pytest.approx(1 / clusters.work("train", "h100", 4), rel=0.01)
 
 
 def test_it_is_explained_and_kept_as_a_file(
