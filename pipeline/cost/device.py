@@ -25,7 +25,7 @@ LINK_EFFICIENCY = 0.8
 """Share of a link's bandwidth that large messages reach: nccl-tests report 235 GB/s for all-reduce
 on eight A100 with 300 GB/s of NVLink each (its PERFORMANCE.md defines the figure)."""
 NVLINK_LATENCY_S = 4e-6
-"""Per hop, launch included (assumed; tested against published decoding over 2 to 8 A100)."""
+"""Per hop, launch included: chosen with published decoding over 2 to 8 A100 in view (gpt-fast)."""
 PCIE_LATENCY_S = 10e-6
 INTER_LATENCY_S = 20e-6
 """Between nodes, per hop (assumed)."""
