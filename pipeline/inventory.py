@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rlinf.errors import SlurmError
 from slurm.client import SlurmClient
-from slurm.inventory import Inventory, NodeGroup, PartitionInventory, load_inventory
+from slurm.inventory import Inventory, NodeGroup, load_inventory
 from slurm.site import Site, load_site
 from slurm.survey import survey
 
@@ -58,56 +58,47 @@ def show(source: Path | None, save: Path | None, site: Path | None, *, as_json: 
 
 
 def table(inventory: Inventory) -> Table:
-    """A row for each group of like nodes."""
+    """A row for each group of like nodes, at home in 80 columns: names are folded, numbers not."""
     taken = inventory.taken.strftime("%Y-%m-%d %H:%M:%S %Z")
     title = f"Slurm {inventory.slurm_version}, {taken}"
     out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for heading in ("partition", "GPUs a node"):
-        out.add_column(heading, no_wrap=True)
-    for heading in (
-        "nodes idle/all",
-        "GPUs idle",
-        "memory GiB",
-        "limit",
-        "preemptible",
-        "queued",
-    ):
-        out.add_column(heading, min_width=max(map(len, heading.split())))
+        out.add_column(f"\n\n{heading}", overflow="fold")
+    numbers = ("nodes\nidle/\nall", "\n\ndown", "\nGPUs\nidle", "\nmem.\nGiB", "\ntime\nlimit")
+    for heading in (*numbers, "\npre-\nempt", "\njobs\nwait", "\ntheir\nGPUs"):
+        out.add_column(heading, no_wrap=True, justify="right")
     for name, partition in inventory.partitions.items():
         whole = (
             _limit(partition.time_limit_min),
             "yes" if inventory.preemptible(name) else "no",
-            _queued(partition),
+            str(partition.queued_jobs),
+            str(partition.queued_gpus or ""),
         )
         first = f"{name}{'*' if partition.default else ''}"
         first += "" if partition.available else " (closed)"
         if not partition.groups:
-            out.add_row(first, "", "0/0", "", "", *whole)
+            out.add_row(first, "", "0/0", "", "", "", *whole)
         for i, group in enumerate(partition.groups):
             out.add_row(first if i == 0 else "", *_group(group), *(whole if i == 0 else ()))
     return out
 
 
-def _group(group: NodeGroup) -> tuple[str, str, str, str]:
+def _group(group: NodeGroup) -> tuple[str, str, str, str, str]:
     nodes = f"{group.idle_nodes}/{group.count}"
-    if group.down_nodes:
-        nodes += f", {group.down_nodes} down"
+    down = str(group.down_nodes or "")
     memory = f"{group.mem_mb_per_node / 1024:.0f}"
     if not group.gpus_per_node:
-        return "none", nodes, "", memory
+        return "none", nodes, down, "", memory
     gpu = f"{group.gpus_per_node} x {group.gpu_type or group.gpu_model or 'gpu'}"
     if group.gpu_memory_gib is not None:
         gpu += f" ({group.gpu_memory_gib:g} GiB)"
-    return gpu, nodes, str(group.idle_gpus), memory
+    return gpu, nodes, down, str(group.idle_gpus), memory
 
 
 def _limit(minutes: int | None) -> str:
     if minutes is None:
         return "none"
     hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if hours and rest else f"{hours} h" if hours else f"{rest} min"
-
-
-def _queued(partition: PartitionInventory) -> str:
-    gpus = f" ({partition.queued_gpus} GPUs)" if partition.queued_gpus else ""
-    return f"{partition.queued_jobs}{gpus}"
+    return "".join(
+        f"{value}{unit}" for value, unit in ((hours, "h"), (rest, "m")) if value or not minutes
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pipeline.inventory import table
 from rlinf.cli import main
@@ -65,10 +67,45 @@ def saved(tmp_path: Path) -> Path:
 def test_the_table_has_a_row_for_each_group() -> None:
     rows = zip(*(column.cells for column in table(INVENTORY).columns), strict=True)
     assert list(rows) == [
-        ("gpu*", "4 x a100", "1/4, 1 down", "6", "512", "24 h 30 min", "no", "3 (24 GPUs)"),
-        ("", "none", "0/2", "", "256", "", "", ""),
-        ("spot (closed)", "", "0/0", "", "", "none", "yes", "0"),
+        ("gpu*", "4 x a100", "1/4", "1", "6", "512", "24h30m", "no", "3", "24"),
+        ("", "none", "0/2", "", "", "256", "", "", "", ""),
+        ("spot (closed)", "", "0/0", "", "", "", "none", "yes", "0", ""),
     ]
+
+
+@pytest.mark.parametrize("minutes", [0, 1, 59, 60, 1470, 20160])
+def test_a_time_limit_is_never_empty(minutes: int) -> None:
+    gpu = INVENTORY.partitions["gpu"].model_copy(update={"time_limit_min": minutes})
+    limits = table(INVENTORY.model_copy(update={"partitions": {"gpu": gpu}})).columns[6]
+    hours, rest = divmod(minutes, 60)
+    assert next(iter(limits.cells)) in (f"{hours}h{rest}m", f"{hours}h", f"{rest}m")
+
+
+def test_eighty_columns_hold_long_names_and_large_numbers() -> None:
+    long = GPU.model_copy(
+        update={
+            "gpu_type": "a100-sxm4-80gb",
+            "gpu_memory_gib": 80,
+            "count": 1200,
+            "idle_nodes": 1100,
+            "down_nodes": 100,
+            "idle_gpus": 8800,
+            "mem_mb_per_node": 2 << 20,
+        }
+    )
+    changes = {"groups": (long,), "queued_jobs": 12345, "queued_gpus": 54321}
+    partition = INVENTORY.partitions["gpu"].model_copy(update=changes)
+    wide = INVENTORY.model_copy(update={"partitions": {"gpu-a100-long-preemptible": partition}})
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(table(wide))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\u2026" not in text, "nothing is cut off"
+    words = text.split()
+    for number in ("1100/1200", "100", "8800", "2048", "24h30m", "no", "12345", "54321"):
+        assert number in words
+    first, second = (line.split()[0] for line in text.splitlines()[6:8])
+    assert first + second == "gpu-a100-long-preemptible*"
 
 
 def test_a_saved_inventory_is_shown_without_slurm(
