@@ -12,6 +12,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 import traceback
 import zlib
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from pathlib import Path
 
 from rlinf.errors import EXIT_REQUEUE, PlanError
 from rlinf.trainers.world import SHARES
+from slurm.ids import own_id
+from slurm.requeue import requeue
+
+SPREAD_S = 0.005
+"""Between the requests of two ranks."""
 
 
 @dataclass
@@ -41,29 +47,25 @@ class ModuleCall:
         code = run_module(self.module, self.argv)
         sys.stdout.flush()
         sys.stderr.flush()
-        if code == EXIT_REQUEUE and requeue(rank):
-            os._exit(0)
+        if code == EXIT_REQUEUE:
+            # Whoever stops first has the job requeued, which ends the others; of hundreds that stop
+            # together not all ask at once.
+            time.sleep(rank * SPREAD_S)
+            if requeue():
+                os._exit(0)
         if rank == 0 or code:
             self._note(code)
         # Leave without submitit's epilogue: the exit code of the job is that of the module.
         os._exit(code)
 
     def _note(self, code: int) -> None:
-        note = Path(self.exits) / f"{job_identity()}.exit"
+        note = Path(self.exits) / f"{own_id()}.exit"
         temporary = note.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"code": code}))
         if code or not note.exists():
             temporary.replace(note)
         else:
             temporary.unlink()
-
-
-def job_identity() -> str:
-    """The id under which the launcher knows this job: ``ARRAY_TASK`` in a job array."""
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    if task is None:
-        return os.environ["SLURM_JOB_ID"]
-    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
 
 
 def run_module(module: str, argv: tuple[str, ...]) -> int:
@@ -137,13 +139,3 @@ def _scontrol(*what: str) -> str:
     return subprocess.run(
         ["scontrol", "show", *what], capture_output=True, text=True, check=True
     ).stdout
-
-
-def requeue(rank: int) -> bool:
-    """Ask Slurm to run this job again; one rank does it for all. Whether it was accepted."""
-    if rank:
-        return True
-    done = subprocess.run(
-        ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, check=False
-    )
-    return done.returncode == 0

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from launchers.base import State, Status
 from rlinf.errors import SlurmError
+from slurm.ids import array_of, expand
 from slurm.states import parse_state
 
 TIMEOUT_S = 60.0
+# -r gives each element of a pending array a line. The reason comes last: it may be free text.
+QUEUE = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
+ACCOUNTING = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
+FILTERS = ("SQUEUE_", "SACCT_", "SINFO_")
+"""Variables of a user's own that change what Slurm's commands show (``SQUEUE_PARTITION``)."""
+_GONE = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Queued(Status):
+    """A job in the queue, with what limits on the number of jobs go by."""
+
+    account: str = ""
+    qos: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,13 @@ class Partition:
     gpus: dict[str, int]
     """GPUs per node by type."""
     default: bool = False
-    available: bool = True
+    state: str = "up"
+    """``up``, ``down`` (jobs wait), ``drain`` (no new jobs) or ``inact`` (neither)."""
+
+    @property
+    def available(self) -> bool:
+        """Whether jobs may be submitted and start."""
+        return self.state == "up"
 
 
 @dataclass
@@ -47,27 +69,58 @@ class SlurmClient:
         text = self.run("sinfo", "-h", "-o", "%P|%l|%D|%c|%m|%G|%a")
         return parse_partitions(text)
 
-    def queue(self) -> dict[str, Status]:
-        """This user's jobs in the queue, those that ended a short while ago included.
+    def queue(self) -> dict[str, Queued]:
+        """This user's jobs in the queue, array elements singly (``12_3``).
 
-        Each task of a job array is listed by itself, as ``ARRAY_TASK``.
+        Those that ended a short while ago are among them.
         """
-        form = "%i|%T|%r|%P|%N"
-        return parse_queue(self.run("squeue", "-h", "-r", "--me", "-t", "all", "-o", form))
+        return parse_queue(self.run(*QUEUE))
 
     def accounting(self, ids: Collection[str]) -> dict[str, Status]:
         """What accounting knows of jobs; empty where there is no accounting."""
-        fields = "JobID,State,ExitCode,Partition,NodeList"
+        asked = sorted({array_of(identity) for identity in ids})
         try:
-            text = self.run("sacct", "-n", "-P", "-X", "-j", ",".join(sorted(ids)), "-o", fields)
+            found = parse_accounting(self.run(*ACCOUNTING, ",".join(asked)))
         except SlurmError:
             return {}
-        return parse_accounting(text)
+        # Elements that were cancelled while they waited may stand under the id of their array only.
+        names = {i: i if i in found else array_of(i) for i in ids}
+        return {identity: found[name] for identity, name in names.items() if name in found}
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancel jobs; those already gone are no error."""
-        if ids:
+        """Cancel jobs; those already gone are no error, and keep no other one alive.
+
+        Raises:
+            SlurmError: a job that is there could not be cancelled.
+        """
+        if not ids:
+            return
+        try:
             self.run("scancel", *sorted(ids))
+        except SlurmError as error:
+            if len(ids) > 1:
+                self._cancel_singly(ids)
+            elif not _GONE.search(str(error)):
+                raise
+
+    def _cancel_singly(self, ids: Collection[str]) -> None:
+        """For versions of scancel that stop at the first job that is gone."""
+        failed = []
+        for identity in sorted(ids):
+            try:
+                self.cancel([identity])
+            except SlurmError as error:
+                failed.append(str(error))
+        if failed:
+            raise SlurmError("; ".join(failed))
+
+    def settings(self) -> dict[str, str]:
+        """The cluster's configuration, by the names of slurm.conf.
+
+        Raises:
+            SlurmError: Slurm is not installed or does not answer.
+        """
+        return parse_settings(self.run("scontrol", "show", "config"))
 
     def version(self) -> str:
         """Slurm's version, such as ``22.05.8``."""
@@ -92,7 +145,12 @@ def run(command: Sequence[str]) -> str:
         )
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env={k: v for k, v in os.environ.items() if not k.startswith(FILTERS)},
         )
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S:.0f} s") from None
@@ -108,7 +166,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
         parts = line.strip().split("|")
         if len(parts) < 7:
             continue
-        name, limit, nodes, cpus, memory, gres, available = parts[:7]
+        name, limit, nodes, cpus, memory, gres, state = parts[:7]
         known = found.get(name.rstrip("*"))
         gpus = parse_gpus(gres)
         found[name.rstrip("*")] = Partition(
@@ -119,7 +177,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             mem_mb_per_node=max(_number(memory), known.mem_mb_per_node if known else 0),
             gpus={**(known.gpus if known else {}), **gpus},
             default=name.endswith("*"),
-            available=available == "up",
+            state=state,
         )
     return found
 
@@ -151,30 +209,46 @@ def parse_minutes(text: str) -> int | None:
     return int(days or 0) * 1440 + hours * 60 + minutes
 
 
-def parse_queue(text: str) -> dict[str, Status]:
-    """Read ``squeue -h -o "%i|%T|%r|%P|%N"``."""
+def partition_names(text: str) -> tuple[str, ...]:
+    """``a100,h100`` as its names: the job runs in the first of them that has room."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+def parse_queue(text: str) -> dict[str, Queued]:
+    """Read squeue's answer to :data:`QUEUE`."""
     found = {}
-    for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) >= 5:
-            identity, state, reason, partition, node = parts[:5]
-            why = "" if reason in ("None", "(null)") else reason
-            found[identity] = Status(parse_state(state), None, why, partition, node)
+    for ids, state, partition, account, qos, node, reason in _rows(text, 7):
+        why = "" if reason in ("None", "(null)") else reason
+        status = Queued(parse_state(state), None, why, partition, node, account, qos)
+        for identity in expand(ids):
+            found[identity] = status
     return found
 
 
 def parse_accounting(text: str) -> dict[str, Status]:
-    """Read ``sacct -n -P -X -o JobID,State,ExitCode,Partition,NodeList``."""
+    """Read sacct's answer to :data:`ACCOUNTING`."""
     found = {}
-    for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) >= 5:
-            identity, state, code, partition, node = parts[:5]
-            kind = parse_state(state)
-            exit_code = int(code.split(":")[0]) if code.split(":")[0].isdigit() else None
-            reason = "" if kind is State.DONE else state
+    for ids, state, code, partition, node in _rows(text, 5):
+        kind = parse_state(state)
+        exit_code = int(code.split(":")[0]) if code.split(":")[0].isdigit() else None
+        reason = "" if kind is State.DONE else state
+        for identity in expand(ids):
             found[identity] = Status(kind, exit_code, reason, partition, node)
     return found
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Read ``scontrol show config``: lines of ``Key = value``."""
+    pairs = (line.split(" = ", 1) for line in text.splitlines() if " = " in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _rows(text: str, columns: int) -> Iterator[list[str]]:
+    """Lines of values parted by ``|``; the last may hold more of these. Others are left out."""
+    for line in text.splitlines():
+        parts = line.strip().split("|", columns - 1)
+        if len(parts) == columns:
+            yield parts
 
 
 def _number(text: str) -> int:

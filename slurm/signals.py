@@ -1,34 +1,47 @@
-"""Warning signals: they set a flag, and the work decides when to stop.
+"""Warning signals and the end of the job: they set a flag, and the work decides when to stop.
 
 Slurm sends USR2 some time before the wall-time limit or a preemption (NCCL owns USR1) and TERM at
 the end. A handler does nothing else: Python runs it between bytecodes, possibly in the middle of a
-write.
+write. Where the signal does not come, the clock sets the flag (:mod:`slurm.deadline`).
 """
 
 from __future__ import annotations
 
+import logging
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
+
+from slurm.deadline import stop_in
+
+log = logging.getLogger("rlinf")
 
 WATCHED = (signal.SIGUSR2, signal.SIGTERM)
 
 
 class StopFlag:
-    """Context manager that turns the warning signals into a flag.
+    """Context manager that turns the warning signals, and the job's end coming near, into a flag.
 
-    Outside the main thread, where Python allows no handlers, it only stays false.
+    Outside the main thread, where Python allows no handlers, the end alone sets it.
     """
 
     def __init__(self) -> None:
         self._set = False
+        self._stop_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def is_set(self) -> bool:
         """Whether the allocation is about to end."""
+        if not self._set and self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self._set = True
+            log.warning("this job's time is nearly up and no signal came yet: stopping")
         return self._set
 
     def __enter__(self) -> StopFlag:
+        left = stop_in()
+        self._stop_at = None if left is None else time.monotonic() + left
+
         def handle(number: int, frame: FrameType | None) -> None:
             self._set = True
 

@@ -1,4 +1,8 @@
-"""Slurm's job states as ours. A state nobody has heard of counts as running, and is logged."""
+"""Slurm's job states as ours. A state nobody has heard of counts as running, and is logged.
+
+Sources: https://slurm.schedmd.com/job_state_codes.html (states and flags up to 25.05) and the
+manual pages of squeue and sacct of 20.11 and later.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,14 @@ log = logging.getLogger("rlinf")
 STATES = {
     "PENDING": State.PENDING,
     "CONFIGURING": State.PENDING,
+    "POWER_UP_NODE": State.PENDING,
+    "EXPEDITING": State.PENDING,
+    # A flag: Slurm requeues the job, or its end follows.
+    "LAUNCH_FAILED": State.PENDING,
     "REQUEUED": State.PENDING,
     "REQUEUE_FED": State.PENDING,
     "REQUEUE_HOLD": State.PENDING,
+    "RESV_DEL_HOLD": State.PENDING,
     "SPECIAL_EXIT": State.PENDING,
     "RUNNING": State.RUNNING,
     "COMPLETING": State.RUNNING,
@@ -22,9 +31,9 @@ STATES = {
     "STAGE_OUT": State.RUNNING,
     "STOPPED": State.RUNNING,
     "SUSPENDED": State.RUNNING,
+    "UPDATE_DB": State.RUNNING,
     "COMPLETED": State.DONE,
     "FAILED": State.FAILED,
-    "LAUNCH_FAILED": State.FAILED,
     "RECONFIG_FAIL": State.FAILED,
     "CANCELLED": State.CANCELLED,
     "REVOKED": State.CANCELLED,

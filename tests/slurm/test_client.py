@@ -1,7 +1,6 @@
 """Text of several Slurm versions is read alike.
 
-``samples/22.05`` was recorded on the dev cluster; the lines of other versions below follow the
-formats in those versions' manual pages.
+Which of the samples were recorded, and which written after manual pages: ``samples/README.md``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import State
+from launchers.base import State, Status
 from rlinf.errors import SlurmError
 from slurm.client import (
     parse_accounting,
@@ -18,11 +17,16 @@ from slurm.client import (
     parse_minutes,
     parse_partitions,
     parse_queue,
+    parse_settings,
     run,
 )
+from slurm.deadline import parse_span
+from slurm.reasons import stuck
+from slurm.requeue import Life, parse_life
 from slurm.states import parse_state
 
 SAMPLES = Path(__file__).parent / "samples"
+VERSIONS = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "25.05")
 
 
 def test_recorded_partitions() -> None:
@@ -35,13 +39,75 @@ def test_recorded_partitions() -> None:
     assert found["a100"].time_limit_min is None
 
 
-def test_recorded_queue_and_accounting() -> None:
-    queue = parse_queue((SAMPLES / "22.05-squeue.txt").read_text())
-    assert {status.state for status in queue.values()} >= {State.RUNNING, State.PENDING}
-    accounts = parse_accounting((SAMPLES / "22.05-sacct.txt").read_text())
-    states = {status.state for status in accounts.values()}
-    assert states >= {State.DONE, State.FAILED, State.CANCELLED}
-    assert any(status.exit_code == 65 for status in accounts.values())
+def sections(version: str) -> dict[str, str]:
+    """The answers of a version by the question."""
+    parts = (SAMPLES / f"{version}.txt").read_text().split("## ")[1:]
+    return dict(part.split("\n", 1) for part in parts)
+
+
+def test_every_supported_version_has_a_sample() -> None:
+    assert {path.stem for path in SAMPLES.glob("??.??.txt")} == set(VERSIONS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_queue_of_every_version(version: str) -> None:
+    queue = parse_queue(sections(version)["squeue"])
+    assert {identity: status.state for identity, status in queue.items()} == {
+        **dict.fromkeys(["1"], State.DONE),
+        **dict.fromkeys(["2"], State.FAILED),
+        **dict.fromkeys(["7"], State.CANCELLED),
+        **dict.fromkeys(["3_0", "3_1", "4", "6"], State.RUNNING),
+        **dict.fromkeys(["3_2", "3_3", "5", "10", "11_0", "11_1", "11_2"], State.PENDING),
+        **dict.fromkeys(["9_5", "9_6", "9_7"], State.PENDING),
+    }
+    assert queue["4"].node == "a100-1"
+    assert queue["4"].qos == "normal"
+    stalled = {i for i, status in queue.items() if stuck(status.reason, i)}
+    assert stalled == {"5", "9_5", "9_6", "9_7"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_accounting_of_every_version(version: str) -> None:
+    accounts = parse_accounting(sections(version)["sacct"])
+    assert accounts["1"] == Status(State.DONE, 0, "", "cpu", "cpu-1")
+    assert (accounts["2"].state, accounts["2"].exit_code) == (State.FAILED, 65)
+    assert accounts["7"].state is State.CANCELLED
+    assert accounts["3_2"].state is accounts["9_6"].state is State.PENDING
+    queue = parse_queue(sections(version)["squeue"])
+    assert {i: s.state for i, s in accounts.items()} == {i: s.state for i, s in queue.items()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_partitions_of_every_version(version: str) -> None:
+    found = parse_partitions(sections(version)["sinfo"])
+    assert found["gpu"].gpus == {"a100": 4, "h100": 4}
+    assert found["cpu"].default
+    assert all(partition.available for partition in found.values())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_job_of_every_version_tells_its_span_and_whether_it_may_be_requeued(
+    version: str,
+) -> None:
+    span = parse_span(sections(version)["job"])
+    assert span.start is not None
+    assert span.end is not None
+    assert span.end - span.start == 3600
+    for question in ("job", "element"):
+        text = sections(version)[question]
+        assert parse_life(text) == Life("RUNNING", "None", 0)
+    endless = parse_span(sections(version)["element"])
+    assert endless.start is not None
+    assert endless.end is None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_settings_of_every_version(version: str) -> None:
+    settings = parse_settings(sections(version)["config"])
+    assert settings["SLURM_VERSION"].startswith(version)
+    assert settings["AccountingStorageEnforce"] == "associations,limits,qos"
+    assert int(settings["MaxArraySize"]) % 1000 == 1
+    assert int(settings["MaxJobCount"]) >= 10000
 
 
 @pytest.mark.parametrize(
@@ -88,7 +154,8 @@ def test_time_limits(text: str, want: int | None) -> None:
         ("PREEMPTED", State.PREEMPTED),
         ("DEADLINE", State.TIMEOUT),
         ("BOOT_FAIL", State.NODE_FAIL),
-        ("POWER_UP_NODE", State.RUNNING),
+        ("POWER_UP_NODE", State.PENDING),
+        ("A_STATE_OF_A_LATER_VERSION", State.RUNNING),
         ("", State.RUNNING),
     ],
 )

@@ -1,0 +1,72 @@
+"""Asking Slurm to run this job again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rlinf.errors import SlurmError
+from slurm.client import run
+from slurm.ids import own_id
+
+log = logging.getLogger("rlinf")
+
+_FIELD = re.compile(r"\b(JobState|Reason|Restarts)=(\S+)")
+# scontrol's words for a job that another rank has just had requeued.
+_UNDER_WAY = re.compile("pending execution", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Life:
+    """What becomes of a job, as ``scontrol show job`` tells."""
+
+    state: str
+    reason: str
+    restarts: int
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether nobody has ended it; what ran out of time may still be run again."""
+        return self.state == "RUNNING" or self.reason == "TimeLimit"
+
+
+def requeue(
+    environment: Mapping[str, str] = os.environ, ask: Callable[[list[str]], str] = run
+) -> bool:
+    """Ask Slurm to run this job again, which ends all of its ranks; whether it will.
+
+    Any rank may be the first to stop, while the others wait for it, so each one asks. A job that is
+    being cancelled stays so: it stopped because TERM came, and scontrol would revive it.
+    """
+    identity = str(own_id(environment))
+    try:
+        life = parse_life(ask(["scontrol", "show", "job", "-o", identity]))
+        if life.restarts > int(environment.get("SLURM_RESTART_COUNT", "0")):
+            return True
+        if not life.goes_on:
+            log.warning("job %s was ended (%s): not requeued", identity, life.state)
+            return False
+        ask(["scontrol", "requeue", identity])
+    except SlurmError as error:
+        if _UNDER_WAY.search(str(error)):
+            return True
+        log.warning("job %s cannot be requeued: %s", identity, error)
+        return False
+    return True
+
+
+def parse_life(text: str) -> Life:
+    """Read ``scontrol show job -o``.
+
+    Raises:
+        SlurmError: it tells of no job.
+    """
+    # The first of each: what the job's owner named comes later, but for the job's name.
+    found = dict(reversed(_FIELD.findall(text.partition("UserId=")[2])))
+    try:
+        return Life(found["JobState"], found["Reason"], int(found["Restarts"]))
+    except (KeyError, ValueError):
+        raise SlurmError(f"scontrol show job: cannot read {text.strip()[:200]!r}") from None
