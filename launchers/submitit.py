@@ -7,40 +7,48 @@ requeueing are left aside: they look rarely, guess time-outs from run times, and
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
 
-from launchers.base import Job, Resources, State, Status, tail
-from launchers.job import ModuleCall
-from rlinf import threads
-from rlinf.errors import SlurmError
-from rlinf.tree import python_path
-from slurm.client import SlurmClient
+from launchers.backlog import Backlog, Entry, noted
+from launchers.base import Job, State, Status, tail
+from rlinf.errors import EXIT_BAD_INPUT
+from slurm.client import Queued, SlurmClient
+from slurm.quotas import Quotas
+from slurm.reasons import stuck
 
 MANIFEST = "manifest.json"
-NOTE = "job.json"
-
-
-@dataclass
-class _Watched:
-    job: Job
-    since: float
 
 
 @dataclass
 class SubmititLauncher:
-    """See the module."""
+    """See the module.
+
+    Where limits allow no further job, those over them wait in this process and are submitted, in
+    order, as places become free (:mod:`launchers.backlog`).
+    """
 
     client: SlurmClient
+    quotas: Quotas | None = None
+    """Limits on the number of jobs; asked of Slurm before the first submission when not given."""
     grace_s: float = 20.0
     """How long a job may be known neither to queue nor accounting before it has vanished."""
-    _watched: dict[str, _Watched] = field(default_factory=dict)
+    patience_s: float = 60.0
+    """How long a job may wait for a reason that never ends by itself before it is cancelled; while
+    the controller starts or is configured anew, jobs may show one for a moment."""
+    hold_patience_s: float = 900.0
+    """How long a job may be held before it is given up. It stays in the queue, so that whoever
+    holds it may release it and resume the run."""
+    _watched: dict[str, Entry] = field(default_factory=dict)
     _missing: dict[str, float] = field(default_factory=dict)
+    _numbers: count[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._backlog = Backlog(self.client, self.quotas)
+        self._asked = False
 
     @property
     def poll_s(self) -> float:
@@ -51,65 +59,108 @@ class SubmititLauncher:
         return self.submit_array([job])[0]
 
     def submit_array(self, jobs: Sequence[Job]) -> list[str]:
-        """See :class:`launchers.base.Launcher`; jobs still queued or running are found again."""
-        known = [self._adopt(job) for job in jobs]
-        missing = [job for job, identity in zip(jobs, known, strict=True) if identity is None]
-        submitted = time.time()
-        fresh = iter(self._sbatch(missing) if missing else [])
-        out = []
-        for job, adopted in zip(jobs, known, strict=True):
-            identity = adopted or next(fresh)
-            self._watched[identity] = _Watched(job, time.time())
-            if adopted is None:
-                note = {"id": identity, "name": job.name, "submitted": submitted}
-                _write(job.out / NOTE, note)
-            out.append(identity)
-        return out
+        """See :class:`launchers.base.Launcher`; jobs still queued or running are found again.
+
+        Returns:
+            An id for each: Slurm's (``12``, ``12_3``), or one of this launcher for a job that waits
+            for a place in the queue.
+        """
+        notes = [noted(job) for job in jobs]
+        queue = None if self._asked and not any(notes) else self.client.queue()
+        self._asked = True
+        entries = [
+            Entry(job, note if note is not None and _active(queue, note) else None)
+            for job, note in zip(jobs, notes, strict=True)
+        ]
+        fresh = [entry for entry in entries if entry.id is None]
+        self._backlog.add(fresh, queue)
+        for entry in fresh:
+            if entry.refusal is not None:
+                self._drop(fresh)
+                raise entry.refusal
+        names = [entry.id or f"waiting-{next(self._numbers)}" for entry in entries]
+        self._watched.update(zip(names, entries, strict=True))
+        return names
 
     def poll(self, ids: Collection[str]) -> dict[str, Status]:
-        """By manifests first, then one ``squeue``, then one ``sacct`` for jobs that ended."""
+        """By manifests first, then one ``squeue``, then one ``sacct`` for jobs that ended.
+
+        A job that can never start is cancelled and has failed for bad input; so has one that
+        somebody holds, which stays.
+        """
         found: dict[str, Status] = {}
-        for identity in ids:
-            if (self._watched[identity].job.out / MANIFEST).exists():
-                found[identity] = Status(State.DONE, 0)
-        open_ids = [identity for identity in ids if identity not in found]
-        if not open_ids:
+        for name in ids:
+            entry = self._watched[name]
+            if (entry.job.out / MANIFEST).exists():
+                found[name] = Status(State.DONE, 0)
+            elif entry.end is not None:
+                found[name] = entry.end
+        if len(found) == len(ids):
             return found
         queue = self.client.queue()
-        ended = []
-        for identity in open_ids:
-            status = queue.get(identity)
-            if status is not None and status.state.active:
-                found[identity] = status
-                self._missing.pop(identity, None)
+        ended: dict[str, str] = {}
+        for name in ids:
+            entry = self._watched[name]
+            if name in found:
+                continue
+            if entry.refusal is not None:
+                found[name] = Status(State.FAILED, entry.refusal.exit_code, str(entry.refusal))
+            elif entry.id is None:
+                found[name] = Status(State.PENDING, None, entry.said or "waits behind other jobs")
+            elif _active(queue, entry.id):
+                found[name] = self._judged(entry, queue[entry.id])
+                self._missing.pop(entry.id, None)
             else:
-                ended.append(identity)
-        accounts = self.client.accounting(ended) if ended else {}
-        for identity in ended:
-            found[identity] = self._end(identity, queue.get(identity), accounts.get(identity))
+                ended[name] = entry.id
+        accounts = self.client.accounting(ended.values()) if ended else {}
+        for name, identity in ended.items():
+            entry = self._watched[name]
+            found[name] = self._end(entry, queue.get(identity), accounts.get(identity))
+        self._backlog.admit(queue)
         return found
 
     def cancel(self, ids: Collection[str]) -> None:
-        self.client.cancel(ids)
+        self._drop([self._watched[name] for name in ids])
 
     def close(self) -> None:
         """Jobs go on without the driver; the next one finds them by their notes."""
 
-    def _adopt(self, job: Job) -> str | None:
-        """The job already queued or running for this output, if there is one."""
-        try:
-            identity = str(json.loads((job.out / NOTE).read_text())["id"])
-        except (OSError, ValueError, KeyError):
-            return None
-        status = self.client.queue().get(identity)
-        return identity if status is not None and status.state.active else None
+    def _drop(self, entries: Sequence[Entry]) -> None:
+        """Cancel jobs, those that wait here included."""
+        self._backlog.discard(entries)
+        for entry in entries:
+            if entry.id is None:
+                entry.end = Status(State.CANCELLED, None, "cancelled before it was submitted")
+        self.client.cancel([entry.id for entry in entries if entry.id is not None])
 
-    def _end(self, identity: str, queued: Status | None, account: Status | None) -> Status:
+    def _judged(self, entry: Entry, status: Status) -> Status:
+        """The status of a job in the queue; gives up one that does not start by itself."""
+        why = stuck(status.reason, str(entry.id)) if status.state is State.PENDING else None
+        if why is None:
+            entry.stuck_since = None
+            return status
+        if entry.stuck_since is None:
+            entry.stuck_since = time.monotonic()
+        entry.say(f"{entry.job.name}: job {entry.id} does not start: {why.reason}: {why.advice}")
+        patience_s = self.hold_patience_s if why.held else self.patience_s
+        if time.monotonic() - entry.stuck_since < patience_s:
+            return replace(status, reason=f"{why.reason}: {why.advice}")
+        done = "was given up and left in the queue, where a resumed run finds it"
+        if not why.held:
+            self.client.cancel([str(entry.id)])
+            done = "could never start and was cancelled"
+        reason = (
+            f"job {entry.id} in partition {status.partition} {done}: {why.reason}: {why.advice}"
+        )
+        entry.end = Status(State.FAILED, EXIT_BAD_INPUT, reason, status.partition)
+        return entry.end
+
+    def _end(self, entry: Entry, queued: Status | None, account: Status | None) -> Status:
         """The status of a job that is no longer active in the queue."""
-        watched = self._watched[identity]
-        if (watched.job.out / MANIFEST).exists():
+        identity = str(entry.id)
+        if (entry.job.out / MANIFEST).exists():
             return Status(State.DONE, 0)
-        code = self._exit_code(identity)
+        code = _exit_code(entry.job, identity)
         status = account if account is not None and not account.state.active else queued
         if status is None and code is None:
             since = self._missing.setdefault(identity, time.time())
@@ -123,102 +174,31 @@ class SubmititLauncher:
             if time.time() - since < self.grace_s:
                 # The manifest of a job that ended well may show late on a network filesystem.
                 return Status(State.RUNNING, None, "ended; waiting for its manifest")
-        if code is None:
+        if code is None or status.state is State.CANCELLED:
+            # What a cancelled job ended with is no wish of its own.
             code = status.exit_code
         reason = f"job {identity} {status.reason or status.state.value}".strip()
         return Status(
             State.FAILED if status.state is State.DONE else status.state,
             code or None,
-            f"{reason}\n{tail(_log(watched.job, identity))}".strip(),
+            f"{reason}\n{tail(_log(entry.job, identity))}".strip(),
             status.partition,
             status.node,
         )
 
-    def _exit_code(self, identity: str) -> int | None:
-        path = self._watched[identity].job.logs / f"{identity}.exit"
-        try:
-            return int(json.loads(path.read_text())["code"])
-        except (OSError, ValueError, KeyError):
-            return None
 
-    def _sbatch(self, jobs: Sequence[Job]) -> list[str]:
-        import submitit
-        from submitit.core.utils import FailedJobError
-
-        first = jobs[0]
-        for job in jobs:
-            if job.resources != first.resources or job.logs != first.logs:
-                raise ValueError(f"{job.name} and {first.name} cannot be one array")
-            job.out.mkdir(parents=True, exist_ok=True)
-        first.logs.mkdir(parents=True, exist_ok=True)
-        path = tuple(python_path().split(os.pathsep))
-        options: dict[str, Any] = {}
-        needs = first.resources
-        if needs.prefix:
-            own = () if needs.python else (sys.executable,)
-            options["slurm_python"] = " ".join([*needs.prefix, *own])
-        executor = submitit.AutoExecutor(folder=first.logs, cluster="slurm", **options)
-        executor.update_parameters(**parameters(first.name, needs, path))
-        configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
-        shares = needs.shares or ()
-        pairs = tuple(shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares))
-        logs = str(first.logs)
-        calls = [ModuleCall(job.module, job.argv, path, logs, pairs) for job in jobs]
-        try:
-            # Inside another job, sbatch would inherit that job's settings.
-            with submitit.helpers.clean_env():
-                os.environ.update(configuration)
-                with executor.batch():
-                    submitted = [executor.submit(call) for call in calls]
-            return [str(entry.job_id) for entry in submitted]
-        except FailedJobError as error:
-            raise SlurmError(f"{first.name}: sbatch refused the job: {_cause(error)}") from None
+def _active(queue: dict[str, Queued] | None, identity: str) -> bool:
+    """Whether a job was in the queue, and not at its end."""
+    status = (queue or {}).get(identity)
+    return status is not None and status.state.active
 
 
-def parameters(name: str, needs: Resources, path: tuple[str, ...]) -> dict[str, Any]:
-    """submitit's keywords for what a job asks for: the one place that translates them."""
-    import shlex
-
-    env = {**threads.environment(), "PYTHONPATH": os.pathsep.join(path), **needs.env}
-    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
-    further: dict[str, Any] = {"requeue": True, "open-mode": "append", **needs.sbatch}
-    if needs.reservation:
-        further["reservation"] = needs.reservation
-    if needs.gpus_per_node:
-        kind = f"{needs.gpu_type}:" if needs.gpu_type else ""
-        further["gres"] = f"gpu:{kind}{needs.gpus_per_node}"
-    wanted: dict[str, Any] = {
-        "name": name.replace("/", "-"),
-        "nodes": needs.nodes,
-        "tasks_per_node": needs.tasks_per_node,
-        "cpus_per_task": needs.cpus_per_task,
-        "timeout_min": needs.time_min,
-        "slurm_mem": f"{needs.mem_mb}M" if needs.mem_mb else None,
-        "slurm_partition": needs.partition,
-        "slurm_account": needs.account,
-        "slurm_qos": needs.qos,
-        "slurm_constraint": needs.constraint,
-        "slurm_exclude": needs.exclude,
-        "slurm_signal_delay_s": needs.signal_delay_s,
-        "slurm_setup": [*exports, *needs.setup],
-        # One dead rank must not leave the others waiting for it.
-        "slurm_srun_args": ["--kill-on-bad-exit=1"],
-        "slurm_additional_parameters": further,
-    }
-    return {key: value for key, value in wanted.items() if value is not None}
-
-
-def _cause(error: Exception) -> str:
-    """Slurm's own words out of submitit's error."""
-    lines = [line for line in str(error).splitlines() if "sbatch: error" in line]
-    return "; ".join(line.split("sbatch: error:")[-1].strip() for line in lines) or str(error)
+def _exit_code(job: Job, identity: str) -> int | None:
+    try:
+        return int(json.loads((job.logs / f"{identity}.exit").read_text())["code"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _log(job: Job, identity: str) -> Path:
     return job.logs / f"{identity}_0_log.err"
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(values))
-    temporary.replace(path)

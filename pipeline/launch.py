@@ -50,12 +50,15 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
     from launchers.submitit import SubmititLauncher
     from slurm.client import SlurmClient
     from slurm.limits import check_resources
+    from slurm.quotas import read_quotas
 
     client = SlurmClient(poll_s=cluster.poll_s)
-    partitions = client.partitions()
+    partitions, quotas = client.partitions(), read_quotas(client)
     for stage in SECTIONS:
-        check_resources(resources(plan.of(stage), cluster), partitions, stage)
-    return SubmititLauncher(client)
+        needs = resources(plan.of(stage), cluster)
+        check_resources(needs, partitions, stage)
+        quotas.check(needs, stage)
+    return SubmititLauncher(client, quotas)
 
 
 def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:

@@ -151,6 +151,7 @@ class Association(Section):
     partition: str = ""
     """Slurm's database writes it in lower case; "": any partition."""
     qos: tuple[str, ...] = ()
+    default_qos: str = ""
     max_jobs: int | None = Field(default=None, ge=0)
     max_submit: int | None = Field(default=None, ge=0)
     max_wall_min: int | None = Field(default=None, ge=0)

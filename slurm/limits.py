@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from launchers.base import Resources
 from rlinf.errors import PlanError, nearest
-from slurm.client import Partition
+from slurm.client import Partition, partition_names
 
 
 def check_resources(needs: Resources, partitions: Mapping[str, Partition], stage: str) -> None:
-    """See that a partition can give what a stage needs.
+    """See that a partition, or each of a list (``a100,h100``), can give what a stage needs.
 
     Raises:
-        PlanError: unknown partition or GPU type, too many nodes, GPUs, CPUs or minutes.
+        PlanError: unknown or closed partition, unknown GPU type, too many nodes, GPUs, CPUs or
+            minutes.
     """
     where = f"plan: stages.{stage}"
-    if needs.partition is None:
+    for partition in _chosen(needs.partition, partitions, where):
+        _check(needs, partition, where)
+
+
+def _chosen(
+    names: str | None, partitions: Mapping[str, Partition], where: str
+) -> Iterator[Partition]:
+    if names is None:
         partition = next((p for p in partitions.values() if p.default), None)
         if partition is None:
             raise PlanError(
                 f"{where}.partition: this cluster has no default partition{nearest('', partitions)}"
             )
-    elif needs.partition in partitions:
-        partition = partitions[needs.partition]
-    else:
-        raise PlanError(
-            f"{where}.partition: no partition {needs.partition!r} here"
-            f"{nearest(needs.partition, partitions)}"
-        )
+        yield partition
+        return
+    for name in partition_names(names):
+        if name not in partitions:
+            raise PlanError(
+                f"{where}.partition: no partition {name!r} here{nearest(name, partitions)}"
+            )
+        yield partitions[name]
+
+
+def _check(needs: Resources, partition: Partition, where: str) -> None:
     at = f"partition {partition.name!r}"
+    if not partition.available:
+        raise PlanError(
+            f"{where}.partition: {at} is {partition.state} and starts no jobs; choose another, or "
+            "ask when it will be up"
+        )
     if needs.nodes > partition.nodes:
         raise PlanError(f"{where}.nodes: {needs.nodes} asked, {at} has {partition.nodes}")
     if needs.gpus_per_node:

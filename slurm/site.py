@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rlinf.errors import PlanError, nearest
 from slurm import gpus
+from slurm.client import partition_names
 
 
 class Hardware(BaseModel):
@@ -93,8 +94,26 @@ class Site(BaseModel):
     partitions: dict[str, PartitionSite] = {}
 
     def of(self, partition: str | None) -> PartitionSite:
-        """Settings of a partition."""
-        own = self.partitions.get(partition or "")
+        """Settings of a partition, or of a list of them (``a100,h100``) that share all settings.
+
+        Raises:
+            PlanError: a job cannot be given the settings of all partitions of the list.
+        """
+        first, *others = partition_names(partition or "")
+        found = self._of(first)
+        for name in others:
+            theirs, ours = self._of(name).as_resources(), found.as_resources()
+            key = next((key for key in ours if ours[key] != theirs[key]), None)
+            if key is not None:
+                raise PlanError(
+                    f"cluster.site: a job for partitions {partition} needs the same settings in "
+                    f"all; {key} is {ours[key]!r} for {first} and {theirs[key]!r} for {name}. "
+                    "Make them alike or name one partition"
+                )
+        return found
+
+    def _of(self, partition: str) -> PartitionSite:
+        own = self.partitions.get(partition)
         if own is None:
             return self.defaults
         return self.defaults.model_copy(

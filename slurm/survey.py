@@ -46,7 +46,7 @@ QOS = (
 )
 ASSOCIATIONS = (
     *("sacctmgr", "-n", "-P", "show", "assoc"),
-    "format=Cluster,Account,Partition,QOS,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES",
+    "format=Cluster,Account,Partition,QOS,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,DefaultQOS",
 )
 
 IDLE = frozenset({"idle", "powered_down"})
@@ -118,15 +118,17 @@ def ask(client: SlurmClient) -> Answers:
         "usage": client.run(*USAGE),
         "pending": client.run(*PENDING),
     }
+    qos, associations = ask_accounting(client) or (None, None)
+    return Answers(**answers, qos=qos, associations=associations)
+
+
+def ask_accounting(client: SlurmClient) -> tuple[str, str] | None:
+    """Answers to :data:`QOS` and, for this user, :data:`ASSOCIATIONS`; None: no accounting."""
+    user = f"user={_user()}"
     try:
-        user = f"user={_user()}"
-        return Answers(
-            **answers,
-            qos=client.run(*QOS),
-            associations=client.run(*ASSOCIATIONS[:-1], "where", user, ASSOCIATIONS[-1]),
-        )
+        return client.run(*QOS), client.run(*ASSOCIATIONS[:-1], "where", user, ASSOCIATIONS[-1])
     except SlurmError:
-        return Answers(**answers)
+        return None
 
 
 def read(answers: Answers, taken: datetime) -> Inventory:
@@ -151,9 +153,7 @@ def read(answers: Answers, taken: datetime) -> Inventory:
         )
     limits = None
     if answers.qos is not None and answers.associations is not None:
-        limits = Limits(
-            qos=parse_qos(answers.qos), associations=parse_associations(answers.associations)
-        )
+        limits = parse_limits(answers.qos, answers.associations)
     return Inventory(
         schema_version=SCHEMA,
         taken=taken,
@@ -247,6 +247,11 @@ def parse_pending(text: str) -> dict[str, Pending]:
     return {name: Pending(count, wanted[name]) for name, count in jobs.items()}
 
 
+def parse_limits(qos: str, associations: str) -> Limits:
+    """Read what :func:`ask_accounting` was told."""
+    return Limits(qos=parse_qos(qos), associations=parse_associations(associations))
+
+
 def parse_qos(text: str) -> dict[str, QosLimits]:
     """Read sacctmgr's answer to :data:`QOS`."""
     found = {}
@@ -273,9 +278,9 @@ def parse_associations(text: str) -> tuple[Association, ...]:
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")
-        if len(parts) < 9:
+        if len(parts) < 10:
             continue
-        cluster, account, partition, qos, jobs, submit, wall, per_job, in_all = parts[:9]
+        cluster, account, partition, qos, jobs, submit, wall, per_job, in_all, default = parts[:10]
         found.append(
             Association(
                 cluster=cluster,
@@ -287,6 +292,7 @@ def parse_associations(text: str) -> tuple[Association, ...]:
                 max_wall_min=parse_minutes(wall),
                 max_tres_per_job=parse_tres(per_job),
                 max_tres_all_jobs=parse_tres(in_all),
+                default_qos=default,
             )
         )
     return tuple(found)

@@ -191,6 +191,7 @@ AccountingStorageHost=$CTLADDR
 AccountingStoragePort=$((PORT+19))
 AccountingStoragePass=$S/munge/munge.socket.2
 AccountingStorageTRES=gres/gpu$tres
+AccountingStorageEnforce=associations,limits,qos
 AccountingStoreFlags=job_comment,job_env,job_script
 $nodelines$partlines
 EOF

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from launchers.submitit import SubmititLauncher
 from rlinf import tree
+from slurm.client import SlurmClient
 
 SCRIPTS = tree.ROOT / "slurm" / "devcluster"
 
@@ -24,7 +26,7 @@ def cluster() -> Iterator[Path]:
     started, unless RLINF_REQUIRE_SLURM is set.
     """
     state = Path(os.environ.get("RLINF_DEVCLUSTER_DIR", "/tmp/rlinf-devcluster"))
-    was_up = (state / "run" / "slurmctld.pid").exists()
+    was_up = runs(state / "run" / "slurmctld.pid")
     done = subprocess.run(
         [SCRIPTS / "up.sh"], capture_output=True, text=True, timeout=280, check=False
     )
@@ -39,3 +41,17 @@ def cluster() -> Iterator[Path]:
     yield state
     if not was_up:
         subprocess.run([SCRIPTS / "down.sh"], capture_output=True, timeout=120, check=False)
+
+
+def runs(pid_file: Path) -> bool:
+    """Whether a controller runs; a machine that was switched off leaves the file behind."""
+    try:
+        return Path("/proc", pid_file.read_text().strip(), "comm").read_text() == "slurmctld\n"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def launcher(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> SubmititLauncher:
+    monkeypatch.setenv("PYTHONPATH", str(tree.ROOT))
+    return SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=3.0)

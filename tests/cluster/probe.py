@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from slurm.signals import StopFlag
+
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RLINF_ATTEMPT")
 
 
@@ -37,6 +39,16 @@ def main() -> int:
         (out / "ready").touch()
         while not warned:
             time.sleep(0.05)
+        return 75
+    if what == "stoppable":
+        with StopFlag() as stop:
+            (out / "ready").touch()
+            while not stop.is_set():
+                time.sleep(0.05)
+        return 75
+    if what == "last-stops" and note["restart"] == "0":
+        if rank == "0":
+            time.sleep(60)
         return 75
     if rank == "0":
         (out / "manifest.json").write_text("{}")

@@ -6,55 +6,22 @@ import json
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launchers.base import Job, Resources, State, Status
+from launchers.base import State
 from launchers.submitit import SubmititLauncher
-from rlinf import tree
 from rlinf.errors import SlurmError
 from slurm.client import SlurmClient
+from tests.cluster.helpers import finish, job, wait_until
 
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture
-def launcher(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> SubmititLauncher:
-    monkeypatch.setenv("PYTHONPATH", str(tree.ROOT))
-    return SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=3.0)
-
-
-def job(folder: Path, what: str, **resources: object) -> Job:
-    needs = {"partition": "cpu", "mem_mb": 300, "time_min": 5, **resources}
-    out = folder / "out"
-    return Job(
-        f"test/{what}",
-        (what, str(out)),
-        out,
-        folder / "logs",
-        Resources(**needs),  # type: ignore[arg-type]
-        "tests.cluster.probe",
-    )
-
-
-def finish(launcher: SubmititLauncher, identity: str, timeout_s: float = 40) -> Status:
-    deadline = time.monotonic() + timeout_s
-    while (status := launcher.poll([identity])[identity]).state.active:
-        assert time.monotonic() < deadline, status
-        time.sleep(0.2)
-    return status
-
-
 def notes(folder: Path) -> list[dict[str, str]]:
     return [json.loads(p.read_text()) for p in sorted((folder / "out").glob("rank-*.json"))]
-
-
-def wait_until(path: Path, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.05)
 
 
 def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_path: Path) -> None:
@@ -111,10 +78,30 @@ def test_a_cancelled_job_is_noticed(launcher: SubmititLauncher, tmp_path: Path) 
     assert finish(launcher, identity).state is State.CANCELLED
 
 
+def test_a_cancelled_stage_that_stops_by_itself_stays_cancelled(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    """The end of a job begins with TERM, which makes stages ask to be started again."""
+    identity = launcher.submit(job(tmp_path, "stoppable"))
+    wait_until(tmp_path / "out" / "ready")
+    subprocess.run(["scancel", identity], check=True)
+    assert finish(launcher, identity).state is State.CANCELLED
+    assert "not requeued" in (tmp_path / "logs" / f"{identity}_0_log.err").read_text()
+    time.sleep(1)
+    assert SlurmClient().queue()[identity].state is State.CANCELLED
+
+
+def test_any_rank_may_be_the_first_to_stop(launcher: SubmititLauncher, tmp_path: Path) -> None:
+    """The others wait for it, so it alone can have the job requeued."""
+    identity = launcher.submit(job(tmp_path, "last-stops", nodes=1, tasks_per_node=2))
+    assert finish(launcher, identity, 60).state is State.DONE
+    assert [note["restart"] for note in notes(tmp_path)] == ["1", "1"]
+
+
 def test_a_job_nobody_knows_has_vanished(launcher: SubmititLauncher, tmp_path: Path) -> None:
     identity = launcher.submit(job(tmp_path, "sleep"))
     ghost = "999999"
-    launcher._watched[ghost] = launcher._watched[identity]
+    launcher._watched[ghost] = replace(launcher._watched[identity], id=ghost)
     assert finish(launcher, ghost).state is State.VANISHED
     launcher.cancel([identity])
 

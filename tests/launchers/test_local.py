@@ -11,7 +11,7 @@ import pytest
 
 from launchers.base import Job, Resources, State, Status
 from launchers.local import LocalLauncher
-from launchers.submitit import parameters
+from launchers.sbatch import parameters
 
 PROGRAM = """
 import os, sys, time, pathlib

@@ -49,5 +49,5 @@ def large_cluster(nodes: int, jobs: int = 2000) -> Answers:
         "23.11.4",
         *("\n".join(lines) + "\n" for lines in (sinfo, partitions, usage, pending)),
         qos="normal|0|||||||\n",
-        associations="big|team||normal|||||\n",
+        associations="big|team||normal||||||\n",
     )

@@ -16,6 +16,9 @@ from slurm.site import load_site
 CLUSTER = {
     "a100": Partition("a100", 1440, 2, 8, 16000, {"a100": 4}, default=True),
     "cpu": Partition("cpu", None, 1, 8, 16000, {}),
+    "h100": Partition("h100", 60, 2, 8, 16000, {"h100": 4}),
+    "old": Partition("old", None, 2, 8, 16000, {"v100": 4}, state="down"),
+    "leaving": Partition("leaving", None, 2, 8, 16000, {"v100": 4}, state="drain"),
 }
 
 
@@ -30,6 +33,13 @@ CLUSTER = {
         ({"nodes": 3}, "3 asked, partition 'a100' has 2"),
         ({"cpus_per_task": 3, "tasks_per_node": 4}, "12 asked"),
         ({"mem_mb": 99999}, "99999 asked"),
+        ({"partition": "old"}, r"partition 'old' is down and starts no jobs; choose another"),
+        ({"partition": "leaving"}, "partition 'leaving' is drain"),
+        ({"partition": "a100,hundred"}, "no partition 'hundred' here"),
+        ({"partition": "a100, old"}, "partition 'old' is down"),
+        ({"partition": "a100,h100", "time_min": 90}, "partition 'h100' allows 60"),
+        ({"partition": "a100,h100", "gpus_per_node": 1, "gpu_type": "a100"}, "'h100' has no GPU"),
+        ({"partition": "a100,"}, "no partition '' here"),
     ],
 )
 def test_impossible_requests(wanted: dict[str, Any], message: str) -> None:
@@ -41,6 +51,23 @@ def test_a_possible_request_passes() -> None:
     check_resources(
         Resources("a100", nodes=2, gpus_per_node=4, gpu_type="a100", time_min=60), CLUSTER, "train"
     )
+
+
+def test_a_list_of_partitions_passes_where_each_can() -> None:
+    check_resources(Resources("a100,h100", nodes=2, gpus_per_node=4, time_min=60), CLUSTER, "train")
+
+
+def test_the_settings_of_a_list_of_partitions_must_agree(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(
+        "defaults: {account: x}\n"
+        "partitions: {a100: {setup: [module load cuda]}, h100: {setup: [module load cuda]}, "
+        "spot: {qos: low}}"
+    )
+    site = load_site(path)
+    assert site.of("a100,h100") == site.of("a100")
+    with pytest.raises(PlanError, match=r"a100,spot needs the same settings.*qos is None"):
+        site.of("a100,spot")
 
 
 def test_example_sites_are_valid() -> None:

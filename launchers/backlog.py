@@ -1,0 +1,156 @@
+"""Jobs that wait in this process until Slurm's limits leave a place for them.
+
+A job over MaxSubmitJobs or MaxJobCount would be refused; here it is submitted, in order, when one
+that was before it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from launchers.base import Job, Resources, Status
+from launchers.sbatch import sbatch
+from rlinf.artifacts import write_atomic
+from rlinf.errors import PlanError, RlinfError, SlurmError
+from slurm.client import Queued, SlurmClient
+from slurm.ids import own_id
+from slurm.quotas import Quotas, is_full, read_quotas
+
+NOTE = "job.json"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+log = logging.getLogger("rlinf")
+
+
+@dataclass(eq=False)
+class Entry:
+    """A job, and what became of it."""
+
+    job: Job
+    id: str | None = None
+    """Slurm's; None: not submitted yet."""
+    refusal: RlinfError | None = None
+    """Why it will not be submitted."""
+    end: Status | None = None
+    """How it ended, where that was decided here and not by Slurm."""
+    stuck_since: float | None = None
+    said: str = ""
+    """The last thing logged of it."""
+
+    def alike(self, other: Entry) -> bool:
+        """Whether both may be elements of one array."""
+        mine, theirs = self.job, other.job
+        return mine.resources == theirs.resources and mine.logs == theirs.logs
+
+    def say(self, text: str) -> None:
+        """Log what has not just been logged."""
+        if text != self.said:
+            self.said = text
+            log.warning("%s", text)
+
+
+@dataclass
+class Backlog:
+    """See the module."""
+
+    client: SlurmClient
+    quotas: Quotas | None = None
+    """Limits on the number of jobs; asked of Slurm before the first submission when not given."""
+    _waiting: list[Entry] = field(default_factory=list)
+    _queue: Mapping[str, Queued] = field(default_factory=dict)
+    """At the last look. With what was submitted since, it tells how much room there is."""
+    _since: list[Resources] = field(default_factory=list)
+    _pause_s: float = FIRST_PAUSE_S
+    _resume: float = 0.0
+
+    def add(self, entries: Collection[Entry], queue: Mapping[str, Queued] | None = None) -> None:
+        """Let jobs wait behind the others, and submit what there is room for.
+
+        ``queue`` is what Slurm's queue was found to be just now, where it was asked.
+        """
+        self._waiting += entries
+        self.admit(queue)
+
+    def discard(self, entries: Collection[Entry]) -> None:
+        """Forget jobs that wait here."""
+        self._waiting = [entry for entry in self._waiting if entry not in entries]
+
+    def admit(self, queue: Mapping[str, Queued] | None = None) -> None:
+        """Submit of those waiting, in order, as many as limits allow; see :meth:`add`."""
+        if queue is not None:
+            self._queue, self._since = queue, []
+        while self._waiting and time.monotonic() >= self._resume:
+            first = self._waiting[0]
+            try:
+                room = self._room(first)
+            except RlinfError as error:
+                first.refusal = error
+                del self._waiting[0]
+                continue
+            alike = list(takewhile(first.alike, self._waiting))
+            if not room or not (self._start(alike[:room]) or self._start(alike[:1])):
+                return
+
+    def _room(self, entry: Entry) -> int:
+        """How many jobs like this one may be submitted now, as one array at most.
+
+        Raises:
+            PlanError: not even one, however long it waits.
+            SlurmError: Slurm does not answer.
+        """
+        if self.quotas is None:
+            self.quotas = read_quotas(self.client)
+        needs = entry.job.resources
+        room = self.quotas.array_size
+        for quota in self.quotas.of(needs):
+            counted = {identity for identity, job in self._queue.items() if quota.counts(job)}
+            if quota.most <= len(counted & {own_id()}):
+                raise PlanError(
+                    f"{entry.job.name}: {quota.what} is {quota.most}, which leaves no place for "
+                    "the jobs of a run; start the driver outside of a job, or use another account "
+                    "or QOS"
+                )
+            taken = len(counted) + sum(quota in self.quotas.of(other) for other in self._since)
+            if taken >= quota.most:
+                entry.say(f"{entry.job.name} waits to be submitted: {quota.what} is {quota.most}")
+            room = min(room, max(quota.most - taken, 0))
+        return room
+
+    def _start(self, group: Sequence[Entry]) -> bool:
+        """Submit the first of those waiting; False when there are too many jobs for now."""
+        try:
+            ids = sbatch([entry.job for entry in group])
+        except SlurmError as error:
+            if is_full(str(error)):
+                if len(group) == 1:
+                    group[0].say(f"{group[0].job.name} waits to be submitted: {error}")
+                    self._resume = time.monotonic() + self._pause_s
+                    self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                return False
+            for entry in group:
+                entry.refusal = error
+        else:
+            self._pause_s = FIRST_PAUSE_S
+            for entry, identity in zip(group, ids, strict=True):
+                entry.id = identity
+                _note(entry.job, identity)
+                self._since.append(entry.job.resources)
+        del self._waiting[: len(group)]
+        return True
+
+
+def noted(job: Job) -> str | None:
+    """The id of the job submitted last for this output, if there was one."""
+    try:
+        return str(json.loads((job.out / NOTE).read_text())["id"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _note(job: Job, identity: str) -> None:
+    note = {"id": identity, "name": job.name, "submitted": time.time()}
+    write_atomic(job.out / NOTE, json.dumps(note))

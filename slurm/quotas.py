@@ -1,0 +1,255 @@
+"""How many jobs may be in the queue at once, and what one job may ask for, by accounting's limits.
+
+Limits hold where ``AccountingStorageEnforce`` has ``limits`` or ``safe`` (manual page of
+slurm.conf); their names are those of sacctmgr. Where several say the same thing the first of these
+counts: the partition's QOS, the job's QOS, the association
+(https://slurm.schedmd.com/resource_limits.html, "hierarchy"; the flag OverPartQOS, which swaps the
+first two, is not looked at). How much of a limit other users' jobs have taken (Grp...) cannot be
+reckoned with: Slurm refuses a job over it, and it is tried again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from launchers.base import Resources
+from rlinf.errors import PlanError
+from slurm.client import Queued, SlurmClient, partition_names
+from slurm.inventory import Association, Limits, QosLimits
+from slurm.survey import (
+    PARTITIONS,
+    ask_accounting,
+    parse_limits,
+    parse_records,
+    partition_rules,
+)
+
+ENFORCED = frozenset({"limits", "safe", "all"})
+MAX_ARRAY_SIZE = 1001
+MAX_JOB_COUNT = 10000
+"""slurm.conf's own defaults."""
+FULL = ("SubmitJob", "job queue full", "temporarily unable to accept job")
+"""In sbatch's refusal: too many jobs for now. ``AssocMaxSubmitJobLimit`` and the like come at once,
+MaxJobCount after sbatch has itself tried again for two minutes (seen on 22.05)."""
+
+
+@dataclass(frozen=True)
+class Quota:
+    """A limit on the number of jobs that wait or run, and which jobs it counts."""
+
+    most: int
+    what: str
+    """``MaxSubmitJobs of account vision``."""
+    account: str | None = None
+    """Only jobs of this account count; None: of any. So for the others."""
+    qos: str | None = None
+    partitions: frozenset[str] | None = None
+    """In lower case."""
+
+    def counts(self, job: Queued) -> bool:
+        """Whether a job in the queue takes one of its places."""
+        return (
+            job.state.active
+            and self.account in (None, job.account)
+            and self.qos in (None, job.qos)
+            and (
+                self.partitions is None
+                or any(
+                    name.casefold() in self.partitions for name in partition_names(job.partition)
+                )
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What one link of the hierarchy says, under Slurm's names."""
+
+    who: str
+    scope: Quota
+    """Which jobs its MaxSubmitJobs counts; the number itself may be absent (-1)."""
+    jobs: int | None
+    wall_min: int | None
+    per_job: Mapping[str, int]
+    in_all: Mapping[str, int]
+    """The least of what jobs may have together: of a user, of everybody."""
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """Limits of this user on this cluster."""
+
+    cluster: str = ""
+    array_size: int = MAX_ARRAY_SIZE
+    """Elements of one array, at most."""
+    jobs: int = MAX_JOB_COUNT
+    limits: Limits = field(default_factory=Limits)
+    partition_qos: Mapping[str, str] = field(default_factory=dict)
+    """The QOS of each partition that has its own."""
+    default_partition: str = ""
+
+    def of(self, needs: Resources) -> tuple[Quota, ...]:
+        """The limits that a job with these needs counts against, the tightest first."""
+        found = {Quota(self.jobs, "MaxJobCount of the cluster")}
+        for partition in self._partitions(needs):
+            scopes = (rules.scope for rules in self._hierarchy(needs, partition))
+            first = next((scope for scope in scopes if scope.most >= 0), None)
+            if first is not None:
+                found.add(first)
+        return tuple(sorted(found, key=lambda quota: (quota.most, quota.what)))
+
+    def check(self, needs: Resources, stage: str) -> None:
+        """See that a job with these needs may ever run, in each partition that it names.
+
+        Raises:
+            PlanError: accounting allows no such job; names the limit.
+        """
+        where = f"plan: stages.{stage}"
+        for quota in self.of(needs):
+            if quota.most == 0:
+                raise PlanError(f"{where}: {quota.what} is 0: no job may be submitted")
+        for partition in self._partitions(needs):
+            _check(needs, tuple(self._hierarchy(needs, partition)), where)
+
+    def _hierarchy(self, needs: Resources, partition: str) -> Iterator[_Rules]:
+        """Who has a say on a job, the first that speaks of a limit being right."""
+        association = self._association(needs, partition)
+        theirs = self.partition_qos.get(partition, "")
+        if theirs in self.limits.qos:
+            shared = frozenset(
+                p.casefold() for p, qos in self.partition_qos.items() if qos == theirs
+            )
+            yield _of_qos(theirs, self.limits.qos[theirs], shared)
+        own = needs.qos or (association.default_qos if association else "")
+        if not own and association is not None and len(association.qos) == 1:
+            own = association.qos[0]
+        if own in self.limits.qos and own != theirs:
+            yield _of_qos(own, self.limits.qos[own], None)
+        if association is not None:
+            yield _of_association(association)
+
+    def _association(self, needs: Resources, partition: str) -> Association | None:
+        """The association of a job; None where the user has several and the job names none."""
+        own = [a for a in self.limits.associations if a.cluster in ("", self.cluster)]
+        if needs.account is None and len({a.account for a in own}) > 1:
+            return None
+        own = [a for a in own if needs.account in (None, a.account)]
+        special = [a for a in own if a.partition and a.partition == partition.casefold()]
+        general = [a for a in own if not a.partition]
+        return next(iter([*special, *general]), None)
+
+    def _partitions(self, needs: Resources) -> tuple[str, ...]:
+        return partition_names(needs.partition or self.default_partition)
+
+
+def read_quotas(client: SlurmClient) -> Quotas:
+    """Ask Slurm once for all limits.
+
+    Raises:
+        SlurmError: Slurm is not installed or does not answer.
+    """
+    settings = client.settings()
+    records = parse_records(client.run(*PARTITIONS))
+    enforced = set(settings.get("AccountingStorageEnforce", "").split(",")) & ENFORCED
+    told = ask_accounting(client) if enforced else None
+    qos = {r["PartitionName"]: partition_rules(r)["qos"] for r in records}
+    return Quotas(
+        cluster=settings.get("ClusterName", ""),
+        array_size=_array_size(settings),
+        jobs=_number(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
+        limits=parse_limits(*told) if told else Limits(),
+        partition_qos={name: value for name, value in qos.items() if value},
+        default_partition=next(
+            (r["PartitionName"] for r in records if r.get("Default") == "YES"), ""
+        ),
+    )
+
+
+def is_full(refusal: str) -> bool:
+    """Whether sbatch refused a job only because there are too many now."""
+    return any(word in refusal for word in FULL)
+
+
+def _of_qos(name: str, qos: QosLimits, partitions: frozenset[str] | None) -> _Rules:
+    most = -1 if qos.max_submit_per_user is None else qos.max_submit_per_user
+    what = f"MaxSubmitJobsPerUser of QOS {name}"
+    scope = Quota(most, what, qos=None if partitions else name, partitions=partitions)
+    together = dict(qos.max_tres_all_jobs)
+    for resource, amount in qos.max_tres_per_user.items():
+        together[resource] = min(amount, together.get(resource, amount))
+    return _Rules(
+        f"QOS {name}",
+        scope,
+        qos.max_jobs_per_user,
+        qos.max_wall_min,
+        qos.max_tres_per_job,
+        together,
+    )
+
+
+def _of_association(own: Association) -> _Rules:
+    most = -1 if own.max_submit is None else own.max_submit
+    where = f" in partition {own.partition}" if own.partition else ""
+    what = f"MaxSubmitJobs of account {own.account}{where}"
+    partitions = frozenset({own.partition}) if own.partition else None
+    return _Rules(
+        f"account {own.account}",
+        Quota(most, what, account=own.account, partitions=partitions),
+        own.max_jobs,
+        own.max_wall_min,
+        own.max_tres_per_job,
+        own.max_tres_all_jobs,
+    )
+
+
+def _check(needs: Resources, hierarchy: tuple[_Rules, ...], where: str) -> None:
+    """See :meth:`Quotas.check`; a limit counts where it is first set."""
+    jobs = next((rules for rules in hierarchy if rules.jobs is not None), None)
+    if jobs is not None and jobs.jobs == 0:
+        raise PlanError(f"{where}: MaxJobs of {jobs.who} is 0: no job may run")
+    wall = next((rules for rules in hierarchy if rules.wall_min is not None), None)
+    if wall is not None and wall.wall_min is not None and (needs.time_min or 0) > wall.wall_min:
+        raise PlanError(
+            f"{where}.time_min: {needs.time_min} minutes asked, {wall.who} allows {wall.wall_min}; "
+            "lower it (a stage that runs out of time is requeued and goes on)"
+        )
+    for resource, key, amount in _amounts(needs):
+        for limits, whom in (("per_job", "a job"), ("in_all", "all jobs together")):
+            first = next((r for r in hierarchy if resource in getattr(r, limits)), None)
+            if first is None:
+                continue
+            most = getattr(first, limits)[resource]
+            if amount > most:
+                raise PlanError(
+                    f"{where}.{key}: {amount} asked in all, {first.who} allows {whom} {most} "
+                    f"({resource}); lower it or choose another account, QOS or partition"
+                )
+
+
+def _array_size(settings: Mapping[str, str]) -> int:
+    # MaxArraySize is one more than the largest index.
+    most = _number(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
+    for word in settings.get("SchedulerParameters", "").split(","):
+        key, _, value = word.partition("=")
+        if key == "max_array_tasks":
+            most = min(most, _number(value, most))
+    # MaxArraySize=0 turns arrays off; one job at a time is none.
+    return max(most, 1)
+
+
+def _amounts(needs: Resources) -> Iterator[tuple[str, str, int]]:
+    """What a job asks for in all: Slurm's name, the plan's key, the amount."""
+    yield "node", "nodes", needs.nodes
+    yield "cpu", "cpus", needs.cpus_per_task * needs.tasks
+    if needs.mem_mb:
+        yield "mem", "mem_mb", needs.mem_mb * needs.nodes
+    if needs.gpus_per_node:
+        gpus = needs.gpus_per_node * needs.nodes
+        yield "gres/gpu", "gpus", gpus
+        if needs.gpu_type:
+            yield f"gres/gpu:{needs.gpu_type}", "gpus", gpus
+
+
+def _number(text: str, default: int) -> int:
+    return int(text) if text.isdigit() else default

@@ -1,0 +1,56 @@
+"""What the tests on a real Slurm share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from launchers.base import Job, Resources, Status
+from launchers.submitit import SubmititLauncher
+
+
+def job(folder: Path, what: str, **resources: object) -> Job:
+    needs = {"partition": "cpu", "mem_mb": 300, "time_min": 5, **resources}
+    out = folder / "out"
+    return Job(
+        f"test/{what}",
+        (what, str(out)),
+        out,
+        folder / "logs",
+        Resources(**needs),  # type: ignore[arg-type]
+        "tests.cluster.probe",
+    )
+
+
+def finish(launcher: SubmititLauncher, identity: str, timeout_s: float = 40) -> Status:
+    deadline = time.monotonic() + timeout_s
+    while (status := launcher.poll([identity])[identity]).state.active:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.2)
+    return status
+
+
+def wait_until(path: Path, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
+
+
+def several(folder: Path, what: str, count: int, **resources: object) -> list[Job]:
+    """Jobs that may be one array: they differ in their outputs only."""
+    first = job(folder, what, **resources)
+    outs = [folder / f"out-{i}" for i in range(count)]
+    return [replace(first, argv=(what, str(out)), out=out) for out in outs]
+
+
+def finish_all(launcher: SubmititLauncher, ids: list[str], timeout_s: float = 60) -> list[Status]:
+    """Poll all together until none is active."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = launcher.poll(ids)
+        if not any(status.state.active for status in found.values()):
+            return [found[identity] for identity in ids]
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)

@@ -1,0 +1,169 @@
+"""Limits on the number of jobs, and on what one may ask for, are those that Slurm would apply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.base import Resources, State
+from rlinf.errors import PlanError
+from slurm.client import Queued, SlurmClient
+from slurm.inventory import Association, Limits, QosLimits
+from slurm.quotas import MAX_ARRAY_SIZE, MAX_JOB_COUNT, Quotas, is_full, read_quotas
+
+SAMPLES = Path(__file__).parent / "samples"
+TEAM = Association(
+    cluster="dev", account="team", qos=("normal",), max_submit=10, max_wall_min=600, max_jobs=5
+)
+
+
+def quotas(*associations: Association, qos: dict[str, QosLimits] | None = None) -> Quotas:
+    return Quotas(
+        cluster="dev",
+        jobs=1000,
+        limits=Limits(associations=associations or (TEAM,), qos=qos or {"normal": QosLimits()}),
+        partition_qos={"Short": "part", "Shorter": "part"},
+        default_partition="cpu",
+    )
+
+
+def queued(account: str = "team", qos: str = "normal", partition: str = "cpu") -> Queued:
+    return Queued(State.PENDING, None, "", partition, "", account, qos)
+
+
+def test_an_account_counts_its_own_jobs_that_have_not_ended() -> None:
+    quota = quotas().of(Resources())[0]
+    assert (quota.most, quota.what) == (10, "MaxSubmitJobs of account team")
+    assert quota.counts(queued())
+    assert not quota.counts(queued(account="other"))
+    assert not quota.counts(Queued(State.DONE, 0, "", "cpu", "", "team", "normal"))
+
+
+def test_a_qos_comes_before_the_account() -> None:
+    """Hierarchy of Slurm's resource limits: the first that sets a limit is right."""
+    found = quotas(qos={"normal": QosLimits(max_submit_per_user=50)}).of(Resources())
+    assert [quota.what for quota in found] == [
+        "MaxSubmitJobsPerUser of QOS normal",
+        "MaxJobCount of the cluster",
+    ]
+    assert found[0].counts(queued(account="other"))
+    assert not found[0].counts(queued(qos="high"))
+
+
+def test_a_partitions_qos_comes_first_and_counts_jobs_of_all_partitions_that_share_it() -> None:
+    limits = {"part": QosLimits(max_submit_per_user=3), "normal": QosLimits(max_submit_per_user=2)}
+    found = quotas(qos=limits).of(Resources(partition="Short"))[0]
+    assert (found.most, found.what) == (3, "MaxSubmitJobsPerUser of QOS part")
+    assert found.counts(queued(partition="cpu,shorter"))
+    assert not found.counts(queued(partition="cpu"))
+
+
+def test_a_job_for_several_partitions_counts_against_the_limits_of_each() -> None:
+    limits = {"part": QosLimits(max_submit_per_user=3), "normal": QosLimits()}
+    found = quotas(qos=limits).of(Resources(partition="cpu,Short"))
+    assert [quota.most for quota in found] == [3, 10, 1000]
+
+
+def test_an_association_of_the_partition_is_nearer_than_the_general_one() -> None:
+    special = TEAM.model_copy(update={"partition": "gpu", "max_submit": 4})
+    found = quotas(TEAM, special).of(Resources(partition="GPU"))[0]
+    assert found.most == 4
+    assert found.counts(queued(partition="gpu"))
+    assert not found.counts(queued(partition="cpu"))
+    assert quotas(TEAM, special).of(Resources(partition="cpu"))[0].most == 10
+
+
+def test_with_several_accounts_and_none_named_nothing_is_guessed() -> None:
+    other = TEAM.model_copy(update={"account": "other", "max_submit": 1})
+    assert [quota.most for quota in quotas(TEAM, other).of(Resources())] == [1000]
+    assert quotas(TEAM, other).of(Resources(account="other"))[0].most == 1
+
+
+@pytest.mark.parametrize(
+    ("account", "qos", "asked", "message"),
+    [
+        ({"max_submit": 0}, {}, {}, "MaxSubmitJobs of account team is 0"),
+        ({"max_jobs": 0}, {}, {}, "MaxJobs of account team is 0"),
+        ({}, {}, {"time_min": 601}, r"time_min: 601 minutes asked, account team allows 600"),
+        ({}, {"max_wall_min": 60}, {"time_min": 61}, "QOS normal allows 60"),
+        (
+            {"max_tres_per_job": {"gres/gpu": 3}},
+            {},
+            {"gpus_per_node": 2, "nodes": 2},
+            r"gpus: 4 asked in all, account team allows a job 3 \(gres/gpu\)",
+        ),
+        (
+            {"max_tres_all_jobs": {"cpu": 8}},
+            {},
+            {"cpus_per_task": 9},
+            r"cpus: 9 asked in all, account team allows all jobs together 8 \(cpu\)",
+        ),
+        (
+            {},
+            {"max_tres_per_user": {"gres/gpu:h100": 1}, "max_tres_all_jobs": {"gres/gpu:h100": 9}},
+            {"gpus_per_node": 2, "gpu_type": "h100"},
+            r"QOS normal allows all jobs together 1 \(gres/gpu:h100\)",
+        ),
+    ],
+)
+def test_what_accounting_never_allows_is_refused_before_submission(
+    account: dict[str, Any], qos: dict[str, Any], asked: dict[str, Any], message: str
+) -> None:
+    own = quotas(TEAM.model_copy(update=account), qos={"normal": QosLimits(**qos)})
+    own.check(Resources(), "train") if "is 0" not in message else None
+    with pytest.raises(PlanError, match=message):
+        own.check(Resources(**asked), "train")
+
+
+def test_a_wider_qos_lifts_the_limits_of_the_account() -> None:
+    own = quotas(qos={"normal": QosLimits(max_wall_min=6000)})
+    own.check(Resources(time_min=700), "train")
+
+
+def test_refusals_that_pass_are_told_from_others() -> None:
+    assert is_full("sbatch: error: AssocMaxSubmitJobLimit")
+    assert is_full("QOSMaxSubmitJobPerUserLimit; Batch job submission failed")
+    assert is_full("AssocGrpSubmitJobsLimit")
+    assert is_full("Slurm temporarily unable to accept job, sleeping and retrying")
+    assert not is_full("invalid partition specified: nowhere")
+    assert not is_full("Requested time limit is invalid (missing or exceeds some limit)")
+
+
+class Recorded(SlurmClient):
+    """Answers with what the dev cluster said, its settings aside."""
+
+    config = ""
+
+    def run(self, *command: str) -> str:
+        if "config" in command:
+            return self.config
+        name = {"scontrol": "partitions", "sacctmgr": "qos" if "qos" in command else "assoc"}
+        return (SAMPLES / f"22.05-inventory-{name[command[0]]}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("MaxArraySize            = 1001", 1001),
+        ("MaxArraySize            = 0", 1),
+        ("", MAX_ARRAY_SIZE),
+        ("SchedulerParameters     = bf_continue,max_array_tasks=100\nMaxArraySize = 500", 100),
+    ],
+)
+def test_the_size_of_arrays(line: str, want: int) -> None:
+    client = Recorded()
+    client.config = line
+    assert read_quotas(client).array_size == want
+
+
+def test_limits_that_nobody_enforces_do_not_count() -> None:
+    client = Recorded()
+    client.config = "AccountingStorageEnforce = none\nClusterName = dev\n"
+    assert [quota.most for quota in read_quotas(client).of(Resources())] == [MAX_JOB_COUNT]
+    client.config = "AccountingStorageEnforce = associations,limits,qos\nClusterName = dev\n"
+    found = read_quotas(client)
+    assert found.default_partition == "cpu"
+    assert found.of(Resources())[0].what == "MaxSubmitJobs of account root"
+    assert found.of(Resources(qos="high"))[0].what == "MaxSubmitJobsPerUser of QOS high"
