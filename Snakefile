@@ -24,6 +24,7 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
 
 localrules:
     all,
+    profile,
     report,
 
 
@@ -70,6 +71,23 @@ for stage in run.iterated:
             argv=run.argv(stage),
         shell:
             run.command(stage)
+
+
+# Asked for by name: snakemake -c1 profile
+rule profile:
+    input:
+        run.output("warm_start"),
+    output:
+        run.profile,
+    log:
+        run.log("profile"),
+    conda:
+        "configs/environment.yaml"
+    params:
+        python=run.python,
+        folder=run.folder,
+    shell:
+        "{params.python} -m rlinf.cli profile {params.folder:q} --out {output:q} > {log:q} 2>&1"
 
 
 rule report:

@@ -40,6 +40,8 @@ class Resources:
     """Further sbatch options, name to value; true is a flag without one."""
     signal_delay_s: int = 90
     """How long before the end the warning signal comes."""
+    parallel_tasks: int | None = None
+    """Most jobs of an array that run at once."""
     duty_cycle: float | Mapping[str, float] = 1.0
     """Share of the time that the processes may run, of all or by kind of node as in ``shares``;
     below 1 on dev clusters only."""

@@ -94,6 +94,7 @@ def parameters(name: str, needs: Resources, path: tuple[str, ...]) -> dict[str, 
         "slurm_constraint": needs.constraint,
         "slurm_exclude": needs.exclude,
         "slurm_signal_delay_s": delay_s,
+        "slurm_array_parallelism": needs.parallel_tasks,
         "slurm_setup": [*exports, *needs.setup],
         # One dead rank must not leave the others waiting for it.
         "slurm_srun_args": ["--kill-on-bad-exit=1"],

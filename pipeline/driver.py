@@ -103,6 +103,8 @@ class Driver:
     listeners: list[Listener] = field(default_factory=list)
     retries: int = 2
     """Further attempts at a stage that failed for no stated reason."""
+    offline: bool = False
+    """Whether to run the stages before the first iteration only."""
     ahead: int = 16
     """Nodes beyond the first unfinished one that may start once their inputs are there."""
 
@@ -136,7 +138,7 @@ class Driver:
         write(self.run.folder)
 
     def _loop(self) -> None:
-        nodes = self.graph.nodes()
+        nodes = self.graph.before() if self.offline else self.graph.nodes()
         window: list[Node] = []
         while True:
             window = [node for node in window if node not in self._done]

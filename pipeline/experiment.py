@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from pipeline.plan import Plan, load_plan
 from pipeline.report import write_report
 from pipeline.run import Run
 from pipeline.show import Console, Trackers
+from rlinf import tree
 from rlinf.config import RunConfig, validate
-from rlinf.errors import PlanError, storage_error
+from rlinf.errors import ConfigError, PlanError, storage_error
 from slurm.signals import StopFlag
 
 
@@ -42,15 +44,62 @@ def execute(values: Mapping[str, Any]) -> Path:
     return drive(prepare(values))
 
 
+def named(words: Sequence[str]) -> Run:
+    """The run of a directory, or of the experiment that overrides compose.
+
+    Raises:
+        ConfigError, DataError, PlanError: nothing was written.
+    """
+    from rlinf.launch import forced
+
+    if len(words) == 1 and "=" not in words[0]:
+        return Run.open(Path(words[0]))
+    return prepare(compose([forced(word) for word in words]))
+
+
+def compose(overrides: list[str]) -> dict[str, Any]:
+    """The configuration Hydra composes, as plain values.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
+            values = hydra_compose("config", overrides)
+        plain = OmegaConf.to_container(values, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(str(error)) from None
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
 def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
     """Take a run from where it is to its end and write the report.
 
     Args:
         overrides: keys of the ``cluster`` section that differ this time.
     """
-    cluster = validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
+    with _told_of_full_disks():
+        _drive(run, overrides or {}, offline=False)
+        return write_report(run.folder)
+
+
+def warm_start(run: Run) -> None:
+    """Run the stages before the first iteration, unless that is done."""
+    with _told_of_full_disks():
+        _drive(run, {}, offline=True)
+
+
+@contextlib.contextmanager
+def _told_of_full_disks() -> Iterator[None]:
     try:
-        return _drive(run, cluster)
+        yield
     except OSError as error:
         full = storage_error(error)
         if full is not None:
@@ -58,7 +107,8 @@ def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
         raise
 
 
-def _drive(run: Run, cluster: ClusterConfig) -> Path:
+def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
+    cluster = validate(ClusterConfig, {**run.config.cluster, **overrides}, "cluster")
     with StopFlag() as stop, Console(run) as console:
         executor: Executor
         if cluster.launcher == "inprocess":
@@ -69,5 +119,4 @@ def _drive(run: Run, cluster: ClusterConfig) -> Path:
                 run, make_launcher(cluster, plan), plan, cluster, stop.is_set
             )
         listeners: list[Listener] = [console, Trackers(run)]
-        Driver(run, executor, listeners, cluster.retries).drive()
-    return write_report(run.folder)
+        Driver(run, executor, listeners, cluster.retries, offline).drive()

@@ -111,10 +111,14 @@ class Graph:
         ends = version in (0, self.iterations)
         return ends or (self._every > 0 and version % self._every == 0)
 
-    def nodes(self) -> Iterator[Node]:
-        """All nodes in an order in which they can run one after the other."""
+    def before(self) -> Iterator[Node]:
+        """The nodes that come before the first iteration."""
         for stage in self.flow.offline:
             yield Node(stage, 0)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes in an order in which they can run one after the other."""
+        yield from self.before()
         for version in range(self.iterations + 1):
             if version:
                 for stage in self.flow.stages:

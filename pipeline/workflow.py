@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.committed import Committed
+from pipeline.experiment import compose
 from pipeline.experiment import prepare as prepare_run
 from pipeline.flow import Graph, Node
 from pipeline.plan import Plan
 from pipeline.run import Run
-from rlinf import tree
 from rlinf.artifacts import MANIFEST
 from rlinf.trainers.world import SHARES
 from stages.layout import CONFIG
@@ -37,19 +37,6 @@ def prepare(settings: Mapping[str, Any]) -> Workflow:
     return Workflow(prepare_run(compose(overrides)))
 
 
-def compose(overrides: list[str]) -> dict[str, Any]:
-    """The configuration Hydra composes, as plain values."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from omegaconf import OmegaConf
-
-    with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
-        values = hydra_compose("config", overrides)
-    plain = OmegaConf.to_container(values, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
 class Workflow:
     """One run, seen as rules."""
 
@@ -60,6 +47,7 @@ class Workflow:
         self._graph = Graph(run.config)
         self._plan = Plan.read(run.folder)
         self.report = str(run.folder / "report" / "report.html")
+        self.profile = str(run.folder / "profile.json")
         self.offline = list(self._graph.flow.offline)
         self.iterated = [*self._graph.flow.stages, "evaluate"]
         self.python = shlex.quote(sys.executable)

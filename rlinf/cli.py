@@ -221,12 +221,45 @@ def planning_sources(
 def composed(overrides: list[str]) -> Any:
     """The checked configuration of experiment=NAME and key=value."""
     from pipeline.check import check
-    from pipeline.workflow import compose
+    from pipeline.experiment import compose
     from rlinf.config import RunConfig, validate
 
     config = validate(RunConfig, compose(overrides))
     check(config)
     return config
+
+
+@app.command()
+def profile(
+    what: Annotated[
+        list[str], typer.Argument(help="A run directory, or experiment=NAME and key=value")
+    ],
+    partition: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure on this partition; may be repeated. The plan's by default"),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Time for all measurements", min=0.1)] = 10.0,
+    processes: Annotated[
+        int | None, typer.Option(help="Most processes per node; one per GPU by default", min=1)
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget what earlier passes measured")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The file to write")] = Path("profile.json"),
+) -> None:
+    """Measure what the stages of an experiment cost on each kind of device."""
+    import logging
+
+    from pipeline.experiment import named
+    from pipeline.profile.measure import Options
+    from pipeline.profile.measure import profile as measure
+
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("rlinf").setLevel(logging.INFO)
+    options = Options(tuple(partition or ()), minutes, processes, fresh)
+    made = measure(named(what), options)
+    made.save(out)
+    typer.echo(f"profile: {out}")
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -127,16 +127,16 @@ class SlurmClient:
         # Debian's says "slurm-wlm 22.05.8".
         return self.run("sinfo", "--version").split()[-1]
 
-    def run(self, *command: str) -> str:
-        """Standard output of a Slurm command.
+    def run(self, *command: str, errors: bool = False) -> str:
+        """Standard output of a Slurm command; its error output, where ``errors``.
 
         Raises:
             SlurmError: not installed, no answer in time, or refused (with its own message).
         """
-        return run(command)
+        return run(command, errors=errors)
 
 
-def run(command: Sequence[str]) -> str:
+def run(command: Sequence[str], *, errors: bool = False) -> str:
     """See :meth:`SlurmClient.run`."""
     if shutil.which(command[0]) is None:
         raise SlurmError(
@@ -156,7 +156,7 @@ def run(command: Sequence[str]) -> str:
         raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if done.returncode:
         raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    return done.stderr if errors else done.stdout
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:

@@ -44,6 +44,17 @@ def test_a_thousand_iterations_can_be_planned(tmp_path: Path) -> None:
     assert time.monotonic() - start < 200
 
 
+def test_the_profile_comes_after_the_warm_start_and_only_when_asked_for(tmp_path: Path) -> None:
+    words = ["-n", "-p", "-c1", "--config", f"run__root={tmp_path}", "run__name=p"]
+    asked = snakemake("profile", *words)
+    assert asked.returncode == 0, asked.stderr[-2000:]
+    out = tmp_path / "p" / "profile.json"
+    assert f"-m rlinf.cli profile {tmp_path / 'p'} --out {out}" in asked.stdout
+    assert "rule warm_start" in asked.stdout
+    assert "rule rollout" not in asked.stdout
+    assert "rule profile" not in snakemake(*words, "iterations=1").stdout
+
+
 def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> None:
     words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=cp"]
     words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]

@@ -68,7 +68,7 @@ def _lesser(group: NodeGroup, types: set[str]) -> bool:
     return bool(types) and not group.gpus_per_node
 
 
-def local_kind(duty_cycle: float = 1.0) -> Kind:
+def local_kind() -> Kind:
     """This machine: its GPUs, or the CPUs this process may use."""
     import psutil
     import torch
@@ -82,7 +82,6 @@ def local_kind(duty_cycle: float = 1.0) -> Kind:
         mem_mb_per_node=psutil.virtual_memory().total >> 20,
         gpus_per_node=gpus,
         gpu_model=torch.cuda.get_device_name(0) if gpus else "",
-        duty_cycle=duty_cycle,
     )
 
 
@@ -96,7 +95,7 @@ def of_partitions(kinds: dict[str, Kind], partitions: Sequence[str]) -> list[Kin
     for wanted in partitions:
         mine = [kind for kind in kinds.values() if wanted in (kind.name, kind.partition)]
         if not mine:
-            names = {kind.partition for kind in kinds.values()}
+            names = {kind.partition or kind.name for kind in kinds.values()}
             raise PlanError(
                 f"--partition {wanted}: no such partition with nodes that are up"
                 f"{nearest(wanted, names)}"

@@ -131,11 +131,11 @@ class Overhead(Measured):
 
     name: OverheadName
     """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
-    of our code. ``imports``: from there until a stage could begin. ``engine_load``: a new engine
-    with weights. ``trainer_load``: a new trainer with weights and optimizer, the forming of its
-    process group included. ``weight_load``: other weights into a loaded engine. ``publish``:
-    writing weights. ``offload``, ``onload``: weights and optimizer state from the device into the
-    host's memory and back."""
+    of our code. ``imports``: from there until a stage could begin, with what is imported when first
+    needed. ``engine_load``: a new engine with weights. ``trainer_load``: a new trainer with weights
+    and optimizer, the forming of its process group included. ``weight_load``: other weights into a
+    loaded engine. ``publish``: writing weights. ``offload``, ``onload``: weights and optimizer
+    state from the device into the host's memory and back."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
 
@@ -228,7 +228,7 @@ class KindProfile(Section):
     devices_per_node: int = Field(gt=0)
     duty_cycle: float = Field(default=1.0, gt=0, le=1)
     hosts: tuple[str, ...] = ()
-    """Where it was measured."""
+    """Where the first processes ran."""
     points: tuple[Point, ...] = Field(min_length=1)
     overheads: tuple[Overhead, ...]
     links: tuple[Link, ...] = ()
@@ -243,11 +243,6 @@ class KindProfile(Section):
         if not known:
             return 0.0
         return min(known, key=lambda entry: abs(math.log(entry.processes / processes))).median_s
-
-    def job_overhead_s(self, stage: str, processes: int) -> float:
-        """What a job of its own costs a stage before its work begins, the queue apart."""
-        names = [*OF_A_JOB, *([LOADS[stage]] if stage in LOADS else [])]
-        return sum(self.overhead_s(name, processes) for name in names)
 
 
 class Profile(Section):
@@ -267,24 +262,6 @@ class Profile(Section):
     """By ``partition``, or ``partition:gpu_type`` where a partition has several."""
     links: tuple[Link, ...] = ()
     """Between kinds of different partitions."""
-
-    def points(self, kind: str, stage: str) -> tuple[Point, ...]:
-        """What ran of a stage on a kind under the run's own token budget, by processes and size.
-
-        ``time`` is work that finds everything loaded, ``cold`` the first
-        work of a process.
-
-        Raises:
-            PlanError: nothing was measured on this kind, or the stage ran nowhere on it.
-        """
-        if kind not in self.kinds:
-            raise PlanError(_lacks(kind, self.kinds))
-        own = [point for point in self.kinds[kind].points if point.stage == stage]
-        ran = [p for p in own if p.ok and p.token_budget in (None, self.token_budget)]
-        if not ran:
-            why = f": {own[0].failure}" if own else ""
-            raise PlanError(f"kinds.{kind}: no measurement of stage {stage!r} succeeded{why}")
-        return tuple(sorted(ran, key=lambda point: (point.processes, point.samples)))
 
     def require(self, identity: Identity, kinds: Sequence[str], where: str) -> None:
         """See that this profile serves a run on some kinds.

@@ -13,8 +13,10 @@ import pytest
 
 from launchers.base import Job, Resources, State
 from launchers.local import LocalLauncher
-from launchers.throttle import PERIOD_S
+from launchers.throttle import PERIOD_S, duty_here
 from rlinf import tree
+from rlinf.errors import PlanError
+from slurm.site import load_site
 
 BUSY = """
 import sys, time
@@ -111,3 +113,21 @@ def test_a_site_with_a_duty_cycle_slows_local_jobs(
         return float(log.read_text())
 
     assert seconds(0.25) > 3 * seconds(1.0)
+
+
+def test_a_duty_cycle_by_kind_of_node_holds_on_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    assert duty_here("0.5") == 0.5
+    assert duty_here("a100=0.5,h100=0.9") == 1.0
+
+
+def test_a_site_says_the_duty_cycle_of_partitions_or_of_kinds(tmp_path: Path) -> None:
+    site = load_site(tree.ROOT / "slurm" / "devcluster" / "site.yaml")
+    assert site.of("gpu").duty_of("a100") == site.of("a100").duty_of("a100") == 0.5
+    assert site.of("gpu").duty_of("h100") == 1.0
+    needs = Resources(duty_cycle=site.of("gpu").duty_cycle, python=("apptainer",))
+    assert needs.prefix[1:] == ("-m", "launchers.throttle", "a100=0.5", "apptainer")
+    path = tmp_path / "site.yaml"
+    path.write_text("defaults: {duty_cycle: {a100: 1.5}}")
+    with pytest.raises(PlanError, match=r"duty_cycle"):
+        load_site(path)

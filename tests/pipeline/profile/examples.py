@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 from pipeline.profile.identity import Identity
 from pipeline.profile.schema import (
@@ -13,6 +14,9 @@ from pipeline.profile.schema import (
     Point,
     Profile,
 )
+from pipeline.profile.trial import Case, Task
+from pipeline.run import Run
+from stages.layout import CONFIG, stage_folder
 
 IDENTITY = Identity(model="m", config="c", code="0.1+1")
 
@@ -58,4 +62,24 @@ def profile(**kinds: KindProfile) -> Profile:
         weights_bytes=1000,
         lengths=Lengths(samples=(2, 3, 9), count=3, truncated_share=0.1, horizon=12),
         kinds=kinds or {"a100": kind()},
+    )
+
+
+def task(run: Run, folder: Path, **more: object) -> Task:
+    """A task of one process on this machine."""
+    values = {
+        "cases": (Case(starts=run.config.rollout.batch, token_budget=8192),),
+        "seconds": 1,
+        **more,
+    }
+    return Task(
+        config=run.folder / CONFIG,
+        initial=stage_folder(run.folder, "warm_start", 0),
+        key="k",
+        kinds=("local",),
+        folder=folder,
+        nodes=1,
+        processes=1,
+        submitted=0,
+        **values,
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.profile.identity import Identity
 from pipeline.profile.schema import Measured, Profile, load_profile
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
-from tests.pipeline.profile.examples import IDENTITY, kind, point, profile
+from tests.pipeline.profile.examples import IDENTITY, profile
 
 SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=12)
 
@@ -129,25 +129,9 @@ def test_a_kind_that_was_not_measured_is_named_with_the_nearest() -> None:
         profile().require(IDENTITY, ["a100", "a10"], "profile.json")
 
 
-def test_points_are_those_of_the_runs_own_token_budget_that_ran() -> None:
-    mine = point("train", 2, 2.0, token_budget=64)
-    alone = point("train", 1, 4.0, token_budget=64)
-    other = point("train", 1, 3.0, token_budget=128)
-    failed = mine.model_copy(update={"processes": 4, "time": None, "failure": "out of memory"})
-    made = profile(a100=kind(mine, other, failed, alone, point("rollout", 1, 1.0)))
-    assert made.points("a100", "train") == (alone, mine)
-    with pytest.raises(PlanError, match="no measurement of stage 'sync'"):
-        made.points("a100", "sync")
-    only_failed = profile(a100=kind(failed))
-    with pytest.raises(PlanError, match="out of memory"):
-        only_failed.points("a100", "train")
-
-
-def test_a_job_costs_its_start_and_what_its_stage_loads() -> None:
+def test_overheads_are_those_of_the_nearest_number_of_processes() -> None:
     measured = profile().kinds["a100"]
-    assert measured.job_overhead_s("reward", 1) == pytest.approx(6.0)
-    assert measured.job_overhead_s("train", 1) == pytest.approx(6.5)
-    assert measured.job_overhead_s("train", 3) == pytest.approx(7.5)
+    assert [measured.overhead_s("trainer_load", n) for n in (1, 3, 64)] == [0.5, 1.5, 1.5]
     assert measured.overhead_s("offload", 1) == 0.0
 
 

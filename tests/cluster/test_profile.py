@@ -1,0 +1,105 @@
+"""The profile pass on a real Slurm: jobs, links between nodes and kinds, waits, unlike nodes."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from launchers.base import Job, Resources, State
+from launchers.submitit import SubmititLauncher
+from pipeline.experiment import compose, prepare
+from pipeline.profile.measure import Options, profile
+from rlinf import tree
+from slurm.client import SlurmClient
+from tests.cluster.test_runs import words
+
+pytestmark = pytest.mark.cluster
+SITE = tree.ROOT / "slurm" / "devcluster" / "site.yaml"
+BUSY = """
+import os, sys, time
+spent, start = time.process_time(), time.perf_counter()
+while time.process_time() - spent < 1.0:
+    pass
+name = os.environ["SLURMD_NODENAME"]
+open(f"{sys.argv[1]}/{name}", "w").write(str(time.perf_counter() - start))
+time.sleep(0.5)
+if os.environ["RANK"] == "0":
+    open(f"{sys.argv[1]}/manifest.json", "w").close()
+"""
+
+
+def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "busy_of_test.py").write_text(BUSY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{tree.ROOT}")
+    launcher = SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=5.0)
+    needs = Resources(
+        partition="gpu",
+        nodes=2,
+        constraint="[h100*1&a100*1]",
+        mem_mb=300,
+        time_min=5,
+        duty_cycle={"a100": 0.4},
+    )
+    out = tmp_path / "out"
+    job = Job("test/busy", (str(out),), out, tmp_path / "logs", needs, "busy_of_test")
+    identity = launcher.submit(job)
+    deadline = time.monotonic() + 60
+    while (status := launcher.poll([identity])[identity]).state.active:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.2)
+    assert status.state is State.DONE, status
+    seconds = {p.name[:4]: float(p.read_text()) for p in out.glob("?100-?")}
+    # A neighbour can slow either; the throttled one has at most 0.4 of a core.
+    assert seconds["a100"] > 1.0 / 0.4 * 0.95
+    assert seconds["a100"] > 1.3 * seconds["h100"]
+
+
+def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_path: Path) -> None:
+    wanted = words(tmp_path, "cluster=slurm", f"cluster.site={SITE}", "cluster.poll_s=0.2")
+    wanted += ["warm_start.max_steps=0", "plan.defaults.mem_mb=2000", "plan.defaults.partition=cpu"]
+    run = prepare(
+        compose([f"++{w}" if not w.startswith(("experiment", "cluster=")) else w for w in wanted])
+    )
+    made = profile(run, Options(partitions=("gpu",), minutes=0.3, processes=1))
+    assert list(made.kinds) == ["gpu:a100", "gpu:h100"]
+    for name, kind in made.kinds.items():
+        gpu = name.removeprefix("gpu:")
+        assert all(host.startswith(gpu) for host in kind.hosts)
+        assert {(p.nodes, p.processes) for p in kind.points if p.ok} == {(1, 1), (2, 2)}
+        assert {link.path for link in kind.links} == {"inter_node", "write", "read"}
+        assert {entry.name for entry in kind.overheads} >= {"submission", "startup", "trainer_load"}
+        assert kind.overhead_s("submission", 1) < 30
+        assert [wait.nodes for wait in kind.waits] == [1, 2]
+        assert all(wait.test_only_s is not None for wait in kind.waits)
+        assert kind.waits[0].history is not None
+    (between,) = made.links
+    assert (between.path, between.between) == ("inter_partition", ("gpu:a100", "gpu:h100"))
+    duties = {name: kind.duty_cycle for name, kind in made.kinds.items()}
+    assert duties == {"gpu:a100": 0.5, "gpu:h100": 1.0}
+    imports = [kind.overhead_s("imports", 1) for kind in made.kinds.values()]
+    assert imports[0] > 1.3 * imports[1]
+    # No two jobs of the pass ran at the same time, but for the two ends of the link.
+    text = SlurmClient().run(
+        *("sacct", "-n", "-P", "-X", "-S", "now-5minutes", "--name", "profile-gpu:a100"),
+        *("-o", "Start,End"),
+    )
+    spans = sorted(line.split("|") for line in text.splitlines())
+    assert len(spans) >= 2
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_a_partition_that_is_closed_is_refused(cluster: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["rlinf", "profile", *words(tmp_path, "cluster=slurm"), "--partition", "a10"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 65
+    assert "--partition a10: no such partition with nodes that are up" in done.stderr
+    assert "did you mean 'a100'?" in done.stderr
