@@ -87,9 +87,9 @@ def steps(side: str, folder: Path, turn: int, threads: int, waiting: str) -> lis
 def run_ours(folder: Path, threads: int) -> list[float]:
     """The five stages in one process, committed to disk as always."""
     from pipeline.driver import InProcess
+    from pipeline.experiment import compose
     from pipeline.flow import Graph
     from pipeline.run import Run
-    from pipeline.workflow import compose
     from rlinf.config import RunConfig, validate
     from stages.layout import CONFIG
     from stages.runner import StageCall

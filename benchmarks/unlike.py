@@ -77,10 +77,9 @@ class Step:
 
     def __init__(self, root: Path) -> None:
         from launchers.submitit import SubmititLauncher
-        from pipeline.experiment import prepare
+        from pipeline.experiment import compose, prepare
         from pipeline.flow import Graph, Node
         from pipeline.launch import ClusterConfig
-        from pipeline.workflow import compose
         from rlinf.config import validate
         from slurm.client import SlurmClient
         from stages.layout import CONFIG

@@ -50,11 +50,32 @@ def named(words: Sequence[str]) -> Run:
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
     """
+    if _is_folder(words):
+        return Run.open(Path(words[0]))
+    return prepare(compose(_forced(words)))
+
+
+def configuration(words: Sequence[str]) -> RunConfig:
+    """The checked configuration of the same; no run directory is made.
+
+    Raises:
+        ConfigError, DataError: it cannot be used.
+    """
+    if _is_folder(words):
+        return Run.open(Path(words[0])).config
+    config = validate(RunConfig, compose(_forced(words)))
+    check(config)
+    return config
+
+
+def _is_folder(words: Sequence[str]) -> bool:
+    return len(words) == 1 and "=" not in words[0]
+
+
+def _forced(words: Sequence[str]) -> list[str]:
     from rlinf.launch import forced
 
-    if len(words) == 1 and "=" not in words[0]:
-        return Run.open(Path(words[0]))
-    return prepare(compose([forced(word) for word in words]))
+    return [forced(word) for word in words]
 
 
 def compose(overrides: list[str]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ app = typer.Typer(
 RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/arithmetic_grpo")]
 
 
+What = Annotated[
+    list[str], typer.Argument(help="A run directory, or experiment=NAME and key=value")
+]
 Overrides = Annotated[
     list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
 ]
@@ -136,7 +139,7 @@ def inventory(
 
 @app.command()
 def plan(
-    overrides: Overrides,
+    what: What,
     profile: Annotated[Path, typer.Option(help="What rlinf profile measured")] = Path(
         "profile.json"
     ),
@@ -169,10 +172,11 @@ def plan(
     ),
 ) -> None:
     """Choose where every stage runs; explain it; write plan.yaml and plan.html."""
+    from pipeline.experiment import configuration
     from pipeline.planner.show import make
 
     sources = planning_sources(profile, source, site, partition, pin)
-    make(composed(overrides), sources, out, objective, what_if or (), check, grain.value)
+    make(configuration(what), sources, out, objective, what_if or (), check, grain.value)
 
 
 @app.command()
@@ -218,22 +222,9 @@ def planning_sources(
     )
 
 
-def composed(overrides: list[str]) -> Any:
-    """The checked configuration of experiment=NAME and key=value."""
-    from pipeline.check import check
-    from pipeline.experiment import compose
-    from rlinf.config import RunConfig, validate
-
-    config = validate(RunConfig, compose(overrides))
-    check(config)
-    return config
-
-
 @app.command()
 def profile(
-    what: Annotated[
-        list[str], typer.Argument(help="A run directory, or experiment=NAME and key=value")
-    ],
+    what: What,
     partition: Annotated[
         list[str] | None,
         typer.Option(help="Measure on this partition; may be repeated. The plan's by default"),

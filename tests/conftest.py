@@ -21,7 +21,7 @@ tree.activate()
 @pytest.fixture
 def compose(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Composed values of a tiny arithmetic run below a temporary folder, with overrides."""
-    from pipeline.workflow import compose as hydra_compose
+    from pipeline.experiment import compose as hydra_compose
 
     def make(*overrides: str, experiment: str = "arithmetic_grpo") -> dict[str, Any]:
         tiny = TINY if experiment == "arithmetic_grpo" else []

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.experiment import execute
-from pipeline.workflow import compose
+from pipeline.experiment import compose, execute
 from rlinf import tree
 from tests.conftest import TINY
 from tests.pipeline.helpers import contents, start_driver

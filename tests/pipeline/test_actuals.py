@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pipeline.actuals import actual, compare
+from pipeline.experiment import compose as hydra_compose
 from pipeline.experiment import execute
 from pipeline.metrics import manifest_of
 from pipeline.plan import Plan, Sources
@@ -18,7 +19,6 @@ from pipeline.planner.propose import propose
 from pipeline.planner.show import remake, request
 from pipeline.report import write_report
 from pipeline.run import Run
-from pipeline.workflow import compose as hydra_compose
 from rlinf.errors import PlanError
 from tests.conftest import TINY
 from tests.pipeline.planner import clusters

@@ -29,7 +29,7 @@ Compose = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run in one process."""
-    from pipeline.workflow import compose as hydra_compose
+    from pipeline.experiment import compose as hydra_compose
 
     root = tmp_path_factory.mktemp("reference")
     words = ["experiment=arithmetic_grpo", f"++run.root={root}", "++log.trackers=[]", *TINY]

@@ -26,7 +26,7 @@ Compose = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pipeline.workflow import compose as hydra_compose
+    from pipeline.experiment import compose as hydra_compose
 
     root = tmp_path_factory.mktemp("runs")
     words = ["experiment=arithmetic_grpo", f"++run.root={root}", *TINY]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.experiment import compose
 from pipeline.plan import Plan, parse_plan
 from pipeline.planner.jobs import assess
 from pipeline.planner.propose import propose
 from pipeline.planner.request import Request
-from pipeline.workflow import compose
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from tests.pipeline.planner.test_propose import ask

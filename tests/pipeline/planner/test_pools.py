@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.experiment import compose as hydra_compose
 from pipeline.experiment import prepare
 from pipeline.plan import parse_plan
 from pipeline.planner.predict import Predictor
@@ -17,7 +18,6 @@ from pipeline.planner.propose import propose
 from pipeline.planner.request import Request
 from pipeline.planner.segments import STAGES, build
 from pipeline.planner.show import show, write
-from pipeline.workflow import compose as hydra_compose
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from tests.pipeline.planner.test_propose import ask

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.experiment import compose
 from pipeline.plan import parse_plan
 from pipeline.planner.devices import devices_of, with_counts
 from pipeline.planner.options import MIXING
@@ -17,7 +18,6 @@ from pipeline.planner.propose import propose
 from pipeline.planner.request import Request, parse_pins
 from pipeline.planner.show import show, write
 from pipeline.planner.stagewise import cost
-from pipeline.workflow import compose
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pipeline.cost.predict import expect
+from pipeline.experiment import compose
 from pipeline.planner.devices import devices_of
 from pipeline.planner.predict import Predictor
 from pipeline.planner.request import Request
 from pipeline.planner.search import solve
 from pipeline.planner.segments import STAGES, build
-from pipeline.workflow import compose
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.site import Site
