@@ -7,6 +7,7 @@ repeat, and every number of processes, does the same work.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -52,7 +53,7 @@ MEETING_S = 120.0
 
 
 def measure(path: Path, first_line: float, imported: float) -> None:
-    """Do what a task file says, and leave an empty manifest when done."""
+    """Do what a task file says; leave a manifest with the time when it was done."""
     task = validated(Task, read_json(path, f"no file {path}"), path)
     os.environ["WORLD_SIZE"] = str(task.processes)
     if int(os.environ.get("RANK", "0")) >= task.processes:
@@ -71,7 +72,7 @@ def measure(path: Path, first_line: float, imported: float) -> None:
             if world.rank == 0:
                 shutil.rmtree(scratch, ignore_errors=True)
     if world.rank == 0:
-        write_atomic(task.folder / MANIFEST, "{}")
+        write_atomic(task.folder / MANIFEST, json.dumps({"ended": time.time()}))
 
 
 @dataclass
@@ -293,10 +294,7 @@ class Bench:
 
     def overhead(self, name: str, seconds: float) -> None:
         """Add one measurement of an overhead."""
-        known = self.trial.overheads_s
-        # Clocks of two machines may differ by more than a quick start takes.
-        more = {**known, name: (*known.get(name, ()), max(0.0, seconds))}
-        self.trial = self.trial.model_copy(update={"overheads_s": more})
+        self.trial = self.trial.with_overhead(name, seconds)
 
     def keep(self, **change: Any) -> None:
         """Change the trial; rank 0 writes it."""

@@ -7,6 +7,7 @@ work is done at once.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
@@ -358,12 +359,15 @@ def token_budget(config: RunConfig) -> int | None:
 
 
 def conclude(task: Task, status: Status) -> None:
-    """Keep a failure for want of memory as data.
+    """Note how late the end of a job was noticed, or keep a failure for want of memory as data.
 
     Raises:
         InputError, StageError: the job failed for another reason.
     """
     if status.state is State.DONE:
+        if trial := load_trial(task.trial):
+            ended = json.loads((task.folder / MANIFEST).read_text())["ended"]
+            trial.with_overhead("completion", time.time() - ended).save(task.trial)
         return
     reason = status.reason.strip() or status.state.value
     trial = load_trial(task.trial)

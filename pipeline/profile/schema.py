@@ -109,6 +109,7 @@ OverheadName = Literal[
     "submission",
     "startup",
     "imports",
+    "completion",
     "engine_load",
     "trainer_load",
     "weight_load",
@@ -132,10 +133,11 @@ class Overhead(Measured):
     name: OverheadName
     """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
     of our code. ``imports``: from there until a stage could begin, with what is imported when first
-    needed. ``engine_load``: a new engine with weights. ``trainer_load``: a new trainer with weights
-    and optimizer, the forming of its process group included. ``weight_load``: other weights into a
-    loaded engine. ``publish``: writing weights. ``offload``, ``onload``: weights and optimizer
-    state from the device into the host's memory and back."""
+    needed. ``completion``: from the end of the work until the driver knows. ``engine_load``: a new
+    engine with weights. ``trainer_load``: a new trainer with weights and optimizer, the forming of
+    its process group included. ``weight_load``: other weights into a loaded engine. ``publish``:
+    writing weights. ``offload``, ``onload``: weights and optimizer state from the device into the
+    host's memory and back."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
 

@@ -160,6 +160,13 @@ class Trial(Section):
         open_ = [c for c in able if not self.of(c).settled]
         return min(open_, key=lambda c: len(self.of(c).seconds), default=None)
 
+    def with_overhead(self, name: str, seconds: float) -> Trial:
+        """With one more measurement of an overhead."""
+        known = self.overheads_s
+        # Clocks of two machines may differ by more than something quick takes.
+        more = {**known, name: (*known.get(name, ()), max(0.0, seconds))}
+        return self.model_copy(update={"overheads_s": more})
+
     def after_death(self, reason: str) -> Trial:
         """With what was being run as a failure; for a job that died of it."""
         if self.running is None:
