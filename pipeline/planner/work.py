@@ -99,7 +99,10 @@ class Work:
         submission, startup, imports = OF_A_JOB
         parts = {
             "start": _sum(
-                self._overhead(submission, processes), self._overhead(startup, processes)
+                self._overhead(submission, processes),
+                self._overhead(startup, processes),
+                # Of the job before, whose end starts this one.
+                self._overhead("completion", processes),
             ),
             "imports": self._overhead(imports, processes),
         }
