@@ -44,9 +44,8 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
         own = () if needs.python else (sys.executable,)
         options["slurm_python"] = " ".join([*needs.prefix, *own])
     executor = submitit.AutoExecutor(folder=first.logs, cluster="slurm", **options)
-    executor.update_parameters(
-        **parameters(first.name, needs, path), slurm_array_parallelism=len(jobs)
-    )
+    at_once = {"slurm_array_parallelism": len(jobs)}
+    executor.update_parameters(**at_once | parameters(first.name, needs, path))
     shares = needs.shares or ()
     pairs = tuple(shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares))
     calls = [ModuleCall(job.module, job.argv, path, str(job.logs), pairs) for job in jobs]
