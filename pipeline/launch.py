@@ -123,5 +123,10 @@ class LauncherExecutor:
             time.sleep(self.launcher.poll_s)
         return ended
 
+    def cancel(self) -> None:
+        """Cancel what still waits or runs."""
+        self.launcher.cancel(list(self._ids.values()))
+        self._ids.clear()
+
     def stop(self) -> None:
         self.launcher.close()

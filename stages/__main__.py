@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
-import sys
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
+import time
 
-from rlinf import threads
-from rlinf.errors import ConfigError, RlinfError
-from stages import SECTIONS
+BEGAN = time.time()
+
+import argparse  # noqa: E402
+import logging  # noqa: E402
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from rlinf import threads  # noqa: E402
+from rlinf.errors import ConfigError, RlinfError  # noqa: E402
+from stages import SECTIONS  # noqa: E402
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
         )
         with StopFlag() as stop:
-            run_stage(call, stopping=stop.is_set)
+            run_stage(call, stopping=stop.is_set, began=BEGAN)
     except RlinfError as error:
         traceback.print_exc() if error.exit_code == 1 else None
         print(f"error: {error}", file=sys.stderr)

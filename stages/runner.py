@@ -113,8 +113,12 @@ def run_stage(
     config: RunConfig | None = None,
     resident: dict[str, Any] | None = None,
     stopping: Callable[[], bool] = lambda: False,
+    began: float | None = None,
 ) -> Manifest:
     """Run a stage instance unless its output is already there; returns its manifest.
+
+    Args:
+        began: when the first line of a process that runs this stage alone was reached.
 
     Raises:
         ConfigError, DataError, InputError: nothing was written.
@@ -123,6 +127,7 @@ def run_stage(
         StageError: the stage failed.
     """
     start = time.time()
+    began = start if began is None else began
     if call.stage not in SECTIONS:
         raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, SECTIONS)}")
     config = config or load_config(call.config)
@@ -135,7 +140,7 @@ def run_stage(
         if done is not None and done.key == key:
             verify(call.out, done, checksums=False)
             return done
-        return _attempt(call, config, world, inputs, key, resident, stopping, start)
+        return _attempt(call, config, world, inputs, key, resident, stopping, (began, start))
     except ArtifactError as error:
         if world.rank == 0:
             quarantine(error.manifest)
@@ -150,7 +155,7 @@ def _attempt(
     key: str,
     resident: dict[str, Any] | None,
     stopping: Callable[[], bool],
-    start: float,
+    times: tuple[float, float],
 ) -> Manifest:
     attempt = os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
     if world.rank == 0 and call.out.is_dir():
@@ -186,7 +191,7 @@ def _attempt(
                 "name": call.stage,
                 "rank": world.rank,
                 "host": socket.gethostname(),
-                "start": start,
+                "start": times[1],
                 "end": time.time(),
             }
         )
@@ -196,7 +201,7 @@ def _attempt(
             if world.rank:
                 return _settled(ctx, _await_commit(call.out, key))
             _merge_ranks(ctx)
-        return _settled(ctx, _commit(call, ctx, key, start))
+        return _settled(ctx, _commit(call, ctx, key, times))
 
 
 def _settled(ctx: Context, manifest: Manifest) -> Manifest:
@@ -208,7 +213,8 @@ def _settled(ctx: Context, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _commit(call: StageCall, ctx: Context, key: str, start: float) -> Manifest:
+def _commit(call: StageCall, ctx: Context, key: str, times: tuple[float, float]) -> Manifest:
+    began, start = times
     files = describe_files(ctx.data, UNSTABLE)
     metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
@@ -223,7 +229,7 @@ def _commit(call: StageCall, ctx: Context, key: str, start: float) -> Manifest:
         files=files,
         inputs={name: entry.manifest.content for name, entry in ctx.inputs.items()},
         metrics=metrics,
-        timing={"start": start, "end": time.time(), "spans": ctx.spans},
+        timing={"began": began, "start": start, "end": time.time(), "spans": ctx.spans},
         host=socket.gethostname(),
         job=os.environ.get("SLURM_JOB_ID", ""),
         world=ctx.world.size,

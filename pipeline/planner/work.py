@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.cost.fit import LEAST_POINTS, Fit, Point, fit_times
 from pipeline.planner.devices import Devices
 from pipeline.profile import schema
-from pipeline.profile.schema import LOADS, OF_A_JOB, Profile
+from pipeline.profile.schema import LOADS, Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
 
@@ -95,23 +95,33 @@ class Work:
         return whole - rise, rise
 
     def overheads(self, processes: int) -> dict[str, Seconds]:
-        """What a job of its own costs before and beside the work, in order."""
-        submission, startup, imports = OF_A_JOB
-        parts = {
-            "start": _sum(
-                self._overhead(submission, processes),
-                self._overhead(startup, processes),
-                # Of the job before, whose end starts this one.
-                self._overhead("completion", processes),
-            ),
-            "imports": self._overhead(imports, processes),
-        }
-        if self.stage in LOADS:
-            parts["load"] = self._overhead(LOADS[self.stage], processes)
+        """What a job of its own costs before and beside the work, in order.
+
+        Where jobs on their own were measured, on one process, they say what a stage's own imports
+        and loading take; more processes cost more as the profile of loaded stages has it.
+        """
+        dispatch = self._overhead("dispatch", 1)
+        steps = [self._overhead(name, processes) for name in ("submission", "startup")]
+        # Of the job before, whose end starts this one.
+        steps.append(self._overhead("completion", processes))
+        parts = {"start": dispatch if dispatch.mean else _sum(*steps)}
+        parts["imports"] = self._overhead("imports", processes)
+        parts["load"] = self._load(processes)
+        alone = self._overhead("alone", 1, self.stage)
+        if alone.mean:
+            parts["imports"] = self._overhead("imports", 1, self.stage)
+            more = self._load(processes).mean - self._load(1).mean
+            own = alone.mean - float(self.times(np.array([1]))[0][0]) + max(0.0, more)
+            parts["load"] = Seconds(max(0.0, own), alone.spread)
+        return parts
+
+    def _load(self, processes: int) -> Seconds:
+        """Loading, and what the first work of a process costs more."""
+        parts = [self._overhead(LOADS[self.stage], processes)] if self.stage in LOADS else []
         if self._cold:
             near = min(self._cold, key=lambda count: abs(math.log(count / processes)))
-            parts["warm-up"] = Seconds(max(0.0, self._cold[near]))
-        return parts
+            parts.append(Seconds(max(0.0, self._cold[near])))
+        return _sum(*parts)
 
     def per_node(self) -> int:
         """Most processes of a node: one per device, and on CPUs as many as fit its memory.
@@ -125,8 +135,9 @@ class Work:
         fit = (kind.mem_mb_per_node << 20) // self.peak_memory_bytes
         return min(self.devices.per_node, fit)
 
-    def _overhead(self, name: schema.OverheadName, processes: int) -> Seconds:
-        known = [entry for entry in self.devices.profile.overheads if entry.name == name]
+    def _overhead(self, name: schema.OverheadName, processes: int, stage: str = "") -> Seconds:
+        every = self.devices.profile.overheads
+        known = [entry for entry in every if entry.name == name and entry.stage == stage]
         if not known:
             return Seconds(0.0)
         return _median(min(known, key=lambda e: abs(math.log(e.processes / processes))))

@@ -27,8 +27,14 @@ MOST_LENGTHS = 2000
 QUANTILES = (0.1, 0.5, 0.9)
 
 
-def kind_profile(kind: Kind, trials: Sequence[Trial], waits: Iterable[Wait]) -> KindProfile:
-    """What the trials of a kind say together; at least one has a sample."""
+def kind_profile(
+    kind: Kind, trials: Sequence[Trial], waits: Iterable[Wait], alone: Sequence[Overhead] = ()
+) -> KindProfile:
+    """What the trials of a kind say together; at least one has a sample.
+
+    Args:
+        alone: measured of jobs on their own.
+    """
     return KindProfile(
         partition=kind.partition,
         gpu_type=kind.gpu_type,
@@ -36,7 +42,7 @@ def kind_profile(kind: Kind, trials: Sequence[Trial], waits: Iterable[Wait]) -> 
         duty_cycle=kind.duty_cycle,
         hosts=tuple(sorted({host for trial in trials for host in trial.hosts})),
         points=tuple(point for trial in trials for point in points(trial)),
-        overheads=tuple(overheads(trials)),
+        overheads=(*overheads(trials), *alone),
         links=tuple(links(trials)),
         waits=tuple(waits),
     )

@@ -23,11 +23,11 @@ from pipeline.experiment import warm_start
 from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig, make_launcher, resources
 from pipeline.plan import Plan, StagePlan
-from pipeline.profile import assemble
+from pipeline.profile import alone, assemble
 from pipeline.profile.bench import MEETING_S, STARTED
 from pipeline.profile.identity import Identity, kind_key
 from pipeline.profile.kinds import Kind, kinds_of, local_kind, of_partitions
-from pipeline.profile.schema import SCHEMA, Link, Profile, Wait
+from pipeline.profile.schema import SCHEMA, Link, Overhead, Profile, Wait
 from pipeline.profile.trial import Case, Task, load_trial
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
@@ -44,6 +44,8 @@ log = logging.getLogger("rlinf")
 
 CACHE = ".profiles"
 """Folder beside the runs."""
+PATIENCE_MIN = 5
+"""Minutes that the jobs on their own are given at least, and the limit of each."""
 START_S = 8.0
 """Set aside for the start of a job until one was measured."""
 WORTHWHILE_S = 15.0
@@ -130,6 +132,8 @@ class Pass:
     options: Options
     tasks: dict[str, list[Task]] = field(default_factory=dict)
     """By kind."""
+    alone: dict[str, list[Overhead]] = field(default_factory=dict)
+    """By kind."""
 
     def measure(self, kind: Kind, seconds: float) -> None:
         """Run jobs on a kind until all is settled or the time is used up."""
@@ -137,6 +141,11 @@ class Pass:
         if self.options.fresh:
             shutil.rmtree(folder, ignore_errors=True)
         end = time.time() + seconds
+        needs = self.stage_plan(kind, 1, 1, time_min=PATIENCE_MIN)
+        log.info("%s: %d iterations of jobs on their own", kind.name, alone.ITERATIONS)
+        self.alone[kind.name] = alone.measure(
+            self.run, self.cluster, needs, folder, max(end, time.time() + 60 * PATIENCE_MIN)
+        )
         self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
         for number in range(ROUNDS):
             todo = [task for task in tasks if not settled(task)]
@@ -184,20 +193,9 @@ class Pass:
         """Start one job for each task, as an array where there are several; by their ids."""
         # All jobs of an array ask for what the largest needs.
         per_node = max(task.processes // task.nodes for task in group)
-        train = self.plan.of("train")
-        needs = resources(
-            StagePlan(
-                partition=kind.partition or None,
-                nodes=group[0].nodes,
-                processes=per_node,
-                gpus=min(per_node, kind.gpus_per_node),
-                gpu_type=kind.gpu_type or None,
-                cpus=max(1, min(train.cpus, kind.cpus_per_node // per_node)),
-                mem_mb=train.mem_mb,
-                time_min=5 + round((seconds + START_S) / 60),
-            ),
-            self.cluster,
-        )
+        minutes = 5 + round((seconds + START_S) / 60)
+        asked = self.stage_plan(kind, group[0].nodes, per_node, time_min=minutes)
+        needs = resources(asked, self.cluster)
         stamp = f"export {STARTED}=$(date +%s.%N)"
         needs = replace(needs, setup=(stamp, *needs.setup), parallel_tasks=1)
         jobs = []
@@ -213,6 +211,20 @@ class Pass:
             name = f"profile/{'+'.join(task.kinds)}"
             jobs.append(Job(name, (str(path),), task.folder, logs, needs, "pipeline.profile.probe"))
         return dict(zip(self.launcher.submit_array(jobs), group, strict=True))
+
+    def stage_plan(self, kind: Kind, nodes: int, per_node: int, time_min: int) -> StagePlan:
+        """Resources on a kind; what it does not settle is as the plan has it for training."""
+        train = self.plan.of("train")
+        return StagePlan(
+            partition=kind.partition or None,
+            nodes=nodes,
+            processes=per_node,
+            gpus=min(per_node, kind.gpus_per_node),
+            gpu_type=kind.gpu_type or None,
+            cpus=max(1, min(train.cpus, kind.cpus_per_node // per_node)),
+            mem_mb=train.mem_mb,
+            time_min=time_min,
+        )
 
     def finish(self, jobs: dict[str, Task], end: float) -> None:
         """Wait until jobs have ended; those that have not started by ``end`` are cancelled.
@@ -290,7 +302,8 @@ class Pass:
                     "minutes; give more with --minutes, or leave it out"
                 )
             waits = self.waits(kind, client) if client else []
-            found[kind.name] = assemble.kind_profile(kind, trials, waits)
+            own = self.alone.get(kind.name, [])
+            found[kind.name] = assemble.kind_profile(kind, trials, waits, own)
             every += trials
         lengths = assemble.lengths(every, config.rollout.horizon)
         size = max(trial.weights_bytes for trial in every)

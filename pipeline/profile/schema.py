@@ -110,6 +110,8 @@ OverheadName = Literal[
     "startup",
     "imports",
     "completion",
+    "dispatch",
+    "alone",
     "engine_load",
     "trainer_load",
     "weight_load",
@@ -133,11 +135,15 @@ class Overhead(Measured):
     name: OverheadName
     """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
     of our code. ``imports``: from there until a stage could begin, with what is imported when first
-    needed. ``completion``: from the end of the work until the driver knows. ``engine_load``: a new
-    engine with weights. ``trainer_load``: a new trainer with weights and optimizer, the forming of
-    its process group included. ``weight_load``: other weights into a loaded engine. ``publish``:
-    writing weights. ``offload``, ``onload``: weights and optimizer state from the device into the
-    host's memory and back."""
+    needed. ``completion``: from the end of the work until the driver knows. ``dispatch``: in a run
+    of jobs, from the end of what a stage waits for to its first line. ``alone``: in such a run,
+    from the beginning of ``stage`` to its commit. ``engine_load``: a new engine with weights.
+    ``trainer_load``: a new trainer with weights and optimizer, the forming of its process group
+    included. ``weight_load``: other weights into a loaded engine. ``publish``: writing weights.
+    ``offload``, ``onload``: weights and optimizer state from the device into the host's memory and
+    back."""
+    stage: str = ""
+    """Of ``alone``, and of imports of one stage; "" where it is the same for all."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
 
@@ -241,7 +247,7 @@ class KindProfile(Section):
 
         0 where it was not measured: a machine without Slurm has no submission.
         """
-        known = [entry for entry in self.overheads if entry.name == name]
+        known = [entry for entry in self.overheads if entry.name == name and not entry.stage]
         if not known:
             return 0.0
         return min(known, key=lambda entry: abs(math.log(entry.processes / processes))).median_s

@@ -196,7 +196,7 @@ def test_an_attempt_that_fails_after_its_update_is_not_built_upon(
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(compose: Compose) -> None:
-    values = compose("reward.offset=3e38", "algorithm.normalise=false")
+    values = compose("algorithm.entropy_bonus=1e39")
     with pytest.raises(StageError, match="not finite"):
         execute(values)
     run = Path(values["run"]["root"]) / "tiny"

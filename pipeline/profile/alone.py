@@ -1,0 +1,100 @@
+"""Stages as jobs of their own, one after another, as a run of grain ``stage`` has them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from pipeline.driver import Driver
+from pipeline.flow import Graph
+from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
+from pipeline.metrics import manifest_of
+from pipeline.plan import Plan, StagePlan
+from pipeline.profile.schema import Overhead
+from pipeline.run import Run
+from rlinf.config import EvaluateSection, RunSection
+from rlinf.errors import RequeueRequested
+from stages.layout import PER_ITERATION, stage_folder
+
+log = logging.getLogger("rlinf")
+
+ITERATIONS = 3
+"""The first has no checkpoint to load and does not count."""
+WAITED = 3.0
+"""A dispatch that took so many times longer than the quickest was waiting for nodes."""
+
+
+def measure(
+    run: Run, cluster: ClusterConfig, resources: StagePlan, folder: Path, end: float
+) -> list[Overhead]:
+    """Drive a few iterations of a run, each stage a job of one process, in a folder of their own.
+
+    What was done before is not done again.
+
+    Args:
+        end: when to give up, in seconds since the epoch; what is finished by then counts.
+
+    Raises:
+        StageError: a stage failed.
+    """
+    scratch = _scratch(run, resources, folder)
+    plan = Plan.read(scratch.folder)
+
+    def late() -> bool:
+        return time.time() > end
+
+    executor = LauncherExecutor(scratch, make_launcher(cluster, plan), plan, cluster, late)
+    try:
+        Driver(scratch, executor, retries=cluster.retries).drive()
+    except RequeueRequested:
+        log.warning("time is up before all stages ran as jobs of their own")
+        executor.cancel()
+    return overheads(scratch)
+
+
+def overheads(run: Run) -> list[Overhead]:
+    """Dispatch of all stages together; of each its imports, and what came after."""
+    graph = Graph(run.config)
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for node in graph.nodes():
+        manifest = manifest_of(run.folder, *node)
+        if manifest is None or not node.iteration or node.stage not in PER_ITERATION:
+            continue
+        began, start, end = (manifest.timing[name] for name in ("began", "start", "end"))
+        sources = [manifest_of(run.folder, *source) for source in graph.inputs(node).values()]
+        ready = max(source.timing["end"] for source in sources if source is not None)
+        found["dispatch", ""].append(began - ready)
+        found["imports", node.stage].append(start - began)
+        found["alone", node.stage].append(end - start)
+    if found:
+        quickest = min(found["dispatch", ""])
+        kept = [s for s in found["dispatch", ""] if s <= WAITED * quickest]
+        found["dispatch", ""] = kept or [quickest]
+    return [
+        Overhead.of([max(0.0, s) for s in seconds], name=name, stage=stage, nodes=1, processes=1)
+        for (name, stage), seconds in found.items()
+    ]
+
+
+def _scratch(run: Run, resources: StagePlan, folder: Path) -> Run:
+    config = run.config.model_copy(
+        update={
+            "run": RunSection(name="alone", root=folder),
+            "iterations": ITERATIONS,
+            "evaluate": EvaluateSection(every=0, samples=1),
+            "plan": None,
+        }
+    )
+    made = Run.create(config, Plan(defaults=resources).dump())
+    source, target = (stage_folder(one.folder, "warm_start", 0) for one in (run, made))
+    if not target.exists():
+        partly = target.with_name(f"{target.name}.part")
+        shutil.rmtree(partly, ignore_errors=True)
+        # The manifest must not be there before the files.
+        shutil.copytree(source, partly, copy_function=os.link)
+        partly.rename(target)
+    return made
