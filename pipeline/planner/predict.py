@@ -8,12 +8,15 @@ by the last input:
 
     finish = max(start + t, finish of the last input + t / m)
 
+An iteration ends when all stages are done and the new weights have arrived; the next one then
+begins in all pools at once. A pool that changes to a stage brings it in as soon as it is free.
+
 The test of this module checks that against the recurrence over all micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +55,13 @@ class Predictor:
         """By stage and kind: rates ``[gpus + 1]``."""
         self.groups = cycles(problem)
         """Stage numbers that work in lockstep, in order; most groups hold one stage."""
+        self._edges = [
+            (self._index[name], s) for s, stage in enumerate(problem.stages) for name in stage.after
+        ]
+        ends = problem.sync
+        known = ends is not None and all(name in self._index for name in ends)
+        self.source = self._index[ends[0]] if ends and known else None
+        """The stage that makes the weights; None where none are moved."""
         self._switch = np.array(
             [[stage.switch_s.get(kind.name, 0.0) for kind in kinds] for stage in problem.stages]
         )
@@ -87,7 +97,6 @@ class Predictor:
         pool_of = {stage: i for i, pool in enumerate(pools) for stage in pool}
         stages = problem.stages
         busy = np.stack([self.duration(s, gpus[pool_of[s]]) for s in range(len(stages))])
-        piped = len(pools) > 1
         start, finish, first = np.zeros((3, len(stages), count))
         free = [np.zeros(count) for _ in pools]
         for group in self.groups:
@@ -108,8 +117,8 @@ class Predictor:
                     ready = ready + self._switching(mine, held[pool])
                 begin = np.maximum(begin, ready)
             time = self._group_time(group, pool_of, busy)
-            if piped:
-                time = time + chunks * max(stages[member].chunk_s for member in group)
+            overhead = max(stages[member].chunk_s for member in group)
+            time = time + self.passes(group, pool_of, chunks) * overhead
             piece = time / chunks
             end = np.maximum(begin + time, last + piece)
             for member in group:
@@ -117,7 +126,28 @@ class Predictor:
             for pool in here:
                 free[pool] = end
         moved = self._moving(pool_of, held)
-        return Prediction(finish.max(0) + moved, start, finish, busy, moved)
+        total = finish.max(0)
+        if self.source is not None:
+            # Weights move as soon as they are trained, beside stages that end later.
+            total = np.maximum(total, finish[self.source] + moved)
+        return Prediction(total, start, finish, busy, moved)
+
+    def passes(
+        self, group: Sequence[int], pool_of: Mapping[int, int], chunks: int | Array
+    ) -> int | Array:
+        """Micro-batches that a group takes from or gives to other pools.
+
+        ``chunks`` where it streams, 1 where it only hands over the whole, 0 where all that it
+        takes and gives stays in its pool.
+        """
+        passed = [
+            (a, b)
+            for a, b in self._edges
+            if (a in group) != (b in group) and pool_of[a] != pool_of[b]
+        ]
+        if any(self.problem.stages[target].streams for _, target in passed):
+            return chunks
+        return min(1, len(passed))
 
     def duration(self, stage: int, gpus: Array) -> Array:
         """Seconds of a stage alone on GPUs ``[kinds, n]``; infinite where it cannot run."""
@@ -165,10 +195,10 @@ class Predictor:
         return float(min((self._sync[a, b] for a in source for b in target), default=0.0))
 
     def _group_time(self, group: Sequence[int], pool_of: dict[int, int], busy: Array) -> Array:
-        """A cycle in one pool takes turns; over pools, two halves of the batch swap places.
+        """A cycle in one pool takes turns; over pools, two halves of each micro-batch swap places.
 
-        Then every step takes as long as the slower side, and the first half of the first step has
-        nothing to overlap with.
+        A step then takes as long as the slowest side, or as both halves need for their way through
+        all sides, two at a time. Once per micro-batch a half has nothing to overlap with.
         """
         if len(group) == 1:
             return busy[group[0]]
@@ -179,7 +209,10 @@ class Predictor:
         slowest = np.max(list(sums.values()), axis=0)
         whole = np.sum(list(sums.values()), axis=0)
         with np.errstate(invalid="ignore"):
-            overlapped = slowest + (whole - slowest) / (2 * self.problem.cycle_steps)
+            alone = 2 * self.problem.cycle_steps
+            overlapped = np.maximum(
+                slowest + (whole - slowest) / alone, whole / 2 + slowest / alone
+            )
         return np.where(np.isfinite(whole), overlapped, np.inf)
 
     def _switching(self, stages: Sequence[int], gpus: Array) -> Array:
@@ -187,10 +220,9 @@ class Predictor:
         return np.where(gpus > 0, each[:, None], 0.0).max(0)
 
     def _sync_ends(self, pool_of: dict[int, int]) -> tuple[int, int] | None:
-        sync = self.problem.sync
-        if sync is None or any(name not in self._index for name in sync):
+        if self.source is None or self.problem.sync is None:
             return None
-        source, target = (pool_of[self._index[name]] for name in sync)
+        source, target = (pool_of[self._index[name]] for name in self.problem.sync)
         return None if source == target else (source, target)
 
     def _moving(self, pool_of: dict[int, int], gpus: Sequence[Array]) -> Array:

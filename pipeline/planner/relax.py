@@ -194,7 +194,9 @@ class _Program:
         piped = len(pools) > 1
         fewest, most = (min(chunks), max(chunks)) if piped else (0, 1)
         slow = {
-            s: fewest * max(problem.stages[i].chunk_s for i in group) / self.unit
+            s: float(predictor.passes(group, self.pool_of, fewest))
+            * max(problem.stages[i].chunk_s for i in group)
+            / self.unit
             for s, group in groups.items()
         }
         free: dict[int, int] = {}
@@ -228,7 +230,8 @@ class _Program:
                         self._after(self.end, other[0], terms, head, self.end, slow[head] / most)
         moved = predictor.least_sync(pools) / self.unit
         for group in predictor.groups:
-            self._after(self.end, group[0], [], 0, self.total, moved)
+            last = moved if predictor.source in group else 0.0
+            self._after(self.end, group[0], [], 0, self.total, last)
 
     def _group_times(
         self, group: Sequence[int], part: float = 1.0
@@ -238,8 +241,9 @@ class _Program:
             return [[(group[0], part)]]
         share = 1 / (2 * self._of.problem.cycle_steps)
         return [
-            [(s, part * (1.0 if self.pool_of[s] == pool else share)) for s in group]
+            [(s, part * (mine if self.pool_of[s] == pool else other)) for s in group]
             for pool in sorted({self.pool_of[s] for s in group})
+            for mine, other in ((1.0, share), (0.5 + share, 0.5))
         ]
 
     def _after(

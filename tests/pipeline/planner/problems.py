@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.planner.objective import IterationTime, Money, Objective, TimeTo
 from pipeline.planner.predict import Predictor
-from pipeline.planner.problem import Kind, Problem, Stage
+from pipeline.planner.problem import Kind, Placement, Problem, Stage
 from pipeline.planner.search import groupings
 
 OBJECTIVES: tuple[Objective, ...] = (IterationTime(), Money(), TimeTo(20))
@@ -68,6 +68,21 @@ def random_problem(
         mixing=float(rng.choice([1.0, 0.9, 0.5])),
         cycle_steps=int(rng.integers(1, 20)),
     )
+
+
+def random_placement(problem: Problem, seed: int) -> Placement:
+    """Any grouping, any division; some stages may be unable to run."""
+    rng = np.random.default_rng([seed, 1])
+    groups: dict[int, list[int]] = {}
+    for s in range(len(problem.stages)):
+        groups.setdefault(int(rng.integers(len(problem.stages))), []).append(s)
+    pools = tuple(sorted(tuple(pool) for pool in groups.values()))
+    shares = [
+        rng.multinomial(kind.gpus, rng.dirichlet(np.full(len(pools) + 1, 2.0)))
+        for kind in problem.kinds
+    ]
+    gpus = tuple(tuple(int(share[p]) for share in shares) for p in range(len(pools)))
+    return Placement(pools, gpus, int(rng.choice(problem.chunks)))
 
 
 def public_case() -> Problem:
