@@ -253,6 +253,31 @@ def profile(
     typer.echo(f"profile: {out}")
 
 
+@app.command()
+def simulate(
+    problem: Annotated[
+        str, typer.Argument(help="A problem file (YAML), or a study by name, such as 7b-64")
+    ],
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan with pools; by default the planner's best")
+    ] = None,
+    scenario: Annotated[
+        str | None,
+        typer.Option(help="What goes wrong: a YAML file, or for a study calm, tails, ..., all"),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1)] = 20,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    png: Annotated[Path | None, typer.Option(help="Write a Gantt chart to this file")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write chart and table to this file")
+    ] = None,
+) -> None:
+    """Simulate iterations of a placement, with stragglers, preemption, queues and long tails."""
+    from pipeline.simulator.show import show
+
+    show(problem, plan, scenario, iterations, seed, png, page)
+
+
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()

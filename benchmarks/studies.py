@@ -1,0 +1,129 @@
+"""``python -m benchmarks.studies``: plans against each other on the studies, simulated.
+
+Prints the table of docs/simulator.md and draws its pictures. All speeds are derived from data
+sheets (``pipeline/simulator/studies.py``); the figures say how placements compare, not how fast a
+cluster is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from pipeline.planner.predict import Predictor
+from pipeline.planner.problem import Placement, Problem
+from pipeline.planner.search import solve
+from pipeline.report.style import COLOURS
+from pipeline.simulator import Trace, simulate
+from pipeline.simulator.charts import gantt
+from pipeline.simulator.studies import SCENARIOS, STUDIES, Study
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+ITERATIONS, SEEDS = 100, range(5)
+SHOWN = "70b-1024"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement to compare, on all GPUs of a study or on one kind."""
+
+    name: str
+    study: Study
+    placement: Placement
+
+    def traces(self, scenario: str) -> list[Trace]:
+        """One simulation per seed."""
+        chosen = self.study.scenario(scenario)
+        return [
+            simulate(self.study.problem, self.placement, chosen, ITERATIONS, seed) for seed in SEEDS
+        ]
+
+
+def plans(study: Study) -> list[Plan]:
+    """What a person might do, and what the planner does."""
+    problem = study.problem
+    singles = [study.only(kind) for kind in study.gpus]
+    stages = range(len(problem.stages))
+    together = (tuple(stages),)
+    apart = tuple((s,) for s in stages)
+    everything = tuple(kind.gpus for kind in problem.kinds)
+    even = tuple(tuple(kind.gpus // len(apart) for kind in problem.kinds) for _ in apart)
+    alone = [(s, Placement(together, ((s.problem.kinds[0].gpus,),), 1)) for s in singles]
+    planned = [(s, solve(s.problem)[0].placement) for s in singles]
+    return [
+        Plan("collocated, one kind", *min(alone, key=_predicted)),
+        Plan("planned, one kind", *min(planned, key=_predicted)),
+        Plan("collocated, all kinds", study, Placement(together, (everything,), 1)),
+        Plan("disaggregated evenly", study, _best_grain(problem, apart, even)),
+        Plan("planned", study, solve(problem)[0].placement),
+    ]
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    means: dict[str, dict[str, dict[str, float]]] = {}
+    head = ["study", "plan", *SCENARIOS, "100 iterations with preemption", "price"]
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for name, study in STUDIES.items():
+        means[name] = {}
+        for plan in plans(study):
+            traces = {scenario: plan.traces(scenario) for scenario in SCENARIOS}
+            means[name][plan.name] = {
+                s: float(np.mean([t.mean_s for t in some])) for s, some in traces.items()
+            }
+            hours = np.mean([t.total_s for t in traces["preemption"]]) / 3600
+            # Prices are per hour held.
+            price = float(np.mean([t.cost for t in traces["calm"]])) / ITERATIONS
+            cells = [f"{value:.1f}" for value in means[name][plan.name].values()]
+            print(
+                "| " + " | ".join([name, plan.name, *cells, f"{hours:.1f} h", f"{price:.1f}"]), "|"
+            )
+            if name == SHOWN and plan.name in ("planned", "disaggregated evenly"):
+                _save(gantt(traces["tails"][0]), f"simulated-{plan.name.split()[0]}.png")
+    _save(chart(means), "studies.png")
+
+
+def chart(means: dict[str, dict[str, dict[str, float]]]) -> plt.Figure:
+    """Iteration times relative to the planner's, one panel per scenario."""
+    shown = ("calm", "all")
+    figure, axes = plt.subplots(1, len(shown), figsize=(10, 3.4), sharey=True)
+    colours = [COLOURS[c] for c in ("sync", "inference", "rollout", "reward", "train")]
+    for axis, scenario in zip(axes, shown, strict=True):
+        for i, (plan, colour) in enumerate(zip(next(iter(means.values())), colours, strict=False)):
+            values = [
+                study[plan][scenario] / study["planned"][scenario] for study in means.values()
+            ]
+            x = np.arange(len(values)) + (i - 2) * 0.16
+            axis.bar(x, values, 0.16, color=colour, label=plan)
+        axis.set_xticks(range(len(means)), list(means))
+        axis.grid(axis="x", visible=False)
+        axis.set(title={"calm": "Nothing goes wrong"}.get(scenario, "Tails, slow GPUs, preemption"))
+    axes[0].set_ylabel("iteration time / planned")
+    figure.legend(*axes[0].get_legend_handles_labels(), ncols=5, loc="lower center", fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return figure
+
+
+def _predicted(entry: tuple[Study, Placement]) -> float:
+    study, placement = entry
+    return float(Predictor(study.problem).one(placement).total_s)
+
+
+def _best_grain(
+    problem: Problem, pools: tuple[tuple[int, ...], ...], gpus: tuple[tuple[int, ...], ...]
+) -> Placement:
+    options = [Placement(pools, gpus, chunks) for chunks in problem.chunks]
+    return min(options, key=lambda p: float(Predictor(problem).one(p).total_s))
+
+
+def _save(figure: plt.Figure, name: str) -> None:
+    figure.savefig(IMAGES / name, dpi=90)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""``rlinf simulate``: what to simulate, by name or from files, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.plan import read_plan
+from pipeline.planner.predict import Predictor
+from pipeline.planner.problem import Placement, Problem
+from pipeline.planner.problem_file import placement_of, read_problem
+from pipeline.planner.search import solve
+from pipeline.simulator import studies
+from pipeline.simulator.scenario import Scenario
+from pipeline.simulator.simulation import simulate
+from pipeline.simulator.trace import Trace
+from rlinf.config import validate
+from rlinf.errors import ConfigError, PlanError, nearest
+
+WAITS_SHOWN = 2
+
+
+def load(what: str, plan: Path | None) -> tuple[Problem, Placement]:
+    """The problem of a study or file, and the placement of the plan, of the file, or the best.
+
+    Raises:
+        PlanError: no such study or file, or it is invalid.
+    """
+    placement = None
+    if what in studies.STUDIES:
+        problem = studies.STUDIES[what].problem
+    elif Path(what).suffix in (".yaml", ".yml"):
+        problem, placement = read_problem(Path(what))
+    else:
+        raise PlanError(
+            f"{what!r} is neither a YAML file nor a study{nearest(what, studies.STUDIES)}"
+        )
+    if plan is not None:
+        known = read_plan(plan)
+        placement = placement_of(problem, known.pools, known.chunks)
+    return problem, placement or solve(problem)[0].placement
+
+
+def load_scenario(what: str, scenario: str | None) -> Scenario:
+    """A scenario file, or for a study one by name; everything off without one.
+
+    Raises:
+        ConfigError: missing, not YAML, or invalid; names the key.
+    """
+    if scenario is None:
+        return Scenario()
+    if what in studies.STUDIES and scenario in studies.SCENARIOS:
+        return studies.STUDIES[what].scenario(scenario)
+    path = Path(scenario)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (FileNotFoundError, IsADirectoryError):
+        hint = nearest(scenario, studies.SCENARIOS) if what in studies.STUDIES else ""
+        raise ConfigError(f"scenario: no file {path}{hint}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"scenario: {path} is not valid YAML ({error})") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: expected a mapping")
+    return validate(Scenario, values, str(path))
+
+
+def show(
+    what: str,
+    plan: Path | None,
+    scenario: str | None,
+    iterations: int,
+    seed: int,
+    png: Path | None,
+    page: Path | None,
+) -> None:
+    """Simulate, print the table, and write the pictures asked for."""
+    problem, placement = load(what, plan)
+    trace = simulate(problem, placement, load_scenario(what, scenario), iterations, seed)
+    console = Console()
+    head, *body = rows(trace)
+    table = Table(*head)
+    for row in body:
+        table.add_row(*row)
+    console.print(table)
+    console.print(summary(trace), highlight=False)
+    if png is not None or page is not None:
+        from pipeline.simulator import charts
+
+        if png is not None:
+            charts.write_png(trace, png)
+        if page is not None:
+            charts.write_html(trace, page, what)
+
+
+def summary(trace: Trace) -> str:
+    """The figures of a whole simulation."""
+    seconds = trace.iteration_s
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    predicted = float(Predictor(trace.problem).one(trace.placement).total_s)
+    lines = [
+        f"{trace.placement.mode}, {trace.placement.chunks} micro-batches",
+        f"iteration: {seconds.mean():.1f} s (q10 {low:.1f}, q90 {high:.1f}); "
+        f"predicted {predicted:.1f}",
+        f"{len(seconds)} iterations: {_duration(trace.total_s)} from submission to end, "
+        f"{trace.gpu_hours:,.1f} GPU-hours, price {trace.cost:,.1f}",
+    ]
+    if trace.losses or trace.renewals:
+        lines.append(
+            f"{len(trace.losses)} losses, {trace.redone} iterations done again, "
+            f"{trace.renewals} jobs renewed"
+        )
+    return "\n".join(lines)
+
+
+def rows(trace: Trace) -> list[tuple[str, ...]]:
+    """A table by pool, its head first."""
+    out: list[tuple[str, ...]] = [("pool", "GPUs", "idle", "waits for")]
+    for pool in range(len(trace.placement.pools)):
+        stages, gpus = trace.label(pool)
+        waits = [f"{what} {share:.0%}" for what, share in trace.waits_most(pool) if share >= 0.005]
+        out.append((stages, gpus, f"{trace.idle(pool):.0%}", ", ".join(waits[:WAITS_SHOWN])))
+    return out
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
