@@ -31,7 +31,7 @@ def propose_jobs(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
     """
     goal = request.goal()
     best, *others = stagewise.choose(request.options(), request.after(), goal)
-    plan = Plan(stages={stage: _resources(option) for stage, option in _named(best)})
+    plan = plan_of(best.options)
     return _proposal(request, plan, best, others, what_ifs)
 
 
@@ -138,10 +138,10 @@ def _forecast(request: Request, best: stagewise.Choice, rows: Sequence[Row]) -> 
     )
 
 
-def _named(choice: stagewise.Choice) -> list[tuple[str, Option]]:
-    by_stage = {option.stage: option for option in choice.options}
-    seldom = [(stage, by_stage[like]) for stage, like in LIKE.items()]
-    return [*seldom[:1], *by_stage.items(), *seldom[1:]]
+def plan_of(options: Sequence[Option]) -> Plan:
+    """The plan that runs each stage as its option says; seldom ones are like others."""
+    stages = {option.stage: _resources(option) for option in options}
+    return Plan(stages=stages | {seldom: stages[like] for seldom, like in LIKE.items()})
 
 
 def _resources(option: Option) -> StagePlan:

@@ -41,8 +41,8 @@ def measure(
     Raises:
         StageError: a stage failed.
     """
-    scratch = _scratch(run, resources, folder)
-    plan = Plan.read(scratch.folder)
+    plan = Plan(defaults=resources)
+    scratch = like(run, plan, folder, "alone", ITERATIONS)
 
     def late() -> bool:
         return time.time() > end
@@ -80,16 +80,17 @@ def overheads(run: Run) -> list[Overhead]:
     ]
 
 
-def _scratch(run: Run, resources: StagePlan, folder: Path) -> Run:
+def like(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
+    """A run of the same work under another plan, warm-started already, hardly evaluated."""
     config = run.config.model_copy(
         update={
-            "run": RunSection(name="alone", root=folder),
-            "iterations": ITERATIONS,
+            "run": RunSection(name=name, root=root),
+            "iterations": iterations,
             "evaluate": EvaluateSection(every=0, samples=1),
             "plan": None,
         }
     )
-    made = Run.create(config, Plan(defaults=resources).dump())
+    made = Run.create(config, plan.dump())
     source, target = (stage_folder(one.folder, "warm_start", 0) for one in (run, made))
     if not target.exists():
         partly = target.with_name(f"{target.name}.part")
