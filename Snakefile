@@ -25,12 +25,32 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
 localrules:
     all,
     profile,
+    plan,
     report,
 
 
 rule all:
     input:
         run.report,
+
+
+# Asked for by name: snakemake -c1 plan; the next start of the workflow takes the plan
+rule plan:
+    input:
+        run.profile,
+    output:
+        run.plan_page,
+    log:
+        run.log("plan"),
+    conda:
+        "configs/environment.yaml"
+    params:
+        python=run.python,
+        folder=run.folder,
+        plan=run.plan_file,
+    shell:
+        "{params.python} -m rlinf.cli plan {params.folder:q} --profile {input:q}"
+        " --out {params.plan:q} > {log:q} 2>&1"
 
 
 for stage in run.offline:

@@ -17,7 +17,7 @@ from pipeline.plan import Plan
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST
 from rlinf.trainers.world import SHARES
-from stages.layout import CONFIG
+from stages.layout import CONFIG, PLAN
 from stages.runner import StageCall
 
 DEFAULT_EXPERIMENT = "arithmetic_grpo"
@@ -48,6 +48,8 @@ class Workflow:
         self._plan = Plan.read(run.folder)
         self.report = str(run.folder / "report" / "report.html")
         self.profile = str(run.folder / "profile.json")
+        self.plan_file = str(run.folder / PLAN)
+        self.plan_page = str((run.folder / PLAN).with_suffix(".html"))
         self.offline = list(self._graph.flow.offline)
         self.iterated = [*self._graph.flow.stages, "evaluate"]
         self.python = shlex.quote(sys.executable)

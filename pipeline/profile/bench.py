@@ -30,7 +30,7 @@ from rlinf.artifacts import MANIFEST, Manifest, read_manifest, write_atomic
 from rlinf.channels.file import FileReader
 from rlinf.config import RunConfig
 from rlinf.data.record import Record
-from rlinf.engines.transformers import pick_device
+from rlinf.device import local_device
 from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
 from slurm.signals import StopFlag
@@ -100,7 +100,7 @@ class Bench:
         known = load_trial(task.trial)
         blank = Trial(key=task.key, nodes=task.nodes, processes=task.processes)
         self.trial = blank if known is None or known.key != task.key else known
-        self.device = _device(self.config, self.world.local_rank)
+        self.device = _device(self.config)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -346,7 +346,7 @@ def spans(manifest: Manifest) -> dict[str, float]:
 def _meet(task: Task, config: RunConfig) -> None:
     """Measure the link to the job that was started beside this one."""
     assert task.rank is not None
-    device = _device(config, 0)
+    device = _device(config)
     from torch._C._distributed_c10d import FileStore
 
     store = FileStore(str(task.folder.parent / "meeting"), 2)
@@ -364,9 +364,8 @@ def _meet(task: Task, config: RunConfig) -> None:
     dist.destroy_process_group()
 
 
-def _device(config: RunConfig, local_rank: int) -> torch.device:
-    kind = pick_device(str((config.trainer.model_extra or {}).get("device", "auto")))
-    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+def _device(config: RunConfig) -> torch.device:
+    return local_device(str((config.trainer.model_extra or {}).get("device", "auto")))
 
 
 def _state(trainer: Any) -> Iterator[torch.Tensor]:

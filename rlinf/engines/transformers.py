@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.device import local_device
 from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import Engine
 from rlinf.models.causal_lm import (
@@ -55,7 +56,7 @@ class TransformersEngine(Engine):
     def __init__(self, config: TransformersConfig, policy: type, policy_config: Any) -> None:
         self._config = config
         self._policy_config: CausalLMConfig = policy_config
-        self._device = torch.device(pick_device(config.device))
+        self._device = local_device(config.device)
         self.version = -1
 
     def load(self, folder: Path, version: int) -> None:
@@ -259,10 +260,3 @@ def sample(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, T
         chosen = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
         chosen = chosen.clamp(max=logits.shape[-1] - 1)
     return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
-
-
-def pick_device(name: str) -> str:
-    """``auto`` is the GPU where there is one."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,7 +22,7 @@ from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.config import Section
 from rlinf.data.packing import balance, even_batches, micro_batches
 from rlinf.data.record import Record
-from rlinf.engines.transformers import pick_device
+from rlinf.device import local_device
 from rlinf.errors import StageError
 from rlinf.models.base import Policy, StepOutputs
 from rlinf.trainers.lanes import Lanes
@@ -67,8 +67,8 @@ class FSDPTrainer:
         self, policy: Policy, config: FSDPConfig, optimizer: AlgorithmConfig, world: World
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
-        kind = pick_device(config.device)
-        self.device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
+        self.device = local_device(config.device)
+        kind = self.device.type
         if kind == "cuda":
             torch.cuda.set_device(self.device)
         sharded = world.size > 1 or config.param_dtype != "float32"
