@@ -31,13 +31,12 @@ from rlinf.config import validate
 
 RUNS = 5
 OTHERS = 10
-ITERATIONS = 4
+ITERATIONS = 3
 """Of each run; the first does not count."""
 SETTINGS = [
-    "experiment=cartpole_ppo",
+    "experiment=halfcheetah_ppo",
     "run.name=placement",
     "rollout.batch=64",
-    "rollout.horizon=256",
     "cluster=slurm",
     f"cluster.site={tree.ROOT}/slurm/devcluster/site.yaml",
     "cluster.poll_s=0.2",

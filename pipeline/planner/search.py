@@ -228,7 +228,7 @@ class _Search:
     def _descend(self, pools: Pools, state: Array, chunks: int, cost: float) -> tuple[Array, float]:
         moves = self._moves_of(len(pools))
         while True:
-            options = state[None] + moves
+            options = np.concatenate([state[None] + moves, self._without(state)])
             keep = (options >= 0).all((1, 2)) & (options.sum(1) <= self._sizes).all(1)
             options = options[keep]
             if not len(options):
@@ -239,6 +239,21 @@ class _Search:
             if not costs[i] * NEARLY < cost:
                 return state, cost
             state, cost = options[i], float(costs[i])
+
+    def _without(self, state: Array) -> Array:
+        """The division without a kind, in one pool or in all: ``[n, pools, kinds]``.
+
+        A queue or losses may be worth avoiding, but only altogether.
+        """
+        if not self._idle:
+            return np.zeros((0, *state.shape), np.int64)
+        out = []
+        for k in np.flatnonzero(state.any(0)):
+            for pools in (slice(None), *np.flatnonzero(state[:, k])):
+                changed = state.copy()
+                changed[pools, k] = 0
+                out.append(changed)
+        return np.array(out).reshape(-1, *state.shape)
 
     def _moves_of(self, pools: int) -> Array:
         """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
