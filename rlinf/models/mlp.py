@@ -71,7 +71,9 @@ class ActorCritic(nn.Module):
         scaled = ((observations - self.mean) / deviation).clamp(-self.clip, self.clip)
         # Mixed precision shows in the parameters' type.
         hidden = self.trunk(scaled.to(self.log_std.dtype))
-        return self.policy(hidden).float(), self.log_std.float(), self.value(hidden)[..., 0].float()
+        # A copy: a sharded module frees its parameters after the forward pass.
+        log_std = self.log_std.float().clone()
+        return self.policy(hidden).float(), log_std, self.value(hidden)[..., 0].float()
 
 
 class MLPPolicy(Policy):

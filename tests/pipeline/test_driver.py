@@ -89,6 +89,30 @@ def test_two_ranks_make_the_same_update_as_one(
     assert manifest.world == 2
 
 
+def test_two_ranks_make_the_same_update_of_a_policy_with_continuous_actions(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """Its spread is a parameter of the outermost module, which is freed after the forward pass."""
+    small = (
+        "rollout.batch=4",
+        "rollout.horizon=16",
+        "algorithm.minibatches=2",
+        "algorithm.epochs=1",
+        "evaluate.samples=1",
+        "evaluate.horizon=4",
+        "iterations=1",
+    )
+    runs = []
+    for name, processes in (("one", 1), ("two", 2)):
+        values = compose(*small, f"run.name={name}", "cluster=local", experiment="halfcheetah_ppo")
+        resources = {"processes": processes}
+        values["plan"] = {"stages": dict.fromkeys(("inference", "train"), resources)}
+        execute(values)
+        runs.append(weights(tmp_path / name, 0))
+    for name, tensor in runs[0].items():
+        torch.testing.assert_close(tensor, runs[1][name], atol=1e-5, rtol=1e-4)
+
+
 def test_ranks_beyond_the_batch_have_nothing_to_do(compose: Compose) -> None:
     values = compose("cluster=local", "iterations=1", "rollout.batch=1", "evaluate.samples=1")
     values["plan"] = {"stages": {stage: {"processes": 2} for stage in ("rollout", "evaluate")}}
