@@ -182,8 +182,11 @@ def together(works: tuple[Work, Work], nodes: tuple[int, ...], processes: int) -
     counts = [count * processes for count in nodes]
     lines = [work.line(count) for work, count in zip(works, counts, strict=True)]
     (fixed_a, rate_a), (fixed_b, rate_b) = lines
-    first = (fixed_b + rate_b - fixed_a) / (rate_a + rate_b)
-    first = min(max(first, LEAST_SHARE), 1 - LEAST_SHARE) if math.isfinite(first) else 0.5
+    rise = rate_a + rate_b
+    first = (fixed_b + rate_b - fixed_a) / rise if rise > 0 else math.nan
+    # Where times do not depend on the size, or nothing is known of them, all do as much.
+    first = first if math.isfinite(first) else counts[0] / sum(counts)
+    first = min(max(first, LEAST_SHARE), 1 - LEAST_SHARE)
     parts = [
         work.times(np.array([count]), share)
         for work, count, share in zip(works, counts, (first, 1 - first), strict=True)

@@ -18,6 +18,7 @@ from pipeline.planner.propose import propose
 from pipeline.planner.request import Request, parse_pins
 from pipeline.planner.show import show, write
 from pipeline.planner.stagewise import cost
+from pipeline.profile.schema import Measured
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory
@@ -97,6 +98,24 @@ def test_unlike_nodes_of_one_partition_share_a_stage_by_their_speed(config: RunC
     rate = sum(4 * clusters.SPEED[kind] for kind in ("a100", "h100"))
     seconds = (clusters.FIXED + clusters.WORK["train"] / rate) / MIXING
     assert proposal.forecast.stages["train"].parts_s["work"] == pytest.approx(seconds, rel=0.03)
+
+
+def test_stages_whose_time_does_not_depend_on_the_batch_are_divided_evenly(
+    config: RunConfig,
+) -> None:
+    request = ask(config, "gpu")
+
+    def flat(kind: str) -> object:
+        own = request.devices[kind]
+        points = [
+            p.model_copy(update={"time": Measured.of([1.0, 1.0])}) for p in own.profile.points
+        ]
+        return replace(own, profile=own.profile.model_copy(update={"points": tuple(points)}))
+
+    devices = {kind: flat(kind) for kind in request.devices}
+    for option in replace(request, devices=devices).options()["train"]:
+        assert option.speeds in ((), (1.0, 1.0))
+        assert option.seconds > 1
 
 
 def test_gpu_hours_are_saved_where_more_devices_bring_little(config: RunConfig) -> None:
