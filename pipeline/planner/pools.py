@@ -10,6 +10,7 @@ from pipeline.planner.devices import Devices
 from pipeline.planner.jobs import LIKE, MOST_CPUS
 from pipeline.planner.predict import Prediction
 from pipeline.planner.problem import Placement, Problem
+from pipeline.planner.problem_file import dump_problem
 from pipeline.planner.proposal import Alternative, Proposal, Row, interval, what_if_bars
 from pipeline.planner.request import Request
 from pipeline.planner.search import Solution, solve
@@ -48,8 +49,10 @@ def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
         },
         sources=request.sources,
     )
+    plan = _plan(request, problem, best.placement, forecast)
     return Proposal(
-        plan=_plan(request, problem, best.placement, forecast),
+        plan=plan,
+        problem=dump_problem(problem, plan.pools, plan.chunks),
         mode=best.placement.mode,
         rows=rows,
         objective=request.objective,

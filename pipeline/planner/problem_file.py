@@ -92,6 +92,46 @@ class ProblemFile(Section):
         return Stage(name, rates, **rest)
 
 
+def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) -> str:
+    """A problem as text that :func:`read_problem` reads, with a placement where pools are given."""
+    stages = {}
+    for s, stage in enumerate(problem.stages):
+        seconds = {}
+        for k, kind in enumerate(problem.kinds):
+            # Pins are in the table; in between the next lower number stands.
+            rates = problem.table(problem.stages[s], k)
+            steps = np.flatnonzero(np.diff(rates, prepend=0.0) > 0)
+            if len(steps):
+                seconds[kind.name] = {int(n): float(1 / rates[n]) for n in steps}
+        stages[stage.name] = {
+            "seconds": seconds,
+            "after": list(stage.after),
+            "streams": stage.streams,
+            "divisible": stage.divisible,
+            "chunk_s": stage.chunk_s,
+            "switch_s": dict(stage.switch_s),
+            "cycle": stage.cycle,
+        }
+    sync_s: dict[str, dict[str, float]] = {}
+    for (source, target), value in problem.sync_s.items():
+        sync_s.setdefault(source, {})[target] = value
+    values = {
+        "kinds": {
+            kind.name: {k: v for k, v in vars(kind).items() if k != "name"}
+            for kind in problem.kinds
+        },
+        "stages": stages,
+        "micro_batches": list(problem.chunks),
+        "sync": list(problem.sync) if problem.sync else None,
+        "sync_s": sync_s,
+        "mixing": problem.mixing,
+        "cycle_steps": problem.cycle_steps,
+        "pools": [pool.model_dump(mode="json") for pool in pools],
+        "chunks": chunks,
+    }
+    return yaml.safe_dump(values, sort_keys=False)
+
+
 def read_problem(path: Path) -> tuple[Problem, Placement | None]:
     """A problem and, where the file gives pools, a placement.
 

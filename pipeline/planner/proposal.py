@@ -66,6 +66,8 @@ class Proposal:
     alternatives: tuple[Alternative, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
     notes: tuple[str, ...] = ()
+    problem: str = ""
+    """Of pools: what they were chosen for, as a file that ``rlinf simulate`` reads."""
 
     @property
     def forecast(self) -> Forecast:

@@ -61,7 +61,7 @@ def request(
 
 
 def write(proposal: Proposal, out: Path, title: str) -> Path:
-    """Write the plan, and its page beside it; returns the path of the page.
+    """Write the plan, beside it its page, and of pools the problem; returns the page's path.
 
     Raises:
         InputError: a file cannot be written.
@@ -74,6 +74,8 @@ def write(proposal: Proposal, out: Path, title: str) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, header + yaml.safe_dump(proposal.plan.dump(), sort_keys=False))
         write_atomic(beside, page(proposal, title))
+        if proposal.problem:
+            write_atomic(out.with_suffix(".problem.yaml"), proposal.problem)
     except OSError as error:
         raise InputError(f"{out}: {error.strerror}; choose another file") from None
     return beside

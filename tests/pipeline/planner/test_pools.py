@@ -14,10 +14,12 @@ from pipeline.experiment import compose as hydra_compose
 from pipeline.experiment import prepare
 from pipeline.plan import parse_plan
 from pipeline.planner.predict import Predictor
+from pipeline.planner.problem_file import read_problem
 from pipeline.planner.propose import propose
 from pipeline.planner.request import Request
 from pipeline.planner.segments import STAGES, build
 from pipeline.planner.show import show, write
+from pipeline.simulator import simulate
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from tests.pipeline.planner.test_propose import ask
@@ -100,6 +102,16 @@ def test_it_is_explained_and_kept_as_a_file(
     again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
     assert again == proposal.plan
     assert "pool 1" in page.read_text()
+
+
+def test_the_simulator_takes_the_plan_as_it_is(asked: Request, tmp_path: Path) -> None:
+    proposal = propose(asked)
+    write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    problem, placement = read_problem(tmp_path / "plan.problem.yaml")
+    assert placement is not None
+    predicted = float(Predictor(problem).one(placement).total_s)
+    assert predicted == pytest.approx(proposal.forecast.iteration_s)
+    assert simulate(problem, placement).mean_s == pytest.approx(predicted, rel=0.05)
 
 
 def test_no_driver_takes_pools_for_jobs(
