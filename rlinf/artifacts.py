@@ -24,7 +24,7 @@ from typing import Any
 
 import xxhash
 
-from rlinf.errors import ArtifactError
+from rlinf.errors import ArtifactError, InputError
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -63,6 +63,20 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_file(path.parent)
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a file that a person named, whole or not at all; its folder is made.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    whole = path.expanduser()
+    try:
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(whole, text)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; choose another file") from None
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
-from rlinf.artifacts import write_atomic
+from rlinf.artifacts import save_text
 from rlinf.config import Section, validate
-from rlinf.errors import ConfigError, InputError, PlanError
+from rlinf.errors import ConfigError, PlanError
 from slurm import gpus
 from slurm.site import Hardware, Site
 
@@ -243,10 +243,7 @@ class Inventory(Section):
         Raises:
             InputError: the file cannot be written.
         """
-        try:
-            write_atomic(path.expanduser(), self.to_json())
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; choose another file") from None
+        save_text(path, self.to_json())
 
 
 def load_inventory(path: Path) -> Inventory:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pipeline.plan import Forecast, Plan, StageForecast, StagePlan
+from pipeline.plan import Forecast, Plan, StagePlan
 from pipeline.planner import stagewise
 from pipeline.planner.given import option_of
 from pipeline.planner.options import Option
-from pipeline.planner.proposal import Alternative, Proposal, Row, interval, what_if_bars
+from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, interval, what_if_bars
 from pipeline.planner.request import Request
 from pipeline.planner.work import NO_GPU
 
@@ -123,17 +123,7 @@ def _forecast(request: Request, best: stagewise.Choice, rows: Sequence[Row]) -> 
         low_s=low,
         high_s=high,
         gpu_hours=best.gpu_hours,
-        stages={
-            row.stage: StageForecast(
-                seconds=row.seconds,
-                low_s=row.low_s,
-                high_s=row.high_s,
-                parts_s=dict(row.parts_s),
-                bound_by=row.bound_by,
-                start_s=row.start_s,
-            )
-            for row in rows
-        },
+        stages=forecasts(rows),
         sources=request.sources,
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.cost.predict import Expected, expect
-from pipeline.plan import Forecast, Plan, Pool, StageForecast, StagePlan
+from pipeline.plan import Forecast, Plan, Pool, StagePlan
 from pipeline.planner.devices import Devices
 from pipeline.planner.jobs import LIKE, MOST_CPUS
 from pipeline.planner.predict import Prediction
 from pipeline.planner.problem import Placement, Problem
 from pipeline.planner.problem_file import dump_problem
-from pipeline.planner.proposal import Alternative, Proposal, Row, interval, what_if_bars
+from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, interval, what_if_bars
 from pipeline.planner.request import Request
 from pipeline.planner.search import Solution, solve
 from pipeline.planner.segments import Tables, build, links
@@ -36,17 +36,7 @@ def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
         low_s=expected.q10_s,
         high_s=expected.q90_s,
         gpu_hours=expected.gpu_hours,
-        stages={
-            row.stage: StageForecast(
-                seconds=row.seconds,
-                low_s=row.low_s,
-                high_s=row.high_s,
-                parts_s=dict(row.parts_s),
-                bound_by=row.bound_by,
-                start_s=row.start_s,
-            )
-            for row in rows
-        },
+        stages=forecasts(rows),
         sources=request.sources,
     )
     plan = _plan(request, problem, best.placement, forecast)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.plan import Forecast, Plan
+from pipeline.plan import Forecast, Plan, StageForecast
 from pipeline.planner.devices import with_counts
 from pipeline.planner.request import Request, parse_counts
 from rlinf.errors import PlanError
@@ -102,6 +102,21 @@ def what_if_bars(
                 raise
             found.setdefault(text, WhatIf(text, math.inf, math.inf))
     return list(found.values())
+
+
+def forecasts(rows: Sequence[Row]) -> dict[str, StageForecast]:
+    """By stage, what a plan's file keeps of its rows."""
+    return {
+        row.stage: StageForecast(
+            seconds=row.seconds,
+            low_s=row.low_s,
+            high_s=row.high_s,
+            parts_s=dict(row.parts_s),
+            bound_by=row.bound_by,
+            start_s=row.start_s,
+        )
+        for row in rows
+    }
 
 
 def interval(seconds: float, spread: float) -> tuple[float, float]:

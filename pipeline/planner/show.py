@@ -28,9 +28,9 @@ from pipeline.profile.identity import Identity
 from pipeline.profile.kinds import local_kind
 from pipeline.profile.schema import load_profile
 from pipeline.run import Run
-from rlinf.artifacts import write_atomic
+from rlinf.artifacts import save_text
 from rlinf.config import RunConfig, validate
-from rlinf.errors import InputError, PlanError
+from rlinf.errors import PlanError
 from slurm.site import Site, load_site
 from stages.layout import PLAN
 
@@ -70,14 +70,10 @@ def write(proposal: Proposal, out: Path, title: str) -> Path:
     header = (
         "# Made by rlinf plan. Resources may be edited; 'predicted' is kept for comparison only.\n"
     )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, header + yaml.safe_dump(proposal.plan.dump(), sort_keys=False))
-        write_atomic(beside, page(proposal, title))
-        if proposal.problem:
-            write_atomic(out.with_suffix(".problem.yaml"), proposal.problem)
-    except OSError as error:
-        raise InputError(f"{out}: {error.strerror}; choose another file") from None
+    save_text(out, header + yaml.safe_dump(proposal.plan.dump(), sort_keys=False))
+    save_text(beside, page(proposal, title))
+    if proposal.problem:
+        save_text(out.with_suffix(".problem.yaml"), proposal.problem)
     return beside
 
 

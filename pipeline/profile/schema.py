@@ -13,9 +13,9 @@ from pydantic import AwareDatetime, Field, model_validator
 from scipy.stats import t as student
 
 from pipeline.profile.identity import Identity
-from rlinf.artifacts import write_atomic
+from rlinf.artifacts import save_text
 from rlinf.config import Section, validate
-from rlinf.errors import ConfigError, InputError, PlanError, nearest
+from rlinf.errors import ConfigError, PlanError, nearest
 
 SCHEMA: Literal[1] = 1
 CONFIDENCE = 0.95
@@ -297,10 +297,7 @@ class Profile(Section):
         Raises:
             InputError: the file cannot be written.
         """
-        try:
-            write_atomic(path.expanduser(), self.to_json())
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; choose another file") from None
+        save_text(path, self.to_json())
 
 
 def _lacks(kind: str, kinds: Mapping[str, KindProfile]) -> str:
