@@ -196,8 +196,9 @@ def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"No such file.*choose another"):
-        cluster(A100).save(tmp_path / "none" / "inventory.json")
+    cluster(A100).save(tmp_path / "new" / "inventory.json")
+    with pytest.raises(InputError, match=r"Not a directory.*choose another"):
+        cluster(A100).save(tmp_path / "new" / "inventory.json" / "inventory.json")
 
 
 def changed(before: Inventory, after: Inventory) -> list[str]:
