@@ -197,7 +197,7 @@ def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     cluster(A100).save(tmp_path / "new" / "inventory.json")
-    with pytest.raises(InputError, match=r"Not a directory.*choose another"):
+    with pytest.raises(InputError, match=r"choose another file"):
         cluster(A100).save(tmp_path / "new" / "inventory.json" / "inventory.json")
 
 
