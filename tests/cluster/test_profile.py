@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
 
 def test_a_partition_that_is_closed_is_refused(cluster: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        ["rlinf", "profile", *words(tmp_path, "cluster=slurm"), "--partition", "a10"],
+        [sys.executable, "-m", "rlinf.cli", "profile", *words(tmp_path, "cluster=slurm"), "--partition", "a10"],
         capture_output=True,
         text=True,
         check=False,
