@@ -95,8 +95,9 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
 
 
 def test_a_partition_that_is_closed_is_refused(cluster: Path, tmp_path: Path) -> None:
+    wanted = [*words(tmp_path, "cluster=slurm"), "--partition", "a10"]
     done = subprocess.run(
-        [sys.executable, "-m", "rlinf.cli", "profile", *words(tmp_path, "cluster=slurm"), "--partition", "a10"],
+        [sys.executable, "-m", "rlinf.cli", "profile", *wanted],
         capture_output=True,
         text=True,
         check=False,
