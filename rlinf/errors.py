@@ -79,6 +79,10 @@ class ArtifactError(RlinfError):
         self.manifest = manifest
 
 
+class TransferError(RlinfError):
+    """Weights did not arrive whole, or do not fit those already there; nothing of them counts."""
+
+
 class StageError(RlinfError):
     """A stage failed for a reason that is neither bad input nor damage (for example a NaN loss)."""
 

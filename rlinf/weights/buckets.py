@@ -1,0 +1,237 @@
+"""Named tensors as one flat run of bytes, cut into buckets of equal size.
+
+Transports move buckets, not tensors: a small one costs as much to send as a large one. A tensor may
+span several buckets. All ends agree on a :class:`Layout`, which travels as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rlinf.errors import TransferError
+
+BUCKET_BYTES = 4 << 20
+ALIGN = 64
+"""Tensors start, and buckets end, at multiples of this; no element is cut, whatever its type."""
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor's elements, in row-major order, lie in the flat state."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the flat state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The table of a flat state. ``ties`` maps names to the entry whose tensor they share."""
+
+    entries: tuple[Entry, ...]
+    ties: dict[str, str]
+    bucket_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+    ) -> Layout:
+        """The layout of some tensors, float32 ones to be sent as ``dtype``; tied ones once.
+
+        Raises:
+            ValueError: a bucket size that is no multiple of 64.
+        """
+        if bucket_bytes <= 0 or bucket_bytes % ALIGN:
+            raise ValueError(f"bucket_bytes {bucket_bytes} is not a positive multiple of {ALIGN}")
+        kept, ties = distinct(tensors)
+        entries, offset = [], 0
+        for name, tensor in kept.items():
+            kind = str(sent_dtype(tensor.dtype, dtype)).removeprefix("torch.")
+            entries.append(Entry(name, kind, tuple(tensor.shape), offset))
+            offset += _aligned(entries[-1].nbytes)
+        return cls(tuple(entries), ties, bucket_bytes)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the flat state."""
+        return max((_aligned(e.offset + e.nbytes) for e in self.entries), default=0)
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets; the last may be shorter."""
+        return -(-self.nbytes // self.bucket_bytes)
+
+    def span(self, bucket: int) -> slice:
+        """The bytes of the flat state that make up a bucket."""
+        start = bucket * self.bucket_bytes
+        return slice(start, min(start + self.bucket_bytes, self.nbytes))
+
+    def pack(self, bucket: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """Write a bucket into ``out``, uint8 and at least as long, on any device; casts."""
+        for entry, elements, part in self._pieces(bucket):
+            source = tensors[entry.name].detach().reshape(-1)[elements]
+            out[part].view(DTYPES[entry.dtype]).copy_(source)
+
+    def unpack(self, bucket: int, data: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Write the elements in a bucket, uint8, into contiguous tensors such as :meth:`empty`."""
+        for entry, elements, part in self._pieces(bucket):
+            tensors[entry.name].view(-1)[elements].copy_(data[part].view(DTYPES[entry.dtype]))
+
+    def empty(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Tensors to unpack into; tied names share one."""
+        return self._tied(
+            {
+                e.name: torch.empty(e.shape, dtype=DTYPES[e.dtype], device=device)
+                for e in self.entries
+            }
+        )
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors in a flat state, uint8 ``[nbytes]``, without copying; tied names share one."""
+        return self._tied(
+            {
+                e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
+                for e in self.entries
+            }
+        )
+
+    def to_json(self) -> str:
+        """The layout as text."""
+        table = [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries]
+        return json.dumps({"bucket_bytes": self.bucket_bytes, "ties": self.ties, "entries": table})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Layout:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            TransferError: not a layout: unknown types, sizes below zero, entries that overlap.
+        """
+        try:
+            values = json.loads(text)
+            entries = tuple(
+                Entry(str(name), str(dtype), tuple(int(n) for n in shape), int(offset))
+                for name, dtype, shape, offset in values["entries"]
+            )
+            ties = {str(name): str(kept) for name, kept in values["ties"].items()}
+            layout = cls(entries, ties, int(values["bucket_bytes"]))
+            end = 0
+            for entry in entries:
+                if entry.offset < end or entry.offset % ALIGN or min(entry.shape, default=0) < 0:
+                    raise ValueError(f"entry {entry.name!r} is out of place")
+                end = entry.offset + entry.nbytes
+            if layout.bucket_bytes <= 0 or layout.bucket_bytes % ALIGN:
+                raise ValueError(f"bucket size {layout.bucket_bytes}")
+            if not set(ties.values()) <= {entry.name for entry in entries}:
+                raise ValueError("a name is tied to none of the entries")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise TransferError(f"damaged layout of weights ({error})") from None
+        return layout
+
+    def _tied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors | {name: tensors[kept] for name, kept in self.ties.items()}
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [entry.offset for entry in self.entries]
+
+    def _pieces(self, bucket: int) -> Iterator[tuple[Entry, slice, slice]]:
+        """What a bucket holds: entry, its elements, and their bytes within the bucket."""
+        span = self.span(bucket)
+        first = max(0, bisect_right(self._offsets, span.start) - 1)
+        for entry in self.entries[first:]:
+            if entry.offset >= span.stop:
+                break
+            start = max(span.start, entry.offset)
+            stop = min(span.stop, entry.offset + entry.nbytes)
+            if start < stop:
+                size = DTYPES[entry.dtype].itemsize
+                elements = slice((start - entry.offset) // size, (stop - entry.offset) // size)
+                yield entry, elements, slice(start - span.start, stop - span.start)
+
+
+def sent_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The type a tensor travels in: float32 as ``wanted``, all else (statistics, counts) as is."""
+    return wanted if wanted is not None and own == torch.float32 else own
+
+
+def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors in order of their names, each once, and ``{left out: kept}`` for tied ones."""
+    kept: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    seen: dict[object, str] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = seen.setdefault(place if tensor.numel() else name, name)
+        if first == name:
+            kept[name] = tensor
+        else:
+            ties[name] = first
+    return kept, ties
+
+
+def checksum(data: Tensor) -> Tensor:
+    """64-bit checksum of a bucket, int64 ``[1]`` on its device.
+
+    On a CPU xxh3. Elsewhere the sum of words times odd numbers that differ by position, modulo
+    2^64, which sees every change of one word and needs no copy to the host. Both ends of a
+    transfer must be of one kind.
+    """
+    if data.device.type == "cpu":
+        digest = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+        return torch.tensor([digest - (1 << 64) if digest >> 63 else digest])
+    return weighted_sum(data)
+
+
+def weighted_sum(data: Tensor) -> Tensor:
+    """See :func:`checksum`; ``data`` is uint8, its length a multiple of 8."""
+    words = data.view(torch.int64)
+    factors = torch.arange(1, 2 * len(words), 2, device=data.device) * _ODD
+    return (words * factors).sum().reshape(1)
+
+
+_ODD = 0x1E3779B97F4A7C15
+"""Near 2^61 times the golden ratio, so that the factors fill all bits."""
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

@@ -1,0 +1,171 @@
+"""What changed between two versions of the weights, exactly, bit by bit.
+
+An update of reinforcement learning leaves most bfloat16 weights as they were: it is smaller than
+the distance to the next number. Of a tensor the positions of changed elements are stored as gaps,
+and their changes as differences of the bit patterns, which count steps from one representable
+number to the next and so are mostly +1 and -1. Both are then Huffman-coded.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlinf.errors import TransferError
+
+FORMAT = "rlinf-delta-1"
+_SKIP = 255
+"""In the gaps: this many elements unchanged, and the next byte goes on counting."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The difference of two states.
+
+    ``tensors`` holds ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) of a tensor with few
+    changes and ``whole/NAME`` of one that is new or changed too much; ``changed`` counts the
+    elements. A tensor without changes is not mentioned.
+    """
+
+    tensors: dict[str, Tensor]
+    changed: dict[str, int]
+    removed: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file."""
+        table = json.dumps({"changed": self.changed, "removed": self.removed})
+        save_file(self.tensors, path, metadata={"format": FORMAT, "table": table})
+
+    @classmethod
+    def load(cls, path: Path) -> Delta:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            TransferError: not such a file.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ValueError(f"format {metadata.get('format')!r} is not {FORMAT!r}")
+                table = json.loads(metadata["table"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            changed = {str(name): int(count) for name, count in table["changed"].items()}
+            return cls(tensors, changed, tuple(table["removed"]))
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TransferError(f"{path}: not a delta of weights ({error})") from None
+
+
+def diff(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Delta:
+    """What leads from ``old`` to ``new``, both on the CPU."""
+    tensors: dict[str, Tensor] = {}
+    changed: dict[str, int] = {}
+    for name, tensor in new.items():
+        before = old.get(name)
+        if before is None or before.dtype != tensor.dtype or before.shape != tensor.shape:
+            tensors[f"whole/{name}"] = tensor.detach().contiguous()
+            changed[name] = tensor.numel()
+            continue
+        if not tensor.numel():
+            continue
+        was, now = _bits(before), _bits(tensor)
+        positions = np.flatnonzero(was != now)
+        if not len(positions):
+            continue
+        changed[name] = len(positions)
+        steps = _zigzag(now[positions] - was[positions])
+        planes = np.ascontiguousarray(steps.view(np.uint8).reshape(len(steps), -1).T)
+        parts = {"gaps": _compress(_gaps(positions)), "steps": _compress(planes)}
+        if sum(part.nbytes for part in parts.values()) < tensor.nbytes:
+            tensors |= {f"{kind}/{name}": part for kind, part in parts.items()}
+        else:
+            tensors[f"whole/{name}"] = tensor.detach().contiguous()
+    return Delta(tensors, changed, tuple(sorted(set(old) - set(new))))
+
+
+def patch(old: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
+    """The state that ``delta`` leads to from ``old``, whose unchanged tensors it shares.
+
+    Raises:
+        TransferError: the delta does not belong to this state, or is malformed.
+    """
+    new = {name: tensor for name, tensor in old.items() if name not in delta.removed}
+    for name, count in delta.changed.items():
+        try:
+            if f"whole/{name}" in delta.tensors:
+                new[name] = delta.tensors[f"whole/{name}"]
+                continue
+            new[name] = old[name].clone(memory_format=torch.contiguous_format)
+            bits = _bits(new[name])
+            longest = count + len(bits) // _SKIP
+            gaps = _decompress(delta.tensors[f"gaps/{name}"], longest)
+            positions = _positions(np.frombuffer(gaps, np.uint8))
+            planes = _decompress(delta.tensors[f"steps/{name}"], count * bits.itemsize)
+            steps = np.frombuffer(planes, np.uint8).reshape(bits.itemsize, count).T
+            bits[positions] += _unzigzag(np.ascontiguousarray(steps).view(bits.dtype)[:, 0])
+        except (KeyError, ValueError, IndexError, zlib.error) as error:
+            raise TransferError(
+                f"the delta of {name!r} does not belong to these weights ({error})"
+            ) from None
+    return new
+
+
+def _bits(tensor: Tensor) -> np.ndarray:
+    """The elements' bit patterns as unsigned integers, sharing memory where contiguous."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return flat.view(f"u{tensor.dtype.itemsize}")
+
+
+def _zigzag(steps: np.ndarray) -> np.ndarray:
+    """Signed differences, as unsigned integers, so that small ones of both signs are small."""
+    signed = steps.view(f"i{steps.itemsize}")
+    return ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
+
+
+def _unzigzag(steps: np.ndarray) -> np.ndarray:
+    one = steps.dtype.type(1)
+    return (steps >> one) ^ (~(steps & one) + one)
+
+
+def _gaps(positions: np.ndarray) -> np.ndarray:
+    """How many elements to pass over before each changed one, one byte where below 255."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    skips = gaps // _SKIP
+    out = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
+    out[np.cumsum(skips + 1) - 1] = gaps % _SKIP
+    return out
+
+
+def _positions(gaps: np.ndarray) -> np.ndarray:
+    skipped = gaps == _SKIP
+    ends = np.cumsum(np.where(skipped, _SKIP, gaps.astype(np.int64) + 1))
+    return ends[~skipped] - 1
+
+
+def _compress(data: np.ndarray) -> Tensor:
+    # Run lengths and Huffman codes: longer matches are not to be found in noise, but take time.
+    coder = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
+    coded = coder.compress(data.tobytes()) + coder.flush()
+    return torch.frombuffer(bytearray(coded), dtype=torch.uint8)
+
+
+def _decompress(data: Tensor, longest: int) -> bytes:
+    decoder = zlib.decompressobj(-15)
+    out = decoder.decompress(data.numpy().tobytes(), longest)
+    if decoder.decompress(decoder.unconsumed_tail, 1) or not decoder.eof:
+        raise ValueError("not of the length announced")
+    return out
