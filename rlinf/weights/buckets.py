@@ -125,7 +125,7 @@ class Layout:
         )
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors in a flat state, uint8 ``[nbytes]``, without copying; tied names share one."""
+        """The tensors in a flat state, uint8 ``[nbytes]``, without a copy; tied names share one."""
         return self._tied(
             {
                 e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
@@ -217,7 +217,7 @@ def checksum(data: Tensor) -> Tensor:
     transfer must be of one kind.
     """
     if data.device.type == "cpu":
-        digest = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+        digest = xxhash.xxh3_64_intdigest(data.numpy().data)
         return torch.tensor([digest - (1 << 64) if digest >> 63 else digest])
     return weighted_sum(data)
 

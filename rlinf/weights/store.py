@@ -72,7 +72,7 @@ class State:
         for name, tensor in sorted(self.kept.items()):
             total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
             if tensor.numel():
-                total.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+                total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return total.hexdigest()
 
 

@@ -19,7 +19,7 @@ from tests.rlinf.weights.states import TYPES, bits, random_tensor, same, states
 
 
 @given(states(), states())
-def test_any_state_is_reached_from_any_other(
+def test_any_state_is_reached_from_another(
     old: dict[str, Tensor], new: dict[str, Tensor]
 ) -> None:
     kept = {name: tensor.clone() for name, tensor in old.items()}

@@ -1,0 +1,231 @@
+"""Weights between processes of one node: one writer, many readers, shared memory.
+
+Two slots take turns, so a version is written while readers use the one before. A slot is a segment
+of its own, and readers hold a shared lock on it, the writer an exclusive one while it writes: no
+reader ever sees half a version, and the kernel drops the lock of a process that dies. Readers map
+a slot read-only and use the tensors in place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import struct
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from rlinf.errors import TransferError
+from rlinf.weights.buckets import Layout, checksum
+
+_FOLDER = Path("/dev/shm")
+_HEADER = struct.Struct("<8sqQ")
+"""Magic, version (-1: none, or being written), length of the layout's JSON, which follows."""
+_MAGIC = b"rlinfwt1"
+_PAGE = 4096
+
+
+class SharedWriter:
+    """The writing end; the memory is freed by :meth:`close`, or when the process ends.
+
+    Args:
+        name: of the shared memory, unique on the node; readers need it.
+        layout: of the state; it cannot change.
+        timeout_s: how long to wait for readers that still use the version before the last.
+    """
+
+    def __init__(self, name: str, layout: Layout, timeout_s: float = 60) -> None:
+        self._layout, self._timeout_s, self._name = layout, timeout_s, name
+        self._newest = -1
+        text = layout.to_json().encode()
+        size = _data_start(len(text), layout.buckets) + layout.nbytes
+        self._slots: list[SharedMemory] = []
+        try:
+            for slot in (0, 1):
+                memory = SharedMemory(f"{name}-{slot}", create=True, size=size)
+                self._slots.append(memory)
+                _HEADER.pack_into(memory.buf, 0, _MAGIC, -1, len(text))
+                memory.buf[_HEADER.size : _HEADER.size + len(text)] = text
+        except OSError as error:
+            self.close()
+            raise TransferError(
+                f"shared memory {name!r}: cannot make 2 slots of {size} bytes ({error})"
+            ) from None
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write a version into the older slot; readers find it when all of it is there.
+
+        Raises:
+            TransferError: the version is not newer, or readers did not let go of the slot.
+        """
+        if version <= self._newest:
+            raise TransferError(
+                f"shared memory {self._name!r}: version {version} is not newer than {self._newest}"
+            )
+        memory = min(self._slots, key=_version)
+        with self._alone(memory):
+            struct.pack_into("<q", memory.buf, 8, -1)
+            sums, flat = _parts(memory.buf, self._layout)
+            for bucket in range(self._layout.buckets):
+                part = flat[self._layout.span(bucket)]
+                self._layout.pack(bucket, tensors, part)
+                sums[bucket : bucket + 1] = checksum(part)
+            struct.pack_into("<q", memory.buf, 8, version)
+        self._newest = version
+
+    def close(self) -> None:
+        """Free the memory; readers keep what they have mapped."""
+        while self._slots:
+            memory = self._slots.pop()
+            memory.close()
+            memory.unlink()
+
+    @contextmanager
+    def _alone(self, memory: SharedMemory) -> Iterator[None]:
+        lock = os.open(_FOLDER / memory.name, os.O_RDWR)
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while not _locked(lock, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise TransferError(
+                        f"shared memory {self._name!r}: after {self._timeout_s:g} s a reader still "
+                        f"uses version {_version(memory)}; is one stopped?"
+                    )
+                time.sleep(0.001)
+            yield
+        finally:
+            os.close(lock)
+
+
+@dataclass
+class SharedView:
+    """A version in shared memory, kept from being overwritten until released.
+
+    ``tensors`` are read-only and in place: writing to one ends the process. The writer can
+    publish one further version while this one is held, not two.
+    """
+
+    version: int
+    tensors: dict[str, Tensor]
+    _lock: int
+
+    def release(self) -> None:
+        """Let the writer have the slot; the tensors must not be used any more."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> SharedView:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class SharedReader:
+    """A reading end.
+
+    Raises:
+        TransferError: no writer made memory of this name on this node, or it is not ours.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._slots = [_MappedSlot(f"{name}-{slot}") for slot in (0, 1)]
+
+    def newest(self, after: int = -1) -> SharedView | None:
+        """The newest version if it is newer than ``after``.
+
+        Raises:
+            TransferError: it is damaged: a checksum differs.
+        """
+        while (slot := max(self._slots, key=_MappedSlot.version)).version() > after:
+            lock = os.open(slot.path, os.O_RDONLY)
+            try:
+                # A slot that is locked, or has changed since, is being written anew: look again.
+                if _locked(lock, fcntl.LOCK_SH) and (version := slot.version()) > after:
+                    slot.check()
+                    view = SharedView(version, slot.tensors, lock)
+                    lock = -1
+                    return view
+            finally:
+                if lock >= 0:
+                    os.close(lock)
+            time.sleep(0.001)
+        return None
+
+
+class _MappedSlot:
+    def __init__(self, name: str) -> None:
+        # Not SharedMemory: it maps for writing, and before Python 3.13 the memory would go when
+        # the first reader ends.
+        self.path = _FOLDER / name
+        try:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise TransferError(
+                f"no weights in shared memory {name!r} ({error}); is their writer on this node?"
+            ) from None
+        if len(self._map) < _HEADER.size or self._map[:8] != _MAGIC:
+            raise TransferError(f"shared memory {name!r} holds no weights")
+        _, _, length = _HEADER.unpack_from(self._map)
+        self._layout = Layout.from_json(self._map[_HEADER.size : _HEADER.size + length])
+        if _data_start(length, self._layout.buckets) + self._layout.nbytes > len(self._map):
+            raise TransferError(f"shared memory {name!r} is smaller than its layout")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            self._sums, self._flat = _parts(self._map, self._layout)
+        self.tensors = self._layout.views(self._flat)
+
+    def version(self) -> int:
+        return int(struct.unpack_from("<q", self._map, 8)[0])
+
+    def check(self) -> None:
+        for bucket in range(self._layout.buckets):
+            if checksum(self._flat[self._layout.span(bucket)]) != self._sums[bucket]:
+                raise TransferError(
+                    f"shared memory {self.path.name!r}: bucket {bucket} of version "
+                    f"{self.version()} is damaged; it is not served"
+                )
+
+
+def _version(memory: SharedMemory) -> int:
+    return int(struct.unpack_from("<q", memory.buf, 8)[0])
+
+
+def _data_start(text: int, buckets: int) -> int:
+    """Where the flat state begins: after header, layout and checksums, at a page."""
+    return math.ceil((_HEADER.size + text + 7 + 8 * buckets) / _PAGE) * _PAGE
+
+
+def _parts(buffer: memoryview | mmap.mmap, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
+    _, _, length = _HEADER.unpack_from(buffer)
+    start = _data_start(length, layout.buckets)
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    sums = whole[start - 8 * layout.buckets : start].view(torch.int64)
+    return sums, whole[start : start + layout.nbytes]
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,246 @@
+"""Readers of shared memory see whole versions, the newest, without copying them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from rlinf.errors import TransferError
+from rlinf.weights.buckets import Layout
+from rlinf.weights.shared import SharedReader, SharedWriter
+from tests.rlinf.weights.states import same, states
+
+SIZE = 50_000
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    made = f"rlinf-test-{secrets.token_hex(4)}"
+    yield made
+    gc.collect()
+    assert not list(Path("/dev/shm").glob(f"{made}*")), "memory was left behind"
+
+
+def uniform(version: int) -> dict[str, Tensor]:
+    """A state in which every number tells the version: a mixture shows."""
+    return {"w": torch.full((SIZE,), float(version)), "n": torch.full((17,), version)}
+
+
+def writer_of(name: str, **options: float) -> SharedWriter:
+    return SharedWriter(name, Layout.of(uniform(0), bucket_bytes=4096), **options)
+
+
+def damage(name: str, version: int) -> None:
+    """Flip a bit of a slot behind the writer's back."""
+    with Path(f"/dev/shm/{name}-{version % 2}").open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes([byte ^ 4]))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(states())
+def test_any_state_is_read_to_the_bit(name: str, state: dict[str, Tensor]) -> None:
+    writer = SharedWriter(name, Layout.of(state, bucket_bytes=64))
+    try:
+        writer.publish(3, state)
+        view = SharedReader(name).newest()
+        assert view is not None
+        with view:
+            assert (view.version, same(view.tensors, state)) == (3, True)
+    finally:
+        writer.close()
+
+
+def test_float32_is_read_in_the_type_of_the_layout(name: str) -> None:
+    state = {"w": torch.randn(1000)}
+    writer = SharedWriter(name, Layout.of(state, dtype=torch.bfloat16))
+    writer.publish(0, state)
+    view = SharedReader(name).newest()
+    assert view is not None
+    with view:
+        assert same(view.tensors, {"w": state["w"].to(torch.bfloat16)})
+    writer.close()
+
+
+def test_only_what_is_newer_is_read(name: str) -> None:
+    writer = writer_of(name)
+    reader = SharedReader(name)
+    assert reader.newest() is None
+    for version in (0, 1, 4):
+        writer.publish(version, uniform(version))
+        view = reader.newest(after=version - 1)
+        assert view is not None
+        with view:
+            assert view.version == version
+            assert same(view.tensors, uniform(version))
+        assert reader.newest(after=version) is None
+    with pytest.raises(TransferError, match="not newer than 4"):
+        writer.publish(4, uniform(4))
+    writer.close()
+
+
+def test_a_version_in_use_is_not_overwritten(name: str) -> None:
+    writer, reader = writer_of(name, timeout_s=0.2), SharedReader(name)
+    writer.publish(0, uniform(0))
+    view = reader.newest()
+    assert view is not None
+    writer.publish(1, uniform(1))
+    with pytest.raises(TransferError, match="still uses version 0"):
+        writer.publish(2, uniform(2))
+    assert same(view.tensors, uniform(0))
+    view.release()
+    writer.publish(2, uniform(2))
+    newest = reader.newest()
+    assert newest is not None
+    with newest:
+        assert same(newest.tensors, uniform(2))
+    writer.close()
+
+
+def test_damage_is_seen_and_not_served(name: str) -> None:
+    writer, reader = writer_of(name), SharedReader(name)
+    writer.publish(0, uniform(0))
+    damage(name, 0)
+    with pytest.raises(TransferError, match="damaged; it is not served"):
+        reader.newest()
+    # The failed look let go of the slot, and new versions heal both.
+    for version in (1, 2):
+        writer.publish(version, uniform(version))
+        view = reader.newest()
+        assert view is not None
+        with view:
+            assert same(view.tensors, uniform(version))
+    writer.close()
+
+
+def test_memory_of_others_is_refused(name: str) -> None:
+    with pytest.raises(TransferError, match="is their writer on this node"):
+        SharedReader(name)
+    path = Path(f"/dev/shm/{name}-0")
+    path.write_bytes(b"x" * 100)
+    try:
+        with pytest.raises(TransferError, match="holds no weights"):
+            SharedReader(name)
+    finally:
+        path.unlink()
+
+
+def test_strangers_cannot_read_it(name: str) -> None:
+    writer = writer_of(name)
+    modes = [path.stat().st_mode & 0o777 for path in Path("/dev/shm").glob(f"{name}*")]
+    assert modes == [0o600, 0o600]
+    writer.close()
+
+
+def follow(name: str, until: int, result: Connection) -> None:
+    """Read as fast as possible and report torn versions and how many were seen."""
+    reader, last, seen, torn = SharedReader(name), -1, 0, 0
+    deadline = time.monotonic() + 60
+    while last < until and time.monotonic() < deadline:
+        view = reader.newest(after=last)
+        if view is None:
+            continue
+        with view:
+            torn += not same(view.tensors, uniform(view.version)) or view.version <= last
+            last, seen = view.version, seen + 1
+    result.send((seen, torn, last))
+
+
+def test_readers_beside_a_busy_writer_see_no_torn_version(name: str) -> None:
+    context, writer, last = multiprocessing.get_context("fork"), writer_of(name), 300
+    ends = []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=follow, args=(name, last, theirs))
+        process.start()
+        ends.append((process, ours))
+    for version in range(last + 1):
+        writer.publish(version, uniform(version))
+    for process, ours in ends:
+        assert ours.poll(60)
+        seen, torn, end = ours.recv()
+        process.join()
+        assert (torn, end) == (0, last)
+        assert seen > 1
+    writer.close()
+
+
+HOLD = """
+import sys, time
+from rlinf.weights.shared import SharedReader
+view = SharedReader(sys.argv[1]).newest()
+print(view.version, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_reader_that_is_killed_stops_nobody(name: str) -> None:
+    writer = writer_of(name, timeout_s=20)
+    writer.publish(0, uniform(0))
+    reader = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE, text=True)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "0\n"
+    writer.publish(1, uniform(1))
+    reader.send_signal(signal.SIGKILL)
+    reader.wait()
+    reader.stdout.close()
+    writer.publish(2, uniform(2))
+    view = SharedReader(name).newest()
+    assert view is not None
+    with view:
+        assert same(view.tensors, uniform(2))
+    writer.close()
+
+
+WRITE = """
+import sys, time, torch
+from rlinf.weights import shared
+from rlinf.weights.buckets import Layout
+state = {"w": torch.zeros(100_000)}
+writer = shared.SharedWriter(sys.argv[1], Layout.of(state, bucket_bytes=4096))
+writer.publish(0, state)
+pack, count = Layout.pack, 0
+def slow(self, bucket, tensors, out):
+    pack(self, bucket, tensors, out)
+    if bucket == 50:
+        print("half", flush=True)
+        time.sleep(60)
+Layout.pack = slow
+writer.publish(1, {"w": torch.ones(100_000)})
+"""
+
+
+def test_what_a_killed_writer_left_half_written_is_not_served(name: str) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITE, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "half\n"
+    reader = SharedReader(name)
+    for _ in range(2):
+        view = reader.newest()
+        assert view is not None
+        with view:
+            assert (view.version, bool(view.tensors["w"].any())) == (0, False)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    writer.communicate()
+    deadline = time.monotonic() + 20
+    while list(Path("/dev/shm").glob(f"{name}*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
