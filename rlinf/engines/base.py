@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from rlinf.channels.base import Channel
 from rlinf.config import Section
@@ -27,6 +29,17 @@ class Engine(ABC):
     @abstractmethod
     def load(self, folder: Path, version: int) -> None:
         """Serve the weights in a policy folder from now on."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Serve other weights of the network that is loaded, between two requests.
+
+        Args:
+            tensors: all weights by the policy's names, of any floating type; they are copied.
+
+        Raises:
+            DataError: they do not fit the network; it serves what it did before.
+        """
 
     @abstractmethod
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.engines.base import Engine
+from rlinf.models.base import copy_weights
 from rlinf.seeding import generator
 
 
@@ -43,6 +44,10 @@ class DirectEngine(Engine):
     def load(self, folder: Path, version: int) -> None:
         self._policy: Any = self._class.load(folder, self._policy_config)  # type: ignore[attr-defined]
         self._policy.module.eval()
+        self.version = version
+
+    def load_state(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        copy_weights(self._policy.module, tensors)
         self.version = version
 
     @torch.inference_mode()

@@ -8,7 +8,7 @@ before decoding, makes a sample independent of its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlinf.data.record import Record
 from rlinf.device import local_device
 from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import Engine
+from rlinf.models.base import copy_weights
 from rlinf.models.causal_lm import (
     CausalLMConfig,
     causal_mask,
@@ -68,6 +69,10 @@ class TransformersEngine(Engine):
         stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
         known = set() if self._config.ignore_eos else {*stops, tokenizer.eos_token_id}
         self._stops = torch.tensor(sorted(known), dtype=torch.int64, device=self._device)
+        self.version = version
+
+    def load_state(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        copy_weights(self._module, tensors)
         self.version = version
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ robot) is known to the policy and to the environment that goes with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.errors import DataError
 
 Spec = dict[str, Any]
 """What an environment tells a policy to be created: alphabet, observations, actions."""
@@ -93,6 +94,26 @@ class Policy(ABC):
     def blocks(self) -> list[nn.Module]:
         """Sub-modules that FSDP shards as units, inner first; may be empty."""
         return []
+
+
+@torch.no_grad()
+def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write other weights, of any floating type and device, into a network; tied ones may lack.
+
+    Raises:
+        DataError: they are not this network's by name and shape; it was not changed.
+    """
+    own = module.state_dict(keep_vars=True)
+    given = {id(own[name]) for name in tensors if name in own}
+    unlike = [n for n in tensors if n not in own or own[n].shape != tensors[n].shape]
+    unlike += [n for n, tensor in own.items() if n not in tensors and id(tensor) not in given]
+    if unlike:
+        raise DataError(
+            f"weights do not fit the loaded network: {unlike[0]!r} and {len(unlike) - 1} others "
+            "are missing, unknown or of another shape; load the folder they belong to first"
+        )
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
 
 
 def pad(arrays: Sequence[Any], length: int, value: float = 0) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError, nearest
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs, copy_weights, pad
 from rlinf.models.linear import use_onednn
 from rlinf.models.tokenizer import write_character_tokenizer
 
@@ -226,22 +226,18 @@ def without_dropout(settings: Any) -> None:
                 setattr(part, name, 0.0)
 
 
-@torch.no_grad()
 def reload_weights(module: Any, folder: Path) -> bool:
     """Read the weights of another version of a loaded network into it.
 
     Returns false, having changed nothing, where the folder does not hold just these tensors.
     """
-    own = module.state_dict()
-    tied = set(getattr(module, "_tied_weights_keys", None) or ())
     found: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         found.update(load_file(path))
-    alike = all(name in own and own[name].shape == found[name].shape for name in found)
-    if not alike or not set(own) - set(found) <= tied:
+    try:
+        copy_weights(module, found)
+    except DataError:
         return False
-    for name, tensor in found.items():
-        own[name].copy_(tensor)
     return True
 
 

@@ -148,6 +148,24 @@ def test_loading_changes_what_is_served(tmp_path: Path) -> None:
     np.testing.assert_allclose(after, before + 1, atol=1e-6)
 
 
+def test_weights_from_memory_serve_like_those_of_a_folder(
+    engine: DirectEngine, tmp_path: Path
+) -> None:
+    state = engine._policy.module.state_dict()
+    tensors = {n: t * 1.5 if t.dtype == torch.float32 else t.clone() for n, t in state.items()}
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    engine._policy.save(newer, tensors)
+    fresh = DirectEngine(DirectConfig(), MLPPolicy, CONFIG)
+    fresh.load(newer, 3)
+    before = ask(engine, range(4), seen(4))
+    engine.load_state(tensors, 3)
+    after, expected = (ask(one, range(4), seen(4)) for one in (engine, fresh))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(after[name], values)
+    assert not np.array_equal(after["value"], before["value"])
+
+
 def test_it_does_not_import_transformers() -> None:
     import subprocess
     import sys

@@ -11,6 +11,7 @@ import torch
 
 from rlinf.data.record import Identity, Record
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine, sample
+from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
@@ -198,6 +199,52 @@ def test_new_weights_are_read_into_the_loaded_model(folder: Path, tmp_path: Path
     for number in expected:
         assert np.array_equal(after[number]["logprobs"], expected[number]["logprobs"])
         assert not np.array_equal(after[number]["logprobs"], before[number]["logprobs"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_from_memory_serve_like_those_of_a_folder(
+    folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    policy = CausalLM.load(folder, CONFIG)
+    tensors = {name: (1.5 * t).to(dtype) for name, t in policy.module.state_dict().items()}
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    policy.save(newer, tensors)
+    wanted = request([3, 5])
+    used, fresh = engine(folder), engine(newer)
+    before = rows(used, wanted)
+    used.load_state(tensors, 4)
+    assert used.version == 4
+    used.version = 3
+    after, expected = rows(used, wanted), rows(fresh, wanted)
+    for number in expected:
+        for name, values in expected[number].items():
+            np.testing.assert_array_equal(after[number][name], values)
+        assert not np.array_equal(after[number]["logprobs"], before[number]["logprobs"])
+
+
+def test_tied_weights_may_lack(folder: Path) -> None:
+    made = engine(folder)
+    tensors = dict(made._module.state_dict())
+    del tensors["lm_head.weight"]
+    made.load_state(tensors, 3)
+
+
+def test_weights_that_do_not_fit_change_nothing(folder: Path) -> None:
+    made, wanted = engine(folder), request([3, 5])
+    before = rows(made, wanted)
+    good = {name: tensor * 2 for name, tensor in made._module.state_dict().items()}
+    name = "model.norm.weight"
+    for bad in (
+        {key: tensor for key, tensor in good.items() if key != name},
+        {**good, "stranger": torch.zeros(1)},
+        {**good, name: torch.zeros(3)},
+    ):
+        with pytest.raises(DataError, match="do not fit"):
+            made.load_state(bad, 9)
+    after = rows(made, wanted)
+    for number in before:
+        np.testing.assert_array_equal(after[number]["logprobs"], before[number]["logprobs"])
 
 
 def test_a_model_of_another_size_is_loaded_anew(folder: Path, tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ from tests.rlinf.weights.states import TYPES, bits, random_tensor, same, states
 
 
 @given(states(), states())
-def test_any_state_is_reached_from_another(
-    old: dict[str, Tensor], new: dict[str, Tensor]
-) -> None:
+def test_any_state_is_reached_from_another(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     kept = {name: tensor.clone() for name, tensor in old.items()}
     assert same(patch(old, diff(old, new)), new)
     assert same(old, kept), "the old state was changed"

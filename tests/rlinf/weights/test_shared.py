@@ -228,7 +228,10 @@ writer.publish(1, {"w": torch.ones(100_000)})
 
 def test_what_a_killed_writer_left_half_written_is_not_served(name: str) -> None:
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITE, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITE, name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert writer.stdout is not None
     assert writer.stdout.readline() == "half\n"
