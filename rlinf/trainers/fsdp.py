@@ -224,13 +224,16 @@ class FSDPTrainer:
         )
 
     def full_state(self) -> dict[str, Tensor]:
-        """All weights, whole, on CPU; a collective when there are several ranks."""
+        """All weights, whole, on CPU, tied ones as one tensor; a collective of several ranks."""
         from torch.distributed.tensor import DTensor
 
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
-            for name, value in self.policy.module.state_dict().items()
-        }
+        named = self.policy.module.state_dict(keep_vars=True)
+        whole: dict[int, Tensor] = {}
+        for value in named.values():
+            if id(value) not in whole:
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                whole[id(value)] = full.detach().cpu()
+        return {name: whole[id(value)] for name, value in named.items()}
 
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
