@@ -3,7 +3,7 @@
 Two slots take turns, so a version is written while readers use the one before. A slot is a segment
 of its own, and readers hold a shared lock on it, the writer an exclusive one while it writes: no
 reader ever sees half a version, and the kernel drops the lock of a process that dies. Readers map
-a slot read-only and use the tensors in place.
+a slot read-only and use the tensors in place. A reader that waits checks buckets as they come.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from rlinf.errors import TransferError
 from rlinf.weights.buckets import Layout, checksum
 
 _FOLDER = Path("/dev/shm")
-_HEADER = struct.Struct("<8sqQ")
-"""Magic, version (-1: none, or being written), length of the layout's JSON, which follows."""
+_HEADER = struct.Struct("<8sqqqQ")
+"""Magic; version (-1: none, or being written); version that is being, or was, written and how many
+of its buckets are there; length of the layout's JSON, which follows."""
+_VERSION, _PROGRESS = 8, 16
 _MAGIC = b"rlinfwt1"
 _PAGE = 4096
 
@@ -54,7 +56,7 @@ class SharedWriter:
             for slot in (0, 1):
                 memory = SharedMemory(f"{name}-{slot}", create=True, size=size)
                 self._slots.append(memory)
-                _HEADER.pack_into(memory.buf, 0, _MAGIC, -1, len(text))
+                _HEADER.pack_into(memory.buf, 0, _MAGIC, -1, -1, 0, len(text))
                 memory.buf[_HEADER.size : _HEADER.size + len(text)] = text
         except OSError as error:
             self.close()
@@ -74,13 +76,14 @@ class SharedWriter:
             )
         memory = min(self._slots, key=_version)
         with self._alone(memory):
-            struct.pack_into("<q", memory.buf, 8, -1)
+            struct.pack_into("<qqq", memory.buf, _VERSION, -1, version, 0)
             sums, flat = _parts(memory.buf, self._layout)
             for bucket in range(self._layout.buckets):
                 part = flat[self._layout.span(bucket)]
                 self._layout.pack(bucket, tensors, part)
                 sums[bucket : bucket + 1] = checksum(part)
-            struct.pack_into("<q", memory.buf, 8, version)
+                struct.pack_into("<qq", memory.buf, _PROGRESS, version, bucket + 1)
+            struct.pack_into("<q", memory.buf, _VERSION, version)
         self._newest = version
 
     def close(self) -> None:
@@ -154,12 +157,19 @@ class SharedReader:
         Raises:
             TransferError: it is damaged: a checksum differs.
         """
+        for slot in self._slots:
+            if slot.version() == -1:
+                slot.check()
         while (slot := max(self._slots, key=_MappedSlot.version)).version() > after:
             lock = os.open(slot.path, os.O_RDONLY)
             try:
                 # A slot that is locked, or has changed since, is being written anew: look again.
                 if _locked(lock, fcntl.LOCK_SH) and (version := slot.version()) > after:
-                    slot.check()
+                    if (damaged := slot.check()) is not None:
+                        raise TransferError(
+                            f"shared memory {self._name!r}: bucket {damaged} of version {version} "
+                            "is damaged; it is not served"
+                        )
                     view = SharedView(version, slot.tensors, lock)
                     lock = -1
                     return view
@@ -184,7 +194,7 @@ class _MappedSlot:
             ) from None
         if len(self._map) < _HEADER.size or self._map[:8] != _MAGIC:
             raise TransferError(f"shared memory {name!r} holds no weights")
-        _, _, length = _HEADER.unpack_from(self._map)
+        *_, length = _HEADER.unpack_from(self._map)
         self._layout = Layout.from_json(self._map[_HEADER.size : _HEADER.size + length])
         if _data_start(length, self._layout.buckets) + self._layout.nbytes > len(self._map):
             raise TransferError(f"shared memory {name!r} is smaller than its layout")
@@ -192,21 +202,32 @@ class _MappedSlot:
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._sums, self._flat = _parts(self._map, self._layout)
         self.tensors = self._layout.views(self._flat)
+        self._seen, self._good = -1, 0
 
     def version(self) -> int:
-        return int(struct.unpack_from("<q", self._map, 8)[0])
+        return _number(self._map, _VERSION)
 
-    def check(self) -> None:
-        for bucket in range(self._layout.buckets):
+    def check(self) -> int | None:
+        """Check the buckets that came since the last look; the first damaged one.
+
+        Without the lock that one may just be about to change: it is looked at again.
+        """
+        version, ready = struct.unpack_from("<qq", self._map, _PROGRESS)
+        if version != self._seen:
+            self._seen, self._good = version, 0
+        for bucket in range(self._good, ready):
             if checksum(self._flat[self._layout.span(bucket)]) != self._sums[bucket]:
-                raise TransferError(
-                    f"shared memory {self.path.name!r}: bucket {bucket} of version "
-                    f"{self.version()} is damaged; it is not served"
-                )
+                return bucket
+            self._good = bucket + 1
+        return None
 
 
 def _version(memory: SharedMemory) -> int:
-    return int(struct.unpack_from("<q", memory.buf, 8)[0])
+    return _number(memory.buf, _VERSION)
+
+
+def _number(buffer: memoryview | mmap.mmap, offset: int) -> int:
+    return int(struct.unpack_from("<q", buffer, offset)[0])
 
 
 def _data_start(text: int, buckets: int) -> int:
@@ -216,7 +237,7 @@ def _data_start(text: int, buckets: int) -> int:
 
 def _parts(buffer: memoryview | mmap.mmap, layout: Layout) -> tuple[Tensor, Tensor]:
     """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
-    _, _, length = _HEADER.unpack_from(buffer)
+    *_, length = _HEADER.unpack_from(buffer)
     start = _data_start(length, layout.buckets)
     whole = torch.frombuffer(buffer, dtype=torch.uint8)
     sums = whole[start - 8 * layout.buckets : start].view(torch.int64)

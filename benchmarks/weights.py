@@ -1,0 +1,150 @@
+"""Publishing weights: bytes of a delta in a run of the main task, and shared memory on one node."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.demo import THREADS
+from benchmarks.row import Row, median_row
+from rlinf import tree
+from rlinf.artifacts import read_manifest
+from rlinf.weights.buckets import Layout
+from rlinf.weights.shared import SharedReader, SharedWriter
+from rlinf.weights.store import DELTA, FULL, WeightStore
+from stages.layout import stage_folder
+
+WARM_START_STEPS = 200
+DEMO_ITERATIONS, SMALL_ITERATIONS = 12, 6
+STATE_BYTES, REPEATS = 1 << 30, 15
+
+
+def measure() -> list[Row]:
+    """Rows of this module."""
+    with tempfile.TemporaryDirectory() as root:
+        demo = run(Path(root), "demo", DEMO_ITERATIONS, f"warm_start.max_steps={WARM_START_STEPS}")
+        weights = weights_of(stage_folder(demo, "warm_start", 0))
+        small = run(
+            Path(root),
+            "small",
+            SMALL_ITERATIONS,
+            "model=checkpoint",
+            f"model.path={weights}",
+            "warm_start.max_steps=0",
+            "algorithm.lr=1e-6",
+            "algorithm.lr_warmup=0",
+            "algorithm.schedule=constant",
+        )
+        at_demo = delta_ratios(demo, DEMO_ITERATIONS)
+        at_small = delta_ratios(small, SMALL_ITERATIONS)
+    return [
+        median_row("delta_bytes_ratio", at_demo, "ratio", 0.05, "lower"),
+        median_row("delta_bytes_ratio_lr1e-6", at_small, "ratio", 0.05, "lower"),
+        median_row("weight_sync_vs_memcpy", sync_ratios(), "ratio", 0.5, "higher"),
+    ]
+
+
+def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
+    """A short run of the main task that keeps all its weights (float32); its folder."""
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "rlinf.launch",
+            "experiment=arithmetic_grpo",
+            f"run.root={root}",
+            f"run.name={name}",
+            f"iterations={iterations}",
+            f"retention.last={iterations + 2}",
+            "evaluate.every=0",
+            *overrides,
+        ],
+        cwd=tree.ROOT,
+        check=True,
+        capture_output=True,
+        env={**os.environ, **THREADS},
+    )
+    return root / name
+
+
+def delta_ratios(run: Path, iterations: int) -> list[float]:
+    """Size of each update's delta over that of the full state, both as files in bfloat16."""
+    folders = [stage_folder(run, "warm_start", 0)]
+    folders += [stage_folder(run, "sync", iteration) for iteration in range(iterations)]
+    out = []
+    with tempfile.TemporaryDirectory() as root:
+        store = WeightStore(Path(root), full_every=1, dtype=torch.bfloat16)
+        for version, folder in enumerate(folders):
+            files = store.publish(
+                version, load_file(weights_of(folder) / "model.safetensors")
+            ).files
+            if version:
+                out.append(files[DELTA].size / files[FULL].size)
+    return out
+
+
+def weights_of(folder: Path) -> Path:
+    """The policy folder in a committed output."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return folder / manifest.data / "weights"
+
+
+def sync_ratios() -> list[float]:
+    """Bandwidth from publishing 1 GB to a checked view in another process, over memcpy's.
+
+    Both in turns, over memory that was used before, on one thread each.
+    """
+    torch.set_num_threads(1)
+    state = {f"layer{i}": torch.randn(STATE_BYTES // 64).to(torch.bfloat16) for i in range(32)}
+    source, target = (torch.ones(STATE_BYTES, dtype=torch.uint8) for _ in range(2))
+    name = f"rlinf-bench-{secrets.token_hex(4)}"
+    writer = SharedWriter(name, Layout.of(state))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    warm = 2
+    reader = context.Process(target=follow, args=(name, warm + REPEATS, theirs))
+    reader.start()
+    ratios = []
+    try:
+        for version in range(warm + REPEATS):
+            start = time.perf_counter()
+            writer.publish(version, state)
+            assert ours.recv() == version
+            synced = time.perf_counter() - start
+            start = time.perf_counter()
+            target.copy_(source)
+            copied = time.perf_counter() - start
+            if version >= warm:
+                ratios.append(copied / synced)
+        reader.join()
+    finally:
+        reader.kill()
+        gc.collect()
+        writer.close()
+    return ratios
+
+
+def follow(name: str, count: int, done: Connection) -> None:
+    """Take ``count`` versions and tell of each once it is checked and mapped."""
+    torch.set_num_threads(1)
+    reader, version = SharedReader(name), -1
+    while version + 1 < count:
+        view = reader.newest(after=version)
+        if view is None:
+            time.sleep(0.0005)
+            continue
+        with view:
+            version = view.version
+            done.send(version)
