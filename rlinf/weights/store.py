@@ -198,7 +198,7 @@ class WeightStore:
         A damaged full version is not relied on: what leads to it another way stays.
         """
         versions = self.versions()
-        for first in reversed(versions[: len(versions) - keep + 1]):
+        for first in reversed(versions[: max(0, len(versions) - keep + 1)]):
             folder = self._folder(first)
             manifest = read_manifest(folder)
             if manifest is None or FULL not in manifest.files:

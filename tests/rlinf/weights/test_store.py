@@ -220,6 +220,15 @@ def test_retention_keeps_the_newest_and_what_leads_to_them(tmp_path: Path, keep:
         assert same(WeightStore(tmp_path).load(version).tensors, states[version])
 
 
+def test_retention_of_more_than_there_is_removes_nothing(tmp_path: Path) -> None:
+    store, _ = published(tmp_path, 3, full_every=1)
+    for keep in (3, 4, 5):
+        store.prune(keep)
+        assert store.versions() == [0, 1, 2]
+    store.prune(2)
+    assert store.versions() == [1, 2]
+
+
 def test_retention_does_not_rely_on_a_damaged_full_version(tmp_path: Path) -> None:
     store, states = published(tmp_path, 7)
     flip(file_of(tmp_path, 4, FULL))
