@@ -16,7 +16,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -56,42 +56,57 @@ class SharedWriter:
             for slot in (0, 1):
                 memory = SharedMemory(f"{name}-{slot}", create=True, size=size)
                 self._slots.append(memory)
-                _HEADER.pack_into(memory.buf, 0, _MAGIC, -1, -1, 0, len(text))
-                memory.buf[_HEADER.size : _HEADER.size + len(text)] = text
+                with (_FOLDER / memory.name).open("r+b") as file:
+                    # Else a full /dev/shm would show only in the middle of writing, as a SIGBUS.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                buffer = _buffer(memory)
+                _HEADER.pack_into(buffer, 0, _MAGIC, -1, -1, 0, len(text))
+                buffer[_HEADER.size : _HEADER.size + len(text)] = text
         except OSError as error:
             self.close()
             raise TransferError(
-                f"shared memory {name!r}: cannot make 2 slots of {size} bytes ({error})"
+                f"shared memory {name!r}: cannot make two slots of {size} bytes in {_FOLDER} "
+                f"({error}); enlarge it, or send weights another way"
             ) from None
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Write a version into the older slot; readers find it when all of it is there.
 
         Raises:
-            TransferError: the version is not newer, or readers did not let go of the slot.
+            TransferError: the version is not newer, the tensors are not those of the layout, or
+                readers did not let go of the slot.
         """
         if version <= self._newest:
             raise TransferError(
                 f"shared memory {self._name!r}: version {version} is not newer than {self._newest}"
             )
+        for entry in self._layout.entries:
+            if entry.name not in tensors or tuple(tensors[entry.name].shape) != entry.shape:
+                raise TransferError(
+                    f"shared memory {self._name!r}: {entry.name!r} is missing or not of shape "
+                    f"{entry.shape}; a state of another layout needs another writer"
+                )
         memory = min(self._slots, key=_version)
         with self._alone(memory):
-            struct.pack_into("<qqq", memory.buf, _VERSION, -1, version, 0)
-            sums, flat = _parts(memory.buf, self._layout)
+            buffer = _buffer(memory)
+            struct.pack_into("<qqq", buffer, _VERSION, -1, version, 0)
+            sums, flat = _parts(buffer, self._layout)
             for bucket in range(self._layout.buckets):
                 part = flat[self._layout.span(bucket)]
                 self._layout.pack(bucket, tensors, part)
                 sums[bucket : bucket + 1] = checksum(part)
-                struct.pack_into("<qq", memory.buf, _PROGRESS, version, bucket + 1)
-            struct.pack_into("<q", memory.buf, _VERSION, version)
+                struct.pack_into("<qq", buffer, _PROGRESS, version, bucket + 1)
+            struct.pack_into("<q", buffer, _VERSION, version)
         self._newest = version
 
     def close(self) -> None:
         """Free the memory; readers keep what they have mapped."""
         while self._slots:
             memory = self._slots.pop()
-            memory.close()
             memory.unlink()
+            # Where a tensor still points into it, it goes with the last one.
+            with suppress(BufferError):
+                memory.close()
 
     @contextmanager
     def _alone(self, memory: SharedMemory) -> Iterator[None]:
@@ -223,7 +238,12 @@ class _MappedSlot:
 
 
 def _version(memory: SharedMemory) -> int:
-    return _number(memory.buf, _VERSION)
+    return _number(_buffer(memory), _VERSION)
+
+
+def _buffer(memory: SharedMemory) -> memoryview:
+    assert memory.buf is not None, "closed"
+    return memory.buf
 
 
 def _number(buffer: memoryview | mmap.mmap, offset: int) -> int:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from rlinf.errors import TransferError
-from rlinf.weights.buckets import Layout
+from rlinf.weights.buckets import Entry, Layout
 from rlinf.weights.shared import SharedReader, SharedWriter
 from tests.rlinf.weights.states import same, states
 
@@ -139,6 +140,25 @@ def test_memory_of_others_is_refused(name: str) -> None:
             SharedReader(name)
     finally:
         path.unlink()
+
+
+def test_a_state_of_another_layout_is_refused_and_the_last_stays(name: str) -> None:
+    writer, reader = writer_of(name), SharedReader(name)
+    writer.publish(0, uniform(0))
+    for wrong in ({"w": torch.zeros(SIZE)}, {**uniform(1), "n": torch.zeros(3)}):
+        with pytest.raises(TransferError, match="'n' is missing or not of shape"):
+            writer.publish(1, wrong)
+    view = reader.newest()
+    assert view is not None
+    with view:
+        assert view.version == 0
+    writer.close()
+
+
+def test_more_than_the_node_has_is_refused_at_once(name: str) -> None:
+    count = shutil.disk_usage("/dev/shm").total
+    with pytest.raises(TransferError, match="cannot make two slots"):
+        SharedWriter(name, Layout((Entry("w", "float16", (count,), 0),), {}, 1 << 30))
 
 
 def test_strangers_cannot_read_it(name: str) -> None:
