@@ -231,8 +231,8 @@ class FSDPTrainer:
         whole: dict[int, Tensor] = {}
         for value in named.values():
             if id(value) not in whole:
-                full = value.full_tensor() if isinstance(value, DTensor) else value
-                whole[id(value)] = full.detach().cpu()
+                own = value.detach()
+                whole[id(value)] = (own.full_tensor() if isinstance(own, DTensor) else own).cpu()
         return {name: whole[id(value)] for name, value in named.items()}
 
     def _state(self) -> dict[str, Any]:
