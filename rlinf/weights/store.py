@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from pathlib import Path
 
 import torch
@@ -151,35 +152,41 @@ class WeightStore:
         Raises:
             ArtifactError: no way is left; its ``manifest`` is that of the first damaged version.
         """
-        manifests = {v: read_manifest(self._folder(v)) for v in self.versions() if v <= version}
-        chain = {v: manifest for v, manifest in manifests.items() if manifest is not None}
-        if version not in chain:
-            raise ArtifactError(
-                f"{self._folder(version)}: no such version{_known(list(chain))}",
-                self._folder(version) / MANIFEST,
-            )
-        if held is not None and held.version == version and held.digest == chain[version].key:
-            return held
-        starts: list[tuple[int, int, State | None]] = []
-        for first, manifest in chain.items():
-            size = _bytes_between(chain, first, version)
-            if size is None:
-                continue
-            if held is not None and held.version == first and held.digest == manifest.key:
-                starts.append((size, first, held))
-            if FULL in manifest.files:
-                starts.append((size + manifest.files[FULL].size, first, None))
+        # Walks back from the version, and tries a way as soon as none further back can be shorter.
+        ways: list[tuple[int, int, bool, State | None]] = []
+        chain: dict[int, Manifest] = {}
         damage: ArtifactError | None = None
-        for _, first, state in sorted(starts, key=lambda start: start[0]):
+        size, at, more = 0, version, True
+        while more or ways:
+            settled = held is None or at < held.version or (ways and ways[0][0] <= size)
+            if ways and (settled or not more):
+                _, first, _, state = heappop(ways)
+                try:
+                    return self._replay(chain, first, version, state)
+                except ArtifactError as error:
+                    log.warning("%s; looking for another way", error)
+                    damage = damage or error
+                    continue
             try:
-                return self._replay(chain, first, version, state)
+                manifest = read_manifest(self._folder(at))
             except ArtifactError as error:
-                log.warning("%s; trying an older full version", error)
-                damage = damage or error
-        raise damage or ArtifactError(
-            f"{self._folder(version)}: no full version to start from is left",
-            self._folder(version) / MANIFEST,
-        )
+                manifest, damage = None, damage or error
+            if manifest is None:
+                more = False
+                continue
+            chain[at] = manifest
+            if held is not None and held.version == at and held.digest == manifest.key:
+                heappush(ways, (size, at, False, held))
+            if FULL in manifest.files:
+                heappush(ways, (size + manifest.files[FULL].size, at, True, None))
+            more = DELTA in manifest.files
+            size += manifest.files[DELTA].size if more else 0
+            at -= 1
+        if version not in chain and damage is None:
+            there = self.versions()
+            known = f"there are {there[0]} to {there[-1]}" if there else "there are none"
+            raise self._error(version, f"no such version; {known}")
+        raise damage or self._error(version, "no full version to start from is left")
 
     def catch_up(self, held: State | None = None) -> State | None:
         """The newest version that is intact; ``held`` where there is none newer, or none at all."""
@@ -261,27 +268,21 @@ class WeightStore:
         self, chain: Mapping[int, Manifest], first: int, last: int, state: State | None
     ) -> State:
         """From ``state``, or the full state of ``first``, delta by delta to ``last``."""
-        if state is None:
-            path = self._checked(chain[first], FULL)
-            try:
-                kept = load_file(path)
-            except SafetensorError as error:
-                raise ArtifactError(f"{path}: {error}", self._folder(first) / MANIFEST) from None
-            state = self._confirmed(State(first, kept, chain[first].extra["ties"]), chain[first])
-        for version in range(first + 1, last + 1):
-            manifest = chain[version]
-            if manifest.inputs != {f"{state.version}": state.digest}:
-                raise ArtifactError(
-                    f"{self._folder(version)}: its delta does not start from version "
-                    f"{state.version} as it is here",
-                    self._folder(version) / MANIFEST,
-                )
-            path = self._checked(manifest, DELTA)
-            try:
-                kept = patch(state.kept, Delta.load(path))
-            except TransferError as error:
-                raise ArtifactError(str(error), self._folder(version) / MANIFEST) from None
-            state = self._confirmed(State(version, kept, manifest.extra["ties"]), manifest)
+        version = first
+        try:
+            if state is None:
+                kept = load_file(self._checked(chain[first], FULL))
+                state = self._confirmed(chain[first], kept)
+            for version in range(first + 1, last + 1):
+                if chain[version].inputs != {f"{state.version}": state.digest}:
+                    raise self._error(
+                        version, f"its delta does not start from version {state.version} as found"
+                    )
+                delta = Delta.load(self._checked(chain[version], DELTA))
+                state = self._confirmed(chain[version], patch(state.kept, delta))
+        except (SafetensorError, TransferError, FileNotFoundError) as error:
+            # A file that was there a moment ago: retention let the version go.
+            raise self._error(version, str(error)) from None
         return state
 
     def _checked(self, manifest: Manifest, name: str) -> Path:
@@ -289,11 +290,15 @@ class WeightStore:
         verify(folder, _only(manifest, name), checksums=True)
         return folder / manifest.data / name
 
-    def _confirmed(self, state: State, manifest: Manifest) -> State:
+    def _confirmed(self, manifest: Manifest, kept: dict[str, Tensor]) -> State:
+        state = State(manifest.iteration, kept, manifest.extra["ties"])
         if state.digest != manifest.key:
-            folder = self._folder(state.version)
-            raise ArtifactError(f"{folder}: other weights than published", folder / MANIFEST)
+            raise self._error(state.version, "other weights than published")
         return state
+
+    def _error(self, version: int, problem: str) -> ArtifactError:
+        folder = self._folder(version)
+        return ArtifactError(f"{folder}: {problem}", folder / MANIFEST)
 
     def _folder(self, version: int) -> Path:
         return self._root / f"{version:06d}"
@@ -301,18 +306,3 @@ class WeightStore:
 
 def _only(manifest: Manifest, name: str) -> Manifest:
     return replace(manifest, files={name: manifest.files[name]})
-
-
-def _bytes_between(chain: Mapping[int, Manifest], first: int, last: int) -> int | None:
-    """Size of the deltas after ``first`` up to ``last``; None where one was never written."""
-    total = 0
-    for version in range(first + 1, last + 1):
-        entry = chain[version].files.get(DELTA) if version in chain else None
-        if entry is None:
-            return None
-        total += entry.size
-    return total
-
-
-def _known(versions: list[int]) -> str:
-    return f"; there are {versions[0]} to {versions[-1]}" if versions else "; there are none"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlinf.artifacts import MANIFEST, read_manifest
+from rlinf.artifacts import MANIFEST, Manifest, read_manifest
 from rlinf.errors import ArtifactError, TransferError
 from rlinf.weights.store import DELTA, FULL, State, WeightStore
 from tests.rlinf.weights.states import same
@@ -207,6 +209,53 @@ def test_a_publisher_whose_base_is_damaged_publishes_a_full_version(tmp_path: Pa
     flip(file_of(tmp_path, 2, DELTA))
     WeightStore(tmp_path, full_every=100).publish(3, states[0])
     assert same(WeightStore(tmp_path).load(3).tensors, states[0])
+
+
+def test_one_who_follows_opens_no_old_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has thousands of versions; a look at each would take a shared filesystem seconds."""
+    store, _ = published(tmp_path, 12)
+    held, opened = store.load(10), []
+
+    def counted(folder: Path) -> Manifest | None:
+        opened.append(int(folder.name))
+        return read_manifest(folder)
+
+    monkeypatch.setattr("rlinf.weights.store.read_manifest", counted)
+    store.load(11, held)
+    assert opened == [11, 10]
+    opened.clear()
+    store.load(11)
+    assert opened == [11, 10, 9, 8]
+
+
+PUBLISH = """
+import sys
+from pathlib import Path
+from rlinf.weights.store import WeightStore
+from tests.rlinf.weights.test_store import history
+store = WeightStore(Path(sys.argv[1]), full_every=3, keep=1)
+for version, state in enumerate(history(80)):
+    store.publish(version, state)
+"""
+
+
+def test_a_reader_beside_a_publisher_that_removes_versions_is_never_wrong(tmp_path: Path) -> None:
+    states, store, seen = history(80), WeightStore(tmp_path), []
+    publisher = subprocess.Popen([sys.executable, "-c", PUBLISH, str(tmp_path)])
+    held: State | None = None
+    while not seen or seen[-1] < 79:
+        ended = publisher.poll() is not None
+        # Every other look is that of a late joiner.
+        got = store.catch_up(held if len(seen) % 2 else None)
+        if got is not None and (not seen or got.version > seen[-1]):
+            assert same(got.tensors, states[got.version])
+            held = got
+            seen.append(got.version)
+        assert not ended or seen[-1] == 79
+    assert publisher.wait() == 0
+    assert len(seen) > 3
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
