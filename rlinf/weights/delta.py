@@ -32,8 +32,8 @@ class Delta:
     """The difference of two states.
 
     ``tensors`` holds ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) of a tensor with few
-    changes and ``whole/NAME`` of one that is new or changed too much; ``changed`` counts the
-    elements. A tensor without changes is not mentioned.
+    changes and ``whole/NAME`` of one that is new or changed too much; ``changed`` counts elements.
+    A tensor without changes is not mentioned.
     """
 
     tensors: dict[str, Tensor]
@@ -75,25 +75,10 @@ def diff(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Delta:
     tensors: dict[str, Tensor] = {}
     changed: dict[str, int] = {}
     for name, tensor in new.items():
-        before = old.get(name)
-        if before is None or before.dtype != tensor.dtype or before.shape != tensor.shape:
-            tensors[f"whole/{name}"] = tensor.detach().contiguous()
-            changed[name] = tensor.numel()
-            continue
-        if not tensor.numel():
-            continue
-        was, now = _bits(before), _bits(tensor)
-        positions = np.flatnonzero(was != now)
-        if not len(positions):
-            continue
-        changed[name] = len(positions)
-        steps = _zigzag(now[positions] - was[positions])
-        planes = np.ascontiguousarray(steps.view(np.uint8).reshape(len(steps), -1).T)
-        parts = {"gaps": _compress(_gaps(positions)), "steps": _compress(planes)}
-        if sum(part.nbytes for part in parts.values()) < tensor.nbytes:
+        count, parts = _encode(old.get(name), tensor)
+        if parts:
+            changed[name] = count
             tensors |= {f"{kind}/{name}": part for kind, part in parts.items()}
-        else:
-            tensors[f"whole/{name}"] = tensor.detach().contiguous()
     return Delta(tensors, changed, tuple(sorted(set(old) - set(new))))
 
 
@@ -108,20 +93,43 @@ def patch(old: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
         try:
             if f"whole/{name}" in delta.tensors:
                 new[name] = delta.tensors[f"whole/{name}"]
-                continue
-            new[name] = old[name].clone(memory_format=torch.contiguous_format)
-            bits = _bits(new[name])
-            longest = count + len(bits) // _SKIP
-            gaps = _decompress(delta.tensors[f"gaps/{name}"], longest)
-            positions = _positions(np.frombuffer(gaps, np.uint8))
-            planes = _decompress(delta.tensors[f"steps/{name}"], count * bits.itemsize)
-            steps = np.frombuffer(planes, np.uint8).reshape(bits.itemsize, count).T
-            bits[positions] += _unzigzag(np.ascontiguousarray(steps).view(bits.dtype)[:, 0])
+            else:
+                gaps, steps = delta.tensors[f"gaps/{name}"], delta.tensors[f"steps/{name}"]
+                new[name] = _decode(old[name], count, gaps, steps)
         except (KeyError, ValueError, IndexError, zlib.error) as error:
             raise TransferError(
                 f"the delta of {name!r} does not belong to these weights ({error})"
             ) from None
     return new
+
+
+def _encode(before: Tensor | None, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:
+    """Number of elements changed, and the parts that are stored; none where none changed."""
+    whole = {"whole": tensor.detach().contiguous()}
+    if before is None or before.dtype != tensor.dtype or before.shape != tensor.shape:
+        return tensor.numel(), whole
+    if not tensor.numel():
+        return 0, {}
+    was, now = _bits(before), _bits(tensor)
+    positions = np.flatnonzero(was != now)
+    if not len(positions):
+        return 0, {}
+    steps = _zigzag(now[positions] - was[positions])
+    planes = np.ascontiguousarray(steps.view(np.uint8).reshape(len(steps), -1).T)
+    parts = {"gaps": _compress(_gaps(positions)), "steps": _compress(planes)}
+    smaller = sum(part.nbytes for part in parts.values()) < tensor.nbytes
+    return len(positions), parts if smaller else whole
+
+
+def _decode(before: Tensor, count: int, gaps: Tensor, steps: Tensor) -> Tensor:
+    after = before.clone(memory_format=torch.contiguous_format)
+    bits = _bits(after)
+    coded = _decompress(gaps, count + len(bits) // _SKIP)
+    positions = _positions(np.frombuffer(coded, np.uint8))
+    planes = np.frombuffer(_decompress(steps, count * bits.itemsize), np.uint8)
+    values = np.ascontiguousarray(planes.reshape(bits.itemsize, count).T).view(bits.dtype)
+    bits[positions] += _unzigzag(values[:, 0])
+    return after
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
