@@ -63,7 +63,8 @@ class Delta:
                 if metadata.get("format") != FORMAT:
                     raise ValueError(f"format {metadata.get('format')!r} is not {FORMAT!r}")
                 table = json.loads(metadata["table"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                # Copied: what is mapped from a file could not be read once the file is gone.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             changed = {str(name): int(count) for name, count in table["changed"].items()}
             return cls(tensors, changed, tuple(table["removed"]))
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -84,7 +84,7 @@ class WeightStore:
         root: the folder; made on the first publication.
         full_every: versions from one full state to the next.
         keep: versions that stay readable, the newest included; more stay where a full state that
-            others build on is older. None: all.
+            others build on is older. Enough for the slowest reader's look at one. None: all.
         dtype: what float32 tensors are published as; None: as they are.
     """
 
@@ -271,7 +271,9 @@ class WeightStore:
         version = first
         try:
             if state is None:
-                kept = load_file(self._checked(chain[first], FULL))
+                mapped = load_file(self._checked(chain[first], FULL))
+                kept = {name: tensor.clone() for name, tensor in mapped.items()}
+                del mapped
                 state = self._confirmed(chain[first], kept)
             for version in range(first + 1, last + 1):
                 if chain[version].inputs != {f"{state.version}": state.digest}:
@@ -280,9 +282,13 @@ class WeightStore:
                     )
                 delta = Delta.load(self._checked(chain[version], DELTA))
                 state = self._confirmed(chain[version], patch(state.kept, delta))
-        except (SafetensorError, TransferError, FileNotFoundError) as error:
-            # A file that was there a moment ago: retention let the version go.
+        except (SafetensorError, TransferError) as error:
             raise self._error(version, str(error)) from None
+        except (FileNotFoundError, RuntimeError) as error:
+            # torch, which maps files, has only a RuntimeError for one that retention just removed.
+            if (self._folder(version) / MANIFEST).exists():
+                raise
+            raise self._error(version, "removed by the retention policy") from error
         return state
 
     def _checked(self, manifest: Manifest, name: str) -> Path:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.artifacts import MANIFEST, Manifest, read_manifest
+from rlinf.artifacts import MANIFEST, Manifest, read_manifest, verify
 from rlinf.errors import ArtifactError, TransferError
 from rlinf.weights.store import DELTA, FULL, State, WeightStore
 from tests.rlinf.weights.states import same
@@ -256,6 +256,24 @@ def test_a_reader_beside_a_publisher_that_removes_versions_is_never_wrong(tmp_pa
         assert not ended or seen[-1] == 79
     assert publisher.wait() == 0
     assert len(seen) > 3
+
+
+@pytest.mark.parametrize("version", [1, 4])
+def test_a_version_that_goes_while_it_is_read_is_an_error_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Between the check and the reading of a file, of a delta (1) and of a full state (4)."""
+    store, _ = published(tmp_path, 5)
+    held = store.load(0) if version == 1 else None
+
+    def then_remove(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
+        verify(folder, manifest, checksums=checksums)
+        (folder / MANIFEST).unlink()
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr("rlinf.weights.store.verify", then_remove)
+    with pytest.raises(ArtifactError, match="removed by the retention policy"):
+        store.load(version, held)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
