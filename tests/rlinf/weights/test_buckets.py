@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ def buckets_of(layout: Layout, tensors: dict[str, Tensor]) -> list[Tensor]:
     return out
 
 
+@settings(deadline=None)
 @given(states(), st.sampled_from([64, 128, 4096]))
 def test_a_state_survives_its_buckets_in_any_order(state: dict[str, Tensor], size: int) -> None:
     layout = Layout.of(state, bucket_bytes=size)
@@ -35,6 +36,7 @@ def test_a_state_survives_its_buckets_in_any_order(state: dict[str, Tensor], siz
     assert same(got, state)
 
 
+@settings(deadline=None)
 @given(states())
 def test_views_of_the_flat_state_are_the_tensors(state: dict[str, Tensor]) -> None:
     layout = Layout.of(state, bucket_bytes=128)
@@ -46,6 +48,7 @@ def test_views_of_the_flat_state_are_the_tensors(state: dict[str, Tensor]) -> No
     assert all(low <= t.data_ptr() < high for t in got.values() if t.numel()), "a copy was made"
 
 
+@settings(deadline=None)
 @given(states())
 def test_a_layout_survives_its_text(state: dict[str, Tensor]) -> None:
     layout = Layout.of(state, bucket_bytes=64)
@@ -116,6 +119,7 @@ def test_a_malformed_layout_is_refused(change: dict[str, object]) -> None:
         Layout.from_json(json.dumps(values | change))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**32), st.data())
 def test_both_checksums_see_any_flipped_bit(words: int, seed: int, data: st.DataObject) -> None:
     torch.manual_seed(seed)

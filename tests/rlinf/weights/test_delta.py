@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,6 +18,7 @@ from rlinf.weights.delta import Delta, diff, patch
 from tests.rlinf.weights.states import TYPES, bits, random_tensor, same, states
 
 
+@settings(deadline=None)
 @given(states(), states())
 def test_any_state_is_reached_from_another(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     kept = {name: tensor.clone() for name, tensor in old.items()}
@@ -25,6 +26,7 @@ def test_any_state_is_reached_from_another(old: dict[str, Tensor], new: dict[str
     assert same(old, kept), "the old state was changed"
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([kind for kind in TYPES if kind != torch.bool]),
     st.integers(1, 3000),
@@ -74,6 +76,7 @@ def test_a_zero_that_changed_its_sign_is_a_change() -> None:
     assert bits(patch(old, diff(old, new))["w"]) == bits(new["w"])
 
 
+@settings(deadline=None)
 @given(states(), states())
 def test_a_delta_survives_its_file(
     tmp_path_factory: pytest.TempPathFactory, old: dict[str, Tensor], new: dict[str, Tensor]

@@ -54,7 +54,9 @@ def damage(name: str, version: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None
+)
 @given(states())
 def test_any_state_is_read_to_the_bit(name: str, state: dict[str, Tensor]) -> None:
     writer = SharedWriter(name, Layout.of(state, bucket_bytes=64))
