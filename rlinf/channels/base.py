@@ -8,12 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rlinf.data.record import Record
+from rlinf.errors import RlinfError
 
 DEFAULT_KEY = ""
 
 
 class ChannelClosed(Exception):
     """No further record will come (``get``), or none is accepted (``put``)."""
+
+
+class ChannelFailed(RlinfError):
+    """The channel broke: a participant failed, or nobody is there to answer."""
 
 
 class Channel(ABC):
@@ -23,9 +28,12 @@ class Channel(ABC):
     is empty; iteration ends when the channel is closed and drained. A transport that connects
     processes that do not run at the same time (files) accepts ``put`` on one side and ``get`` on
     the other.
+
+    ``put`` and ``get`` raise :class:`ChannelFailed` once a participant has called ``fail``.
     """
 
-    _workers: ThreadPoolExecutor | None = None
+    _putter: ThreadPoolExecutor | None = None
+    _getter: ThreadPoolExecutor | None = None
 
     @abstractmethod
     def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
@@ -58,6 +66,19 @@ class Channel(ABC):
     def close(self) -> None:
         """Accept no further record; readers drain what is left."""
 
+    @abstractmethod
+    def fail(self, reason: str) -> None:
+        """Give up for everybody: every ``put`` and ``get`` raises ``ChannelFailed(reason)``."""
+
+    def flush(self) -> None:  # noqa: B027 - nothing to do where put itself waits
+        """Wait until every record put here is in the channel and outlives this process."""
+
+    def leave(self) -> None:  # noqa: B027 - nothing to do inside one process
+        """Have no further part in the channel; the others go on.
+
+        Records taken last count as done.
+        """
+
     def __iter__(self) -> Iterator[Record]:
         while True:
             try:
@@ -67,13 +88,12 @@ class Channel(ABC):
 
     def put_async(self, record: Record, weight: int = 1, **options: Any) -> Future[None]:
         """``put`` without waiting; records of one caller keep their order."""
-        return self._pool().submit(self.put, record, weight, **options)
+        if self._putter is None:
+            self._putter = ThreadPoolExecutor(1, thread_name_prefix="channel-put")
+        return self._putter.submit(self.put, record, weight, **options)
 
     def get_async(self, **options: Any) -> Future[Record]:
-        """``get`` without waiting."""
-        return self._pool().submit(self.get, **options)
-
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="channel")
-        return self._workers
+        """``get`` without waiting; handles of one caller are served in order."""
+        if self._getter is None:
+            self._getter = ThreadPoolExecutor(1, thread_name_prefix="channel-get")
+        return self._getter.submit(self.get, **options)

@@ -56,6 +56,10 @@ class FileWriter(Channel):
             self._flush()
         self._closed = True
 
+    def fail(self, reason: str) -> None:
+        """Keep nothing further; without a manifest what was written does not count."""
+        self._records, self._closed = [], True
+
     def _flush(self) -> None:
         path = self._folder / f"{self._name}-r{self._rank:03d}-p{self._parts:03d}.h5"
         write_records(path, self._records)
@@ -96,6 +100,9 @@ class FileReader(Channel):
         return batch
 
     def close(self) -> None:
+        self._records.clear()
+
+    def fail(self, reason: str) -> None:
         self._records.clear()
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
 
-from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed
+from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed, ChannelFailed
+from rlinf.channels.queue import Batch, KeyedQueue, Seen
 from rlinf.data.record import Record
 
 
@@ -19,61 +19,59 @@ class ReferenceChannel(Channel):
     """
 
     def __init__(self, capacity: int = 0, *, unique: bool = False) -> None:
-        self._queues: dict[str, deque[tuple[Record, int]]] = defaultdict(deque)
+        self._queue = KeyedQueue(capacity)
         self._changed = threading.Condition()
-        self._capacity = capacity
-        self._seen: set[tuple[int, int]] | None = set() if unique else None
+        self._seen = Seen() if unique else None
         self._closed = False
+        self._failure: str | None = None
 
     def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
         with self._changed:
-            queue = self._queues[key]
-            while self._capacity and len(queue) >= self._capacity and not self._closed:
+            while self._queue.full(key) and not self._closed:
                 self._changed.wait()
+            self._check()
             if self._closed:
                 raise ChannelClosed("put on a closed channel")
-            if self._seen is not None:
-                if record.identity.key in self._seen:
-                    return
-                self._seen.add(record.identity.key)
-            queue.append((record, weight))
-            self._changed.notify_all()
+            if self._seen is None or self._seen.add(record.identity):
+                self._queue.push(key, record, weight)
+                self._changed.notify_all()
 
     def get(self, *, key: str = DEFAULT_KEY) -> Record:
-        with self._changed:
-            self._wait_for_head(key)
-            record, _ = self._queues[key].popleft()
-            self._changed.notify_all()
-            return record
+        return self._take(Batch(0), key)[0]
 
     def get_batch(self, target_weight: int, *, key: str = DEFAULT_KEY) -> list[Record]:
-        batch: list[Record] = []
-        total = 0
-        with self._changed:
-            self._wait_for_head(key)
-            queue = self._queues[key]
-            while total < target_weight:
-                while not queue and not self._closed:
-                    self._changed.wait()
-                if not queue or (batch and total + queue[0][1] > target_weight):
-                    break
-                record, weight = queue.popleft()
-                batch.append(record)
-                total += weight
-                self._changed.notify_all()
-        return batch
+        return self._take(Batch(target_weight), key)
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+        self.close()
+
     def __len__(self) -> int:
         with self._changed:
-            return sum(len(queue) for queue in self._queues.values())
+            return sum(self._queue.depths().values())
 
-    def _wait_for_head(self, key: str) -> None:
-        while not self._queues[key]:
-            if self._closed:
-                raise ChannelClosed("channel is closed and empty")
-            self._changed.wait()
+    def _take(self, batch: Batch, key: str) -> list[Record]:
+        with self._changed:
+            while not batch.full:
+                self._check()
+                if entry := self._queue.take(key, batch.takes):
+                    batch.add(entry.item, entry.weight)
+                    self._changed.notify_all()
+                elif self._closed or self._queue.depth(key):
+                    break
+                else:
+                    self._changed.wait()
+        if not batch.items:
+            raise ChannelClosed("channel is closed and empty")
+        return batch.items
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise ChannelFailed(self._failure)

@@ -1,0 +1,485 @@
+"""Shared-memory transport: processes of one node, one copy by the writer, none by the reader.
+
+A channel is one segment in ``/dev/shm``: a head, a table of participants, a table of slots, and
+the bytes of the records. A pointer file in the run directory names the segment. There is no server:
+the processes change the tables under a file lock, which the kernel frees when its holder dies. A
+slot is free, being written, ready, or taken; its state is written last, so a process may die
+anywhere.
+
+``multiprocessing.shared_memory`` is not used because its resource tracker (Python < 3.13) removes
+the segment when any one of the processes ends; this is the same ``mmap`` of the same kind of file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import stat
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+
+from rlinf.artifacts import write_atomic
+from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed, ChannelFailed
+from rlinf.channels.queue import Batch, Seen
+from rlinf.channels.wire import ALIGN, decode, encode
+from rlinf.data.record import Record
+from rlinf.errors import DataError, InputError, StorageError
+
+SHM = Path("/dev/shm")
+PREFIX = "rlinf-"
+SLOTS = 1024
+PEERS = 64
+DEAD = "ZX"
+REASON_BYTES = 4096
+FREE, WRITING, READY, TAKEN = range(4)
+
+HEAD = np.dtype(
+    [
+        ("bytes", "i8"),  # of the records' area
+        ("capacity", "i8"),
+        ("unique", "i8"),
+        ("fail_on_death", "i8"),
+        ("closed", "i8"),
+        ("order", "i8"),  # of the next record
+        ("gap", "i8", 2),  # where the next record may lie
+        ("reason_bytes", "i8"),
+        ("reason", "u1", REASON_BYTES),
+    ]
+)
+PEER = np.dtype([("pid", "i8"), ("started", "i8")])
+SLOT = np.dtype(
+    [(n, "i8") for n in ("key", "order", "weight", "start", "size", "owner", "done", "state")]
+)
+LOCK_TIMEOUT_S = 10.0
+CHECK_S = 0.5
+SHORTEST_NAP_S = 2e-5
+LONGEST_NAP_S = 1e-3
+SLOTS_START = HEAD.itemsize + PEERS * PEER.itemsize
+SEEN_START = SLOTS_START + SLOTS * SLOT.itemsize
+DATA_START = -(-(SEEN_START + Seen.ROWS * 16) // mmap.PAGESIZE) * mmap.PAGESIZE
+T = TypeVar("T")
+
+
+class SharedMemoryChannel(Channel):
+    """One process's end of a channel between processes of one node; any number of threads.
+
+    Arrays of a record that was taken are read-only views into the segment. Their memory is reused
+    when the last view is gone and the next record was taken, so copy what must stay long. What a
+    process took since its last ``get`` goes back to its place when the process dies; what it was
+    writing vanishes. Open one in each process; a handle does not survive a fork.
+    """
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        name: str,
+        *,
+        size: int = 64 << 20,
+        capacity: int = 0,
+        unique: bool = False,
+        fail_on_death: bool = False,
+    ) -> SharedMemoryChannel:
+        """Make the channel ``name`` in a run's ``folder`` and take part in it.
+
+        Args:
+            folder: the run's folder for channels; made with mode 0700.
+            size: bytes for records that are waiting or in use.
+            capacity: most records a key may hold before ``put`` blocks; 0 is unbounded.
+            unique: drop a record whose (iteration, sample) was already accepted.
+            fail_on_death: fail for everybody when a participant dies, instead of waiting for
+                another to do its work.
+
+        Raises:
+            InputError: a channel of this name is in use.
+            StorageError: not so much shared memory is free.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sweep()
+        pointer = folder / f"{name}.shm.json"
+        try:
+            in_use = not _remove_unused(_segment(pointer))
+        except FileNotFoundError:
+            in_use = False
+        if in_use:
+            raise InputError(f"{pointer}: this channel is in use; choose another name or end it")
+        segment = SHM / f"{PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
+        file = os.open(segment, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Reserved now: writing to a full /dev/shm later would kill the process.
+            os.posix_fallocate(file, 0, DATA_START + size)
+            head = np.zeros(1, HEAD)
+            head["bytes"], head["capacity"], head["unique"] = size, capacity, unique
+            head["fail_on_death"], head["gap"] = fail_on_death, (0, size)
+            os.pwrite(file, head.tobytes(), 0)
+            channel = cls(segment, pointer)
+            write_atomic(pointer, json.dumps({"node": _node(), "segment": segment.name}))
+            pointer.chmod(0o600)
+        except OSError as error:
+            segment.unlink(missing_ok=True)
+            raise StorageError(
+                f"{SHM}: no channel of {size >> 20} MiB could be made ({error}); "
+                "make the channel smaller or free shared memory"
+            ) from None
+        finally:
+            os.close(file)
+        return channel
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> SharedMemoryChannel:
+        """Take part in the channel that another process of this node made.
+
+        Raises:
+            InputError: there is no such channel on this node.
+        """
+        pointer = folder / f"{name}.shm.json"
+        try:
+            return cls(_segment(pointer), pointer)
+        except FileNotFoundError:
+            raise InputError(
+                f"{pointer}: no such channel on this node; its maker has not started or has ended"
+            ) from None
+
+    def __init__(self, segment: Path, pointer: Path) -> None:
+        self._segment, self._pointer = segment, pointer
+        self._file = os.open(segment, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        info = os.fstat(self._file)
+        if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) != 0o600:
+            raise InputError(f"{segment}: not a segment of this user alone")
+        memory = mmap.mmap(self._file, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._lock = _Lock(self._file)
+        self._head = np.frombuffer(memory, HEAD, 1)
+        self._peers = np.frombuffer(memory, PEER, PEERS, HEAD.itemsize)
+        self._slots = np.frombuffer(memory, SLOT, SLOTS, SLOTS_START)
+        self._key, self._state = self._slots["key"], self._slots["state"]
+        self._data = np.frombuffer(memory, np.uint8, self._head["bytes"][0], DATA_START)
+        self._readable = memoryview(memory).toreadonly()
+        rows = np.frombuffer(memory, np.int64, Seen.ROWS * 2, SEEN_START).reshape(-1, 2)
+        self._seen = Seen(rows) if self._head["unique"][0] else None
+        self._in_hand: deque[tuple[int, list[None]]] = deque()
+        self._next_check = 0.0
+        self._left = False
+        self._me = self._join()
+        atexit.register(self.leave)
+
+    def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
+        """As the interface says.
+
+        Raises:
+            DataError: the record cannot be sent or is larger than the whole channel.
+        """
+        encoded = encode(record)
+        size = encoded.size
+        if size > len(self._data):
+            raise DataError(
+                f"record {tuple(record.identity)} takes {size} bytes, the channel "
+                f"{self._pointer.name} has {len(self._data)}; make the channel larger"
+            )
+        name = _digest(key)
+        slot = self._wait(lambda: self._reserve(name, weight, size))
+        start = int(self._slots["start"][slot])
+        try:
+            encoded.write(self._data[start : start + size])
+        except BaseException:
+            self._state[slot] = FREE
+            raise
+        with self._lock:
+            new = self._seen is None or self._seen.add(record.identity)
+            self._state[slot] = READY if new else FREE
+
+    def get(self, *, key: str = DEFAULT_KEY) -> Record:
+        return self._take(Batch(0), key)[0]
+
+    def get_batch(self, target_weight: int, *, key: str = DEFAULT_KEY) -> list[Record]:
+        return self._take(Batch(target_weight), key)
+
+    def close(self) -> None:
+        with self._lock:
+            self._head["closed"] = 1
+
+    def fail(self, reason: str) -> None:
+        with self._lock:
+            self._fail(reason)
+
+    def leave(self) -> None:
+        """As the interface says; the last one removes the segment."""
+        if self._left:
+            return
+        self._left = True
+        atexit.unregister(self.leave)
+        self._finish_in_hand()
+        with self._lock:
+            self._bury()
+            held = (self._state == TAKEN) & (self._slots["owner"] == self._me)
+            # A negative number: gone, but views of records are still in use.
+            self._peers["pid"][self._me] = -os.getpid() if held.any() else 0
+            if not (self._peers["pid"] > 0).any():
+                self._segment.unlink(missing_ok=True)
+                self._pointer.unlink(missing_ok=True)
+
+    def peers(self) -> dict[int, str]:
+        """State letter of every living participant by process id, as in proc(5); ``T`` is stopped.
+
+        Nothing is taken from a participant that is stopped: it would write and read where others
+        do when it goes on. Kill it to have its work redone.
+        """
+        pids = [int(peer["pid"]) for peer in self._peers]
+        states = {pid: _process(pid)[0] for pid in pids if pid > 0}
+        return {pid: state for pid, state in states.items() if state not in DEAD}
+
+    def __len__(self) -> int:
+        return int((self._state == READY).sum())
+
+    def _take(self, batch: Batch, key: str) -> list[Record]:
+        name = _digest(key)
+        self._finish_in_hand()
+        self._wait(lambda: self._fill(batch, name))
+        return [self._view(slot) for slot in batch.items]
+
+    def _fill(self, batch: Batch, name: int) -> bool | None:
+        """Take what is there; True when the batch is complete. Needs the lock, as all below."""
+        slots = self._slots
+        mine = self._key == name
+        ready = np.flatnonzero(mine & (self._state == READY))
+        for slot in ready[slots["order"][ready].argsort()].tolist():
+            weight = int(slots["weight"][slot])
+            if not batch.takes(weight):
+                return True
+            slots["owner"][slot], slots["done"][slot] = self._me, 0
+            self._state[slot] = TAKEN
+            batch.add(slot, weight)
+            if batch.full:
+                return True
+        if self._head["closed"][0] and not (mine & (self._state == WRITING)).any():
+            if not batch.items:
+                raise ChannelClosed("channel is closed and empty")
+            return True
+        return None
+
+    def _reserve(self, name: int, weight: int, size: int) -> int | None:
+        """A slot and room for a record; None when there is none now."""
+        head, slots, state = self._head, self._slots, self._state
+        if head["closed"][0]:
+            raise ChannelClosed("put on a closed channel")
+        if capacity := head["capacity"][0]:
+            waiting = (self._key == name) & ((state == READY) | (state == WRITING))
+            if waiting.sum() >= capacity:
+                return None
+        slot = int(state.argmin())
+        if state[slot] != FREE:
+            return None
+        start = self._room(-(-size // ALIGN) * ALIGN)
+        if start is None:
+            return None
+        order = head["order"][0] + 1
+        head["order"] = order
+        slots[slot] = (name, order, weight, start, size, self._me, 0, FREE)
+        state[slot] = WRITING
+        return slot
+
+    def _room(self, size: int) -> int | None:
+        """Where ``size`` free bytes begin: in the current gap, else in the first that is enough."""
+        gap = self._head["gap"][0]
+        used = np.flatnonzero(self._state)
+        if not len(used):
+            gap[:] = (0, len(self._data))
+        start, end = gap.tolist()
+        if end - start < size:
+            starts = np.sort(self._slots["start"][used])
+            ends = np.sort(self._slots["start"][used] + self._slots["size"][used])
+            gaps_start = np.concatenate([[0], -(-ends // ALIGN) * ALIGN])
+            gaps_end = np.concatenate([starts, [len(self._data)]])
+            enough = np.flatnonzero(gaps_end - gaps_start >= size)
+            if not len(enough):
+                return None
+            start, end = int(gaps_start[enough[0]]), int(gaps_end[enough[0]])
+        gap[:] = (start + size, end)
+        return start
+
+    def _view(self, slot: int) -> Record:
+        """The record in a slot of ours; the slot is free once it is done with and out of sight."""
+        start, size = DATA_START + int(self._slots["start"][slot]), int(self._slots["size"][slot])
+        block = np.frombuffer(self._readable[start : start + size], np.uint8)
+        uses: list[None] = [None]
+        self._in_hand.append((slot, uses))
+        weakref.finalize(block, _end_use, self._state, slot, uses).atexit = False
+        return decode(block)
+
+    def _finish_in_hand(self) -> None:
+        while self._in_hand:
+            slot, uses = self._in_hand.popleft()
+            self._slots["done"][slot] = 1
+            _end_use(self._state, slot, uses)
+
+    def _wait(self, attempt: Callable[[], T | None]) -> T:
+        """Try under the lock until there is a result; looks after the dead meanwhile."""
+        nap = SHORTEST_NAP_S
+        while True:
+            if self._left:
+                raise ChannelClosed("this process has left the channel")
+            with self._lock:
+                if length := int(self._head["reason_bytes"][0]):
+                    raise ChannelFailed(
+                        self._head["reason"][0, :length].tobytes().decode(errors="replace")
+                    )
+                result = attempt()
+                if result is not None:
+                    return result
+                if time.monotonic() > self._next_check:
+                    self._bury()
+                    self._next_check = time.monotonic() + CHECK_S
+            time.sleep(nap)
+            nap = min(nap * 1.5, LONGEST_NAP_S)
+
+    def _join(self) -> int:
+        with self._lock:
+            if not os.fstat(self._file).st_nlink:
+                raise FileNotFoundError(self._segment)
+            self._bury()
+            free = np.flatnonzero(self._peers["pid"] == 0)
+            if not len(free):
+                raise InputError(f"{self._pointer}: a channel has at most {PEERS} participants")
+            me = int(free[0])
+            self._peers[me] = (os.getpid(), _process(os.getpid())[1])
+            return me
+
+    def _bury(self) -> None:
+        """Undo what dead participants had begun."""
+        for peer in np.flatnonzero(self._peers["pid"]).tolist():
+            if _alive(self._peers[peer]):
+                continue
+            owned, state = self._slots["owner"] == peer, self._state
+            state[owned & (state == WRITING)] = FREE
+            state[owned & (state == TAKEN) & (self._slots["done"] == 1)] = FREE
+            state[owned & (state == TAKEN)] = READY
+            if self._head["fail_on_death"][0] and self._peers["pid"][peer] > 0:
+                self._fail(f"process {self._peers['pid'][peer]} died without leaving the channel")
+            self._peers["pid"][peer] = 0
+
+    def _fail(self, reason: str) -> None:
+        if not self._head["reason_bytes"][0]:
+            text = np.frombuffer(reason.encode()[:REASON_BYTES] or b"?", np.uint8)
+            self._head["reason"][0, : len(text)] = text
+            self._head["reason_bytes"] = len(text)
+        self._head["closed"] = 1
+
+
+class _Lock:
+    """Between processes by the kernel, which frees it when the holder dies; between threads too."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._threads = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._insist()
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def _insist(self) -> None:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            time.sleep(SHORTEST_NAP_S)
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self._threads.release()
+                    raise ChannelFailed(
+                        f"the channel's lock was held for {LOCK_TIMEOUT_S:.0f} s: a participant is "
+                        "stopped inside an operation; kill it (see peers())"
+                    ) from None
+
+
+def sweep(older_than_s: float = 60.0) -> None:
+    """Remove this user's segments on this node that no living process takes part in."""
+    for segment in SHM.glob(f"{PREFIX}{os.getuid()}-*"):
+        try:
+            if time.time() - segment.stat().st_ctime >= older_than_s:
+                _remove_unused(segment)
+        except FileNotFoundError:
+            continue
+
+
+def _remove_unused(segment: Path) -> bool:
+    file = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        with _Lock(file):
+            table = os.pread(file, PEERS * PEER.itemsize, HEAD.itemsize)
+            peers = np.frombuffer(table[: len(table) // PEER.itemsize * PEER.itemsize], PEER)
+            if any(peer["pid"] > 0 and _alive(peer) for peer in peers):
+                return False
+            segment.unlink(missing_ok=True)
+            return True
+    finally:
+        os.close(file)
+
+
+def _segment(pointer: Path) -> Path:
+    """The segment a pointer file names.
+
+    Raises:
+        FileNotFoundError: no pointer, or its node is another one.
+    """
+    values = json.loads(pointer.read_text(encoding="utf-8"))
+    name = str(values["segment"])
+    if values["node"] != _node() or not name.startswith(PREFIX) or "/" in name:
+        raise FileNotFoundError(pointer)
+    return SHM / name
+
+
+def _node() -> str:
+    """This boot of this machine: a segment is gone after the next."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """State letter and start time of a process; ``("X", 0)`` when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "X", 0
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _alive(peer: np.void) -> bool:
+    state, started = _process(abs(int(peer["pid"])))
+    return state not in DEAD and started == peer["started"]
+
+
+def _digest(key: str) -> int:
+    return xxhash.xxh3_64_intdigest(key.encode()) >> 1
+
+
+def _end_use(state: np.ndarray, slot: int, uses: list[None]) -> None:
+    """One of two uses of a slot ended; the second to end frees it.
+
+    Called by the garbage collector too, so it takes no lock: popping is atomic, and a slot that is
+    taken is changed by its owner alone.
+    """
+    try:
+        uses.pop()
+    except IndexError:
+        state[slot] = FREE

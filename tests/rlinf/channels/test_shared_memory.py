@@ -1,0 +1,276 @@
+"""Shared memory: views without a copy, peers that die, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.channels import shared_memory
+from rlinf.channels.base import ChannelFailed
+from rlinf.channels.shared_memory import SHM, SharedMemoryChannel, sweep
+from rlinf.data.record import Identity, Record
+from rlinf.errors import DataError, InputError
+
+PRELUDE = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+from rlinf.channels.shared_memory import SharedMemoryChannel
+from rlinf.data.record import Identity, Record
+folder = Path(sys.argv[1])
+"""
+
+
+def process(folder: Path, body: str) -> subprocess.Popen[str]:
+    """Another process that runs ``body`` and says a line when it is where the test wants it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body), str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.wait()
+
+
+def record(sample: int, size: int = 8) -> Record:
+    return Record(Identity(0, sample), {"x": np.full(size, sample, np.int64)})
+
+
+def segment(folder: Path) -> Path:
+    return shared_memory._segment(folder / "c.shm.json")
+
+
+def test_records_cross_between_processes(tmp_path: Path) -> None:
+    with_child = """
+        c = SharedMemoryChannel.open(folder, "c")
+        for record in c:
+            print(record.identity.sample, int(record.steps["x"].sum()), flush=True)
+    """
+    channel = SharedMemoryChannel.create(tmp_path, "c")
+    child = process(tmp_path, with_child)
+    for i in range(5):
+        channel.put(record(i))
+    channel.close()
+    assert child.communicate(timeout=30)[0].split("\n")[:5] == [f"{i} {8 * i}" for i in range(5)]
+    channel.leave()
+
+
+def test_arrays_are_views_that_outlive_everything(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 16)
+    channel.put(record(7))
+    array = channel.get().steps["x"]
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 0
+    part = array[2:4]
+    del array
+    for i in range(300):
+        channel.put(record(i, 512))
+        channel.get()
+    assert part.tolist() == [7, 7]
+    channel.leave()
+    assert part.tolist() == [7, 7]
+
+
+def test_memory_is_used_again_in_any_order(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 16)
+    channel.put(record(0), key="slow")
+    for i in range(200):
+        channel.put(record(i, 3000), key="fast")
+        assert channel.get(key="fast").identity.sample == i
+    channel.leave()
+
+
+def test_random_use_keeps_every_record_whole(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 18)
+    random = np.random.default_rng(0)
+    waiting: list[int] = []
+    held: list[tuple[int, np.ndarray]] = []
+    for i in range(3000):
+        room = len(waiting) + len(held) < 12
+        if room and (not waiting or random.random() < 0.5):
+            channel.put(record(i, int(random.integers(1, 2000))))
+            waiting.append(i)
+        elif waiting:
+            sample = waiting.pop(0)
+            held.append((sample, channel.get().steps["x"]))
+        while held and random.random() < 0.4:
+            sample, array = held.pop(int(random.integers(len(held))))
+            assert (array == sample).all()
+            del array
+    channel.leave()
+
+
+def test_a_record_larger_than_the_channel_is_refused(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 12)
+    with pytest.raises(DataError, match="make the channel larger"):
+        channel.put(record(0, 4096))
+    channel.leave()
+
+
+def test_what_a_dead_consumer_had_in_hand_goes_to_another(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c")
+    for i in range(3):
+        channel.put(record(i))
+    child = process(
+        tmp_path,
+        """
+        c = SharedMemoryChannel.open(folder, "c")
+        a, b = c.get(), c.get()
+        print("two", flush=True)
+        time.sleep(60)
+        """,
+    )
+    assert line(child) == "two"
+    kill(child)
+    start = time.monotonic()
+    # The first was done when the second was taken.
+    assert sorted(channel.get().identity.sample for _ in range(2)) == [1, 2]
+    assert time.monotonic() - start < 5
+    channel.leave()
+
+
+def test_a_dead_producer_leaves_no_hole_and_its_work_can_be_redone(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 20, unique=True)
+    child = process(
+        tmp_path,
+        """
+        c = SharedMemoryChannel.open(folder, "c")
+        c.put(Record(Identity(0, 0), {"x": np.zeros(8)}))
+        # Dies between reserving its room and filling it.
+        c._wait(lambda: c._reserve(0, 1, 600_000))
+        print("writing", flush=True)
+        time.sleep(60)
+        """,
+    )
+    assert line(child) == "writing"
+    kill(child)
+    channel.put(Record(Identity(0, 0, 1), {"x": np.zeros(8)}))
+    channel.put(Record(Identity(0, 1, 1), {"x": np.zeros(80_000)}))
+    assert [channel.get().identity for _ in range(2)] == [Identity(0, 0, 0), Identity(0, 1, 1)]
+    channel.leave()
+
+
+def test_death_is_noticed_in_seconds_by_those_who_wait(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", fail_on_death=True)
+    child = process(
+        tmp_path, 'c = SharedMemoryChannel.open(folder, "c"); print("in", flush=True); c.get()'
+    )
+    assert line(child) == "in"
+    kill(child)
+    start = time.monotonic()
+    with pytest.raises(ChannelFailed, match=f"process {child.pid} died"):
+        channel.get()
+    assert time.monotonic() - start < 5
+    channel.leave()
+
+
+def test_a_stopped_participant_shows(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c")
+    child = process(
+        tmp_path, 'c = SharedMemoryChannel.open(folder, "c"); print("in", flush=True); c.get()'
+    )
+    assert line(child) == "in"
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    assert channel.peers()[child.pid] == "T"
+    kill(child)
+    assert child.pid not in channel.peers()
+    channel.leave()
+
+
+def test_a_stopped_holder_of_the_lock_is_an_error_not_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "LOCK_TIMEOUT_S", 0.5)
+    channel = SharedMemoryChannel.create(tmp_path, "c")
+    child = process(
+        tmp_path,
+        """
+        c = SharedMemoryChannel.open(folder, "c")
+        with c._lock:
+            print("locked", flush=True)
+            time.sleep(60)
+        """,
+    )
+    assert line(child) == "locked"
+    with pytest.raises(ChannelFailed, match="kill it"):
+        channel.put(record(0))
+    kill(child)
+    channel.put(record(0))
+    channel.leave()
+
+
+def test_nothing_is_left_after_everybody_left(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path / "run", "c")
+    path = segment(tmp_path / "run")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "run" / "c.shm.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    other = SharedMemoryChannel.open(tmp_path / "run", "c")
+    channel.leave()
+    assert path.exists()
+    other.leave()
+    assert not path.exists()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_process_that_ends_leaves(tmp_path: Path) -> None:
+    before = set(SHM.iterdir())
+    child = process(tmp_path, 'c = SharedMemoryChannel.create(folder, "c"); c.close()')
+    assert child.wait(30) == 0
+    assert set(SHM.iterdir()) <= before
+
+
+def test_what_a_crash_left_is_swept_and_its_name_is_free(tmp_path: Path) -> None:
+    body = 'c = SharedMemoryChannel.create(folder, "c"); print("in", flush=True); time.sleep(60)'
+    child = process(tmp_path, body)
+    assert line(child) == "in"
+    with pytest.raises(InputError, match="in use"):
+        SharedMemoryChannel.create(tmp_path, "c")
+    left = segment(tmp_path)
+    sweep(0)
+    assert left.exists()
+    kill(child)
+    SharedMemoryChannel.create(tmp_path, "c").leave()
+    assert not left.exists()
+
+    child = process(tmp_path / "b", body)
+    assert line(child) == "in"
+    left = segment(tmp_path / "b")
+    kill(child)
+    sweep(0)
+    assert not left.exists()
+
+
+def test_a_channel_of_another_node_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "c.shm.json").write_text('{"node": "another", "segment": "rlinf-0-00"}')
+    with pytest.raises(InputError, match="no such channel on this node"):
+        SharedMemoryChannel.open(tmp_path, "c")
+
+
+def test_a_foreign_segment_is_refused(tmp_path: Path) -> None:
+    foreign = SHM / f"rlinf-{os.getuid()}-foreign"
+    foreign.write_bytes(bytes(4096))
+    foreign.chmod(0o644)
+    try:
+        with pytest.raises(InputError, match="not a segment of this user alone"):
+            SharedMemoryChannel(foreign, tmp_path / "c.shm.json")
+    finally:
+        foreign.unlink()
