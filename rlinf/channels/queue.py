@@ -15,26 +15,27 @@ class Batch:
     """Fills up to a target weight, record by record.
 
     A record is taken as long as it does not exceed the target; the first one always is, so a
-    record heavier than the target comes alone.
+    record heavier than the target comes alone. ``taken`` is the weight of what was taken before,
+    None when nothing was.
     """
 
-    def __init__(self, target_weight: int) -> None:
+    def __init__(self, target_weight: int, taken: int | None = None) -> None:
         self.items: list[Any] = []
+        self.total = taken
         self._target = target_weight
-        self._total = 0
 
     def takes(self, weight: int) -> bool:
         """Whether a record of this weight may be added."""
-        return not self.items or self._total + weight <= self._target
+        return self.total is None or self.total + weight <= self._target
 
     def add(self, item: Any, weight: int) -> None:
         self.items.append(item)
-        self._total += weight
+        self.total = (self.total or 0) + weight
 
     @property
     def full(self) -> bool:
         """Whether the target is reached."""
-        return bool(self.items) and self._total >= self._target
+        return self.total is not None and self.total >= self._target
 
 
 class Seen:

@@ -17,6 +17,7 @@ import pytest
 from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
 from rlinf.channels.reference import ReferenceChannel
 from rlinf.channels.shared_memory import SharedMemoryChannel
+from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record
 
 
@@ -33,6 +34,10 @@ class Transport:
     def _create(self, capacity: int, unique: bool) -> Channel:
         if self._kind == "reference":
             return ReferenceChannel(capacity, unique=unique)
+        if self._kind == "socket":
+            return SocketChannel.create(
+                self._folder, "c", capacity=capacity, unique=unique, interface="127.0.0.1"
+            )
         return SharedMemoryChannel.create(
             self._folder, "c", size=4 << 20, capacity=capacity, unique=unique
         )
@@ -41,7 +46,8 @@ class Transport:
         """Another end, as another process would have."""
         if self._kind == "reference":
             return self._ends[0]
-        return self._keep(SharedMemoryChannel.open(self._folder, "c"))
+        cls = SocketChannel if self._kind == "socket" else SharedMemoryChannel
+        return self._keep(cls.open(self._folder, "c"))
 
     def leave(self) -> None:
         for end in reversed(self._ends):
@@ -52,7 +58,7 @@ class Transport:
         return end
 
 
-@pytest.fixture(params=["reference", "shared_memory"])
+@pytest.fixture(params=["reference", "shared_memory", "socket"])
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transport]:
     transport = Transport(request.param, tmp_path)
     yield transport

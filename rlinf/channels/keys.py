@@ -1,0 +1,72 @@
+"""The keys of a run: made once in its directory, readable by its owner alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from rlinf.errors import InputError
+
+FILE = "curve-keys.json"
+
+
+class Keys(NamedTuple):
+    """CURVE key pairs (https://rfc.zeromq.org/spec/26/) of the hosts and of the clients, Z85 text.
+
+    Whoever can read the run directory may take part; a client must know the host's public key, and
+    a host admits the run's client key alone.
+    """
+
+    host_public: str
+    host_secret: str
+    client_public: str
+    client_secret: str
+
+
+def run_keys(folder: Path) -> Keys:
+    """The keys in a run's ``folder`` (made with mode 0700); the first caller makes them.
+
+    Raises:
+        InputError: the file belongs to another user, others may read it, or it is damaged.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / FILE
+    if not path.exists():
+        _make(path)
+    with path.open(encoding="utf-8") as file:
+        info = os.fstat(file.fileno())
+        if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+            raise InputError(
+                f"{path}: the run's keys must belong to you alone (mode 0600); "
+                "they may be known to others, so delete the file and start the run again"
+            )
+        try:
+            keys = Keys(**json.load(file))
+            for key in keys:
+                z85.decode(key)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{path}: damaged ({error}); delete it and start again") from None
+    return keys
+
+
+def _make(path: Path) -> None:
+    pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(Keys(*pairs)._asdict(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        # Fails when another process was first: all use one set of keys.
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
