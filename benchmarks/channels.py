@@ -1,0 +1,161 @@
+"""Live channels: the copy into shared memory, small records and large ones through a socket.
+
+Two processes; the figures that compare take turns with what they are compared with.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.row import Row, median_row
+from rlinf.channels.shared_memory import SharedMemoryChannel
+from rlinf.channels.socket import SocketChannel
+from rlinf.data.record import Identity, Record
+
+MIB = 1 << 20
+ROUNDS = 9
+SMALL = 20_000
+LARGE_BYTES = 16 * MIB
+LARGE = 16
+
+
+def measure() -> list[Row]:
+    """All rows of the live transports."""
+    ratios = {size: _shm_vs_memcpy(size * MIB) for size in (1, 4, 16, 64)}
+    rows = [
+        median_row(f"shm_vs_memcpy_{size}mib", values, "ratio", None, "higher")
+        for size, values in ratios.items()
+    ]
+    worst = min(ratios.values(), key=lambda values: float(np.median(values)))
+    return [
+        median_row("shm_vs_memcpy", worst, "ratio", 0.8, "higher"),
+        *rows,
+        *_socket_rows(),
+    ]
+
+
+def _shm_vs_memcpy(size: int) -> list[float]:
+    """Bandwidth of ``put`` over that of ``copy_``; the reader looks at each record and drops it."""
+    source = np.ones(size, np.uint8)
+    record = Record(Identity(0, 0), context={"x": source})
+    tensors = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    count = max(4, 256 * MIB // size)
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder:
+        channel = SharedMemoryChannel.create(Path(folder), "c", size=8 * size)
+        with _other(_read_shared, folder):
+
+            def put() -> None:
+                channel.put(record)
+
+            def copy() -> None:
+                tensors[0].copy_(tensors[1])
+
+            for _ in range(ROUNDS + 1):
+                ratios.append(_seconds(copy, count) / _seconds(put, count))
+            channel.close()
+        channel.leave()
+    return ratios[1:]
+
+
+def _seconds(function: Callable[[], None], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        function()
+    return time.perf_counter() - start
+
+
+def _read_shared(folder: str, pipe: Connection) -> None:
+    channel = SharedMemoryChannel.open(Path(folder), "c")
+    pipe.send("ready")
+    for record in channel:
+        del record
+    channel.leave()
+
+
+def _socket_rows() -> list[Row]:
+    small, large = [], []
+    for _ in range(5):
+        seconds = _through_channel(SMALL, 256)
+        small.append(SMALL / seconds)
+        # In turns: the machine may be slower now than before.
+        raw = _through_raw()
+        large.append(raw / _through_channel(LARGE, LARGE_BYTES))
+    return [
+        median_row("records_per_s", small, "records/s", 20_000.0, "higher"),
+        median_row("socket_vs_raw", large, "ratio", 0.7, "higher"),
+    ]
+
+
+def _through_channel(count: int, size: int) -> float:
+    """Seconds from the first to the last record at the consumer."""
+    with tempfile.TemporaryDirectory() as folder:
+        channel = SocketChannel.create(Path(folder), "c", interface="127.0.0.1")
+        with _other(_write_socket, folder, count, size):
+            channel.get()
+            start = time.perf_counter()
+            for _ in range(count):
+                channel.get()
+            seconds = time.perf_counter() - start
+        channel.leave()
+    return seconds
+
+
+def _write_socket(folder: str, count: int, size: int, pipe: Connection) -> None:
+    channel = SocketChannel.open(Path(folder), "c")
+    data = np.ones(size, np.uint8)
+    pipe.send("ready")
+    for i in range(count + 1):
+        channel.put(Record(Identity(0, i), {"tokens": data}, info={"group": i}))
+    channel.leave()
+
+
+def _through_raw() -> float:
+    """Seconds of as many bytes as ``LARGE`` records over one plain loopback connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        _other(_write_raw, listener.getsockname()[1]),
+    ):
+        connection, _ = listener.accept()
+        buffer = bytearray(MIB)
+        connection.recv_into(buffer, 1)
+        start = time.perf_counter()
+        while connection.recv_into(buffer):
+            pass
+        seconds = time.perf_counter() - start
+        connection.close()
+    return seconds
+
+
+def _write_raw(port: int, pipe: Connection) -> None:
+    data = np.ones(LARGE_BYTES, np.uint8)
+    pipe.send("ready")
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"x")
+        for _ in range(LARGE):
+            connection.sendall(data)
+
+
+@contextmanager
+def _other(function: Callable[..., None], *arguments: Any) -> Any:
+    """The other process, which says when it is ready."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(*arguments, theirs), daemon=True)
+    process.start()
+    ours.recv()
+    try:
+        yield
+    finally:
+        process.join(60)
