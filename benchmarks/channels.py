@@ -53,7 +53,7 @@ def _shm_vs_memcpy(size: int) -> list[float]:
     count = max(4, 256 * MIB // size)
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
-        channel = SharedMemoryChannel.create(Path(folder), "c", size=8 * size)
+        channel = SharedMemoryChannel.create(Path(folder), "c", size=max(8 * size, 64 * MIB))
         with _other(_read_shared, folder):
 
             def put() -> None:

@@ -138,6 +138,17 @@ class Hub:
         return self._queue.depths()
 
     def _run(self) -> None:
+        try:
+            self._work()
+            self._fail("the host of the channel has left it")
+        except Exception as error:
+            self._fail(f"the host of the channel failed: {error!r}")
+            raise
+        finally:
+            self._socket.close()
+            self._zap.close()
+
+    def _work(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._zap, zmq.POLLIN)
@@ -155,9 +166,6 @@ class Hub:
                 pause = now - checked - 2 * HEARTBEAT_S
                 self._bury(now, pause if pause > HEARTBEAT_S else 0.0)
                 checked = now
-        self._fail("the host of the channel has left it")
-        self._socket.close()
-        self._zap.close()
 
     def _authenticate(self) -> None:
         """Answer one question of https://rfc.zeromq.org/spec/27/."""
@@ -199,7 +207,7 @@ class Hub:
         blocks = split([size for _, _, _, size in entries], frames)
         records = []
         for number, (key, weight, identity, _) in enumerate(entries, first):
-            if type(key) is not str or any(type(n) is not int for n in (weight, *identity)):
+            if type(key) is not str or not all(_is_number(n) for n in (weight, *identity)):
                 raise DataError("bad entry")
             record = (number, key, weight, Identity(*identity), blocks[number - first])
             records.append(record)
@@ -225,7 +233,7 @@ class Hub:
         open_: tuple[int, ...],
     ) -> None:
         values = (number, count, target, taken or 0)
-        if type(key) is not str or any(type(value) is not int for value in values):
+        if type(key) is not str or not all(_is_number(value) for value in values):
             raise DataError("bad request")
         self._forget_done(client, open_)
         if number in client.in_hand:
@@ -377,3 +385,7 @@ def send(socket: zmq.Socket[bytes], head: list[bytes], blocks: Sequence[Any]) ->
         for i, frame in enumerate([*head, *frames], 1 - len(head) - len(frames)):
             more = zmq.SNDMORE if i else 0
             socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < ZERO_COPY_BYTES)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and abs(value) < 1 << 62

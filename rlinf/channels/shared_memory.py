@@ -66,6 +66,7 @@ SLOT = np.dtype(
 )
 LOCK_TIMEOUT_S = 10.0
 LOCK_YIELDS = 64
+LEAST_TURNS = 1000
 STORES_IN_ORDER = platform.machine() == "x86_64"
 """Whether a process that sees a slot ready sees its bytes too, without the lock's barrier."""
 REUSE_BYTES = 1 << 18
@@ -161,6 +162,7 @@ class SharedMemoryChannel(Channel):
     def __init__(self, segment: Path, pointer: Path) -> None:
         self._segment, self._pointer = segment, pointer
         self._file = os.open(segment, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        weakref.finalize(self, os.close, self._file).atexit = False
         info = os.fstat(self._file)
         if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) != 0o600:
             raise InputError(f"{segment}: not a segment of this user alone")
@@ -429,7 +431,8 @@ class _Lock:
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                # Turns count too: this process may itself have been stopped.
+                if time.monotonic() > deadline and turn > LEAST_TURNS:
                     self._threads.release()
                     raise ChannelFailed(
                         f"the channel's lock was held for {LOCK_TIMEOUT_S:.0f} s: a participant is "

@@ -361,6 +361,17 @@ class SocketChannel(Channel):
 
     def _run(self) -> None:
         """The thread that owns the socket."""
+        try:
+            self._work()
+        except Exception as error:
+            self._failure = self._failure or f"{self._pointer.name}: its thread failed: {error!r}"
+            raise
+        finally:
+            self._socket.close()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _work(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
@@ -378,7 +389,6 @@ class SocketChannel(Channel):
                 leaving = self._leaving
             self._send_all()
             if leaving:
-                self._socket.close()
                 return
             ready = dict(poller.poll(int(HEARTBEAT_S * 1000 / 2)))
             with self._changed:

@@ -155,6 +155,7 @@ def test_messages_of_a_broken_client_are_dropped_and_counted(
         [msgpack.packb(("put", 0, [("", 1, (0, 0, 0), -1), ("", 1, (0, 1, 0), 5)])), b"four"],
         [msgpack.packb(("put", 0, [("", "1", (0, 0, 0), 4)])), b"four"],
         [msgpack.packb(("put", 0, [("", 1, (0, 0), 4)])), b"four"],
+        [msgpack.packb(("put", 0, [("", 1, (2**63, 0, 0), 4)])), b"four"],
         [msgpack.packb(good)],
         [msgpack.packb(good), b"four", b"more"],
         [msgpack.packb(good), b"fo", b"ur"],
