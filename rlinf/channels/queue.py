@@ -57,10 +57,11 @@ class Seen:
         iteration, sample = identity.key
         start = hash(identity.key) % (len(self._rows) - self.WAYS)
         rows = self._rows[start : start + self.WAYS]
-        # Iterations are stored plus one: a row of zeros is empty.
-        if ((rows[:, 0] == iteration + 1) & (rows[:, 1] == sample)).any():
+        stored = 2 * iteration + 1  # never 0, which marks an empty row
+        if ((rows[:, 0] == stored) & (rows[:, 1] == sample)).any():
             return False
-        rows[rows[:, 0].argmin()] = (iteration + 1, sample)
+        empty = rows[:, 0] == 0
+        rows[empty.argmax() if empty.any() else rows[:, 0].argmin()] = (stored, sample)
         return True
 
 
