@@ -289,6 +289,8 @@ class Hub:
                     self._reply(request.client, request.number, request.batch.items)
                 if not requests:
                     self._requests.pop(key, None)
+                    if not self._queue.depth(key):
+                        self._askers.pop(key, None)
 
     def _admit(self, keys: set[str]) -> None:
         for client in self._clients.values():

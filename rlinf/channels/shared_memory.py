@@ -40,7 +40,7 @@ from rlinf.data.record import Record
 from rlinf.errors import DataError, InputError, StorageError
 
 SHM = Path("/dev/shm")
-PREFIX = "rlinf-"
+PREFIX = "rlinf-channel-"
 SLOTS = 1024
 PEERS = 64
 DEAD = "ZX"

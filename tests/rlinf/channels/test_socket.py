@@ -453,6 +453,17 @@ def test_a_leaving_consumer_returns_what_it_did_not_hand_out(
     assert first + samples(host, 297) == list(range(300))
 
 
+def test_keys_that_are_used_up_take_no_memory(tmp_path: Path, host: SocketChannel) -> None:
+    for i in range(50):
+        host.put(record(i), key=str(i))
+        assert samples(host, 1, key=str(i)) == [i]
+    assert host.hub is not None
+    assert not host._ahead
+    assert host.hub.depths() == {}
+    assert len(host.hub._askers) <= 1
+    assert len(host.hub._requests) <= 1
+
+
 def test_files_of_a_channel_are_the_owners_alone(tmp_path: Path, host: SocketChannel) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
     assert (tmp_path / "c.socket.json").exists()
