@@ -61,7 +61,8 @@ def suffix(words: Sequence[str]) -> list[str]:
     """For a sweep, the override that names each point's run after the keys that vary."""
     if not any(word in ("-m", "--multirun") for word in words):
         return []
-    if any(word.lstrip("+").startswith(("run.name=", "run.suffix=")) for word in words):
+    named = [word for word in words if word.lstrip("+").startswith(("run.name=", "run.suffix="))]
+    if any("run.suffix=" in word or "${" in word or _varies(word) for word in named):
         return []
     varying = [word.lstrip("+").split("=")[0] for word in words if _varies(word)]
     parts = [f"-{key.rsplit('.', 1)[-1]}-${{{key}}}" for key in varying if "/" not in key]

@@ -84,7 +84,10 @@ def test_a_lone_launcher_is_refused_with_the_right_command(
 def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
     words = ["-m", "algorithm.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch=choice(2,4)"]
     assert suffix(words) == ["++run.suffix='-lr-${algorithm.lr}-batch-${rollout.batch}'"]
-    assert suffix([*words, "run.name=mine"]) == []
+    assert suffix([*words, "run.name=mine"]) == suffix(words)
+    assert suffix([*words, "run.name=lr-${algorithm.lr}"]) == []
+    assert suffix([*words, "run.name=a,b"]) == []
+    assert suffix([*words, "run.suffix=-mine"]) == []
     assert suffix(words[1:]) == []
 
 
