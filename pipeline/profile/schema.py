@@ -119,7 +119,6 @@ OverheadName = Literal[
     "offload",
     "onload",
 ]
-OF_A_JOB: tuple[OverheadName, ...] = ("submission", "startup", "imports")
 LOADS: Mapping[str, OverheadName] = {
     "rollout": "engine_load",
     "inference": "trainer_load",

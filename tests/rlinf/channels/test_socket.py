@@ -79,6 +79,17 @@ def stranger(folder: Path, **options: bytes) -> zmq.Socket[bytes]:
     return outside
 
 
+def member(run: Path) -> zmq.Socket[bytes]:
+    """A bare socket with the run's keys, to speak the protocol wrongly with."""
+    keys = run_keys(run)
+    return stranger(
+        run,
+        curve_serverkey=keys.host_public.encode(),
+        curve_publickey=keys.client_public.encode(),
+        curve_secretkey=keys.client_secret.encode(),
+    )
+
+
 def test_records_cross_between_processes_in_order(tmp_path: Path, host: SocketChannel) -> None:
     child = process(
         tmp_path,
@@ -139,13 +150,7 @@ def test_strangers_get_nothing_and_stop_nothing(tmp_path: Path, host: SocketChan
 def test_messages_of_a_broken_client_are_dropped_and_counted(
     tmp_path: Path, host: SocketChannel
 ) -> None:
-    keys = run_keys(tmp_path)
-    broken = stranger(
-        tmp_path,
-        curve_serverkey=keys.host_public.encode(),
-        curve_publickey=keys.client_public.encode(),
-        curve_secretkey=keys.client_secret.encode(),
-    )
+    broken = member(tmp_path)
     good = ("put", 0, [("", 1, (0, 0, 0), 4)])
     bad: list[list[bytes]] = [
         [b""],
@@ -189,13 +194,7 @@ def test_messages_of_a_broken_client_are_dropped_and_counted(
 def test_a_record_that_cannot_be_read_is_dropped_and_counted(
     tmp_path: Path, host: SocketChannel
 ) -> None:
-    keys = run_keys(tmp_path)
-    broken = stranger(
-        tmp_path,
-        curve_serverkey=keys.host_public.encode(),
-        curve_publickey=keys.client_public.encode(),
-        curve_secretkey=keys.client_secret.encode(),
-    )
+    broken = member(tmp_path)
     broken.send_multipart([msgpack.packb(("put", 0, [("", 1, (0, 0, 0), 4)])), b"four"])
     broken.poll(5000)
     host.put(record(1))
