@@ -8,31 +8,98 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from rlinf.artifacts import Manifest, verify
-from rlinf.channels.base import Channel
+from rlinf.artifacts import Manifest, read_manifest, verify
 from rlinf.channels.file import FileReader, FileWriter
 from rlinf.config import RunConfig
+from rlinf.data.record import Record
 from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
+from stages.board import Output
+from stages.identity import stage_key
 
 T = TypeVar("T")
+COMMIT_LOOK_S = 0.02
 log = logging.getLogger("rlinf")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Input:
-    """A committed output of an earlier stage."""
+    """An output of an earlier stage: committed, or still in memory (``output``)."""
 
     folder: Path
-    manifest: Manifest
+    committed: Manifest | None = None
+    output: Output | None = None
+    stopping: Callable[[], bool] = lambda: False
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its commit; waits for that."""
+        while self.committed is None:
+            if self.stopping():
+                raise RequeueRequested(f"asked to stop while waiting for {self.folder}")
+            if self.output is not None:
+                self.output.check()
+            self.committed = read_manifest(self.folder)
+            if self.committed is None:
+                time.sleep(COMMIT_LOOK_S)
+        return self.committed
 
     @property
     def data(self) -> Path:
-        """Folder of its files."""
+        """Folder of its files; waits for the commit."""
         return self.folder / self.manifest.data
+
+    @property
+    def state(self) -> str:
+        """Names its content: the same output folder and attempt always hold the same."""
+        if self.committed is None and self.output is not None:
+            return f"{self.folder}/{self.output.attempt(self.stopping)}"
+        return f"{self.folder}/{self.manifest.data}"
+
+
+class Writer(Protocol):
+    """Takes the records of an output channel."""
+
+    def put(self, record: Record, weight: int = 1) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Live:
+    """What a stage in a pool has besides files; one in a job of its own has none of it."""
+
+    def __init__(
+        self,
+        output: Output,
+        turn: Callable[[int], None],
+        sinks: Callable[[str], Writer],
+        parts: int,
+    ) -> None:
+        self.output, self.turn, self.sinks, self.parts = output, turn, sinks, parts
+        self.later: list[Callable[[], None]] = []
+
+
+class _Both:
+    """Hands records on at once and writes them to a file when the stage commits."""
+
+    def __init__(self, file: FileWriter, live: Live, channel: str) -> None:
+        self._file, self._live = file, live
+        self._stream = live.output.stream(channel)
+        self._sinks = live.sinks(channel)
+
+    def put(self, record: Record, weight: int = 1) -> None:
+        self._stream.put(record)
+        self._sinks.put(record, weight)
+        self._file.put(record, weight)
+
+    def close(self) -> None:
+        self._stream.end()
+        self._sinks.close()
+        self._live.later.append(self._file.close)
 
 
 @dataclass
@@ -47,25 +114,60 @@ class Context:
     data: Path
     """Private folder of this attempt; what is written here is committed with the manifest."""
     world: World
-    key: str
-    """Identity of this work; what an interrupted attempt left counts only under the same key."""
     inputs: Mapping[str, Input]
     resident: dict[str, Any] = field(default_factory=dict)
     """Lives as long as the process: loaded engines and trainers between calls."""
     stopping: Callable[[], bool] = lambda: False
+    live: Live | None = None
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     spans: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     _said: float = 0.0
+    _read: dict[str, list[Record]] = field(default_factory=dict)
 
-    def reader(self, name: str, channel: str) -> Channel:
-        """The records of one channel of an input, verified.
+    @cached_property
+    def key(self) -> str:
+        """Identity of this work; what an interrupted attempt left counts only under the same key.
+
+        Waits until all inputs are committed.
+        """
+        contents = {name: entry.manifest.content for name, entry in self.inputs.items()}
+        return stage_key(self.config, self.stage, self.iteration, contents)
+
+    def parts(self) -> Iterator[range]:
+        """The samples of the batch, in as many ranges as the plan passes it on in.
+
+        Whole groups, always the same ones: a result does not depend on what came first. Other
+        stages of the pool have their turns in between.
+        """
+        starts, size = self.config.rollout.batch, self.config.rollout.group_size
+        count = 1 if self.live is None else min(self.live.parts, starts)
+        bounds = [starts * k // count * size for k in range(count + 1)]
+        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            self.turn(number)
+            yield range(start, stop)
+        self.turn(count)
+
+    def turn(self, part: int) -> None:
+        """Let other stages of this worker have theirs; waits for its own."""
+        if self.live is not None:
+            self.live.turn(part)
+
+    def records(self, channel: str, samples: range) -> list[Record]:
+        """The records that input ``channel`` has of these samples, by sample number.
 
         Raises:
             ArtifactError: the input is damaged.
+            StageError: the stage that makes it failed.
         """
-        source = self.verified(name)
-        return FileReader(source.glob(f"{channel}-r*.h5"))
+        entry = self.inputs[channel]
+        if entry.output is not None:
+            with self.span("wait"):
+                return entry.output.records(channel, samples, self.stopping)
+        if channel not in self._read:
+            source = self.verified(channel)
+            self._read[channel] = list(FileReader(source.glob(f"{channel}-r*.h5")))
+        return [r for r in self._read[channel] if r.identity.sample in samples]
 
     def verified(self, name: str) -> Path:
         """Data folder of an input after checking sizes and checksums, once per process.
@@ -82,9 +184,22 @@ class Context:
             done.add(mark)
         return entry.data
 
-    def writer(self, channel: str) -> FileWriter:
-        """An output channel; its records are visible once the stage has committed."""
-        return FileWriter(self.data, channel, self.world.rank)
+    def writer(self, channel: str) -> Writer:
+        """An output channel; its files are visible once the stage has committed."""
+        file = FileWriter(self.data, channel, self.world.rank)
+        return file if self.live is None else _Both(file, self.live, channel)
+
+    def hand_on(self, name: str, value: Any) -> None:
+        """Give later stages of this process something else than records."""
+        if self.live is not None:
+            self.live.output.objects[name] = value
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Write files: at once, or in a pool while the next stage computes."""
+        if self.live is None:
+            work()
+        else:
+            self.live.later.append(work)
 
     def keep(self, name: str, token: str, make: Callable[[], T]) -> T:
         """A resident object for one state of the world: ``make`` runs when ``token`` changed."""

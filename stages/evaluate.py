@@ -11,13 +11,13 @@ from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment, Episodes
 from stages.collect import collect
 from stages.context import Context
-from stages.parts import held_engine, held_environment
+from stages.parts import WEIGHTS, held_engine, held_environment
 
 
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
     engine = held_engine(ctx, "weights", ctx.iteration)
-    environment = held_environment(ctx, ctx.inputs["weights"].data / "weights")
+    environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
     starts = ctx.world.mine(ctx.config.evaluate.samples)
     with ctx.span("generate"):
         trajectories, scores = held_out(ctx, environment, engine, starts)

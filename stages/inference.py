@@ -6,44 +6,41 @@ import numpy as np
 
 from rlinf.data.record import Record
 from stages.context import Context
-from stages.parts import held_trainer, make_algorithm, new_trainer
+from stages.parts import WEIGHTS, held_trainer, make_algorithm, new_trainer
 
 
 def run(ctx: Context) -> None:
     """Inputs ``trajectories``, ``initial`` and ``checkpoint``; output channel ``logprobs``."""
     algorithm = make_algorithm(ctx.config)
-    trajectories = list(ctx.reader("trajectories", "trajectories"))
     output = ctx.writer("logprobs")
     recompute = algorithm.config.old_logprobs == "recompute" or algorithm.needs_values
-    if not recompute and not algorithm.needs_reference:
-        if ctx.world.rank == 0:
-            for trajectory in trajectories:
-                output.put(Record(trajectory.identity))
-        output.close()
-        return
     temperature = ctx.config.rollout.temperature
-    columns: dict[int, dict[str, np.ndarray]] = {}
     gaps: list[np.ndarray] = []
-    if recompute:
-        trainer = held_trainer(ctx)
-        with ctx.span("forward"):
-            for row, outputs in trainer.forward(trajectories, temperature):
-                column = columns.setdefault(row, {})
-                logprobs = outputs.logprobs.numpy()
-                gaps.append(logprobs - trajectories[row].steps["logprobs"])
-                if algorithm.config.old_logprobs == "recompute":
-                    column["logprobs"] = logprobs
-                if outputs.values is not None:
-                    column["values"] = outputs.values.numpy()
-    if algorithm.needs_reference:
-        reference = ctx.keep(
-            "reference", "one", lambda: new_trainer(ctx, ctx.verified("initial") / "weights")
-        )
-        with ctx.span("reference"):
-            for row, outputs in reference.forward(trajectories, temperature):
-                columns.setdefault(row, {})["reference_logprobs"] = outputs.logprobs.numpy()
-    for row in sorted(columns):
-        output.put(Record(trajectories[row].identity, columns[row]))
+    for samples in ctx.parts():
+        trajectories = ctx.records("trajectories", samples)
+        columns: dict[int, dict[str, np.ndarray]] = {}
+        if recompute:
+            trainer = held_trainer(ctx)
+            with ctx.span("forward"):
+                for row, outputs in trainer.forward(trajectories, temperature):
+                    column = columns.setdefault(row, {})
+                    logprobs = outputs.logprobs.numpy()
+                    gaps.append(logprobs - trajectories[row].steps["logprobs"])
+                    if algorithm.config.old_logprobs == "recompute":
+                        column["logprobs"] = logprobs
+                    if outputs.values is not None:
+                        column["values"] = outputs.values.numpy()
+        if algorithm.needs_reference:
+            reference = ctx.keep(
+                "reference", "one", lambda: new_trainer(ctx, ctx.verified("initial") / WEIGHTS)
+            )
+            with ctx.span("reference"):
+                for row, outputs in reference.forward(trajectories, temperature):
+                    columns.setdefault(row, {})["reference_logprobs"] = outputs.logprobs.numpy()
+        if not recompute and not algorithm.needs_reference and ctx.world.rank == 0:
+            columns = {row: {} for row in range(len(trajectories))}
+        for row in sorted(columns):
+            output.put(Record(trajectories[row].identity, columns[row]))
     output.close()
     if gaps:
         gap = np.abs(np.concatenate(gaps))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rlinf.algorithms import algorithms
@@ -16,6 +18,9 @@ from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward
 from rlinf.trainers import trainers
 from stages.context import Context
+
+WEIGHTS = "weights"
+"""Folder of a policy in an output, and the name of its tensors in memory."""
 
 
 def policy_class(config: RunConfig) -> tuple[Any, Any]:
@@ -52,13 +57,13 @@ def make_engine(config: RunConfig) -> Engine:
     return engine
 
 
-def held_environment(ctx: Context, folder: Any) -> Environment:
-    """The task's environment, with the processor of the policy in ``folder``; kept resident."""
+def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
+    """The task's environment, with the processor of the policy in ``folder()``; kept resident."""
 
     def make() -> Environment:
         policy, policy_options = policy_class(ctx.config)
         cls, options = environment_class(ctx.config)
-        environment: Environment = cls(options, policy.processor(folder, policy_options))
+        environment: Environment = cls(options, policy.processor(folder(), policy_options))
         return environment
 
     return ctx.keep("environment", "one", make)
@@ -66,22 +71,24 @@ def held_environment(ctx: Context, folder: Any) -> Environment:
 
 def held_engine(ctx: Context, name: str, version: int) -> Engine:
     """The engine serving the weights of an input; loaded again only when they changed."""
-    folder = ctx.verified(name) / "weights"
+    entry = ctx.inputs[name]
     engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
-    content = ctx.inputs[name].manifest.content
-    if ctx.resident.get("engine_weights") != content:
-        ctx.resident.pop("engine_weights", None)
+    served = ctx.resident.pop("engine_weights", None)
+    if served != entry.state:
         with ctx.span("load"):
-            engine.load(folder, version)
-        ctx.resident["engine_weights"] = content
+            if served is not None and entry.output is not None:
+                engine.load_state(entry.output.objects[WEIGHTS], version)
+            else:
+                engine.load(ctx.verified(name) / WEIGHTS, version)
+    ctx.resident["engine_weights"] = entry.state
     return engine
 
 
 def held_trainer(ctx: Context) -> Any:
     """The trainer in the state of input ``checkpoint``, or fresh from input ``initial``."""
     checkpoint = ctx.inputs.get("checkpoint")
-    state = checkpoint.manifest.content if checkpoint else ""
-    start = ctx.inputs["initial"].manifest.content
+    state = checkpoint.state if checkpoint else ""
+    start = ctx.inputs["initial"].state
     held = ctx.resident.get("trainer")
     if held is not None and held[0] == (start, state):
         return held[1]
@@ -97,7 +104,7 @@ def held_trainer(ctx: Context) -> Any:
 
 
 def changing_trainer(ctx: Context) -> Any:
-    """:func:`held_trainer`, to be changed: it counts as held again once the stage has committed.
+    """:func:`held_trainer`, to be changed: it counts as held again once the stage is through.
 
     An attempt that fails leaves half an update in it, which must not serve the next one.
     """
@@ -119,8 +126,8 @@ def new_trainer(ctx: Context, folder: Any, optimizer: Any = None) -> Any:
     )
 
 
-def trainer_moved(ctx: Context, content: str) -> None:
-    """Remember that the resident trainer is now in the state just committed."""
+def trainer_moved(ctx: Context) -> None:
+    """Remember that the resident trainer is now in the state that this attempt will commit."""
     held = ctx.resident.get("trainer")
     if held is not None:
-        ctx.resident["trainer"] = ((held[0][0], content), held[1])
+        ctx.resident["trainer"] = ((held[0][0], f"{ctx.out}/{ctx.data.name}"), held[1])

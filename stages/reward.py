@@ -6,7 +6,7 @@ import numpy as np
 
 from rlinf.data.record import Record, Scalar
 from stages.context import Context
-from stages.parts import held_environment, make_algorithm, make_reward
+from stages.parts import WEIGHTS, held_environment, make_algorithm, make_reward
 
 
 def run(ctx: Context) -> None:
@@ -16,26 +16,34 @@ def run(ctx: Context) -> None:
     """
     if ctx.world.rank:
         return
-    environment = held_environment(ctx, ctx.inputs["initial"].data / "weights")
-    trajectories = list(ctx.reader("trajectories", "trajectories"))
-    with ctx.span("score"):
-        scores = environment.score(trajectories)
-    rewards = make_reward(ctx.config).rewards(trajectories, scores)
-    groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
-    totals = np.array([reward.sum(dtype=np.float64) for reward in rewards])
-    keep = make_algorithm(ctx.config).keep(totals, groups)
+    environment = held_environment(ctx, lambda: ctx.inputs["initial"].data / WEIGHTS)
+    reward, algorithm = make_reward(ctx.config), make_algorithm(ctx.config)
     output = ctx.writer("rewards")
-    for trajectory, score, reward, kept in zip(trajectories, scores, rewards, keep, strict=True):
-        info: dict[str, Scalar] = {
-            "score": float(score),
-            "keep": int(kept),
-            "group": int(trajectory.info["group"]),
-        }
-        output.put(Record(trajectory.identity, {"rewards": reward}, info=info))
+    scores, totals, groups, keep = [], [], [], []
+    for samples in ctx.parts():
+        trajectories = ctx.records("trajectories", samples)
+        with ctx.span("score"):
+            part = environment.score(trajectories)
+        rewards = reward.rewards(trajectories, part)
+        group = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
+        total = np.array([steps.sum(dtype=np.float64) for steps in rewards])
+        kept = algorithm.keep(total, group)
+        for trajectory, score, steps, counts in zip(trajectories, part, rewards, kept, strict=True):
+            info: dict[str, Scalar] = {
+                "score": float(score),
+                "keep": int(counts),
+                "group": int(trajectory.info["group"]),
+            }
+            output.put(Record(trajectory.identity, {"rewards": steps}, info=info))
+        scores += part
+        totals.append(total)
+        groups.append(group)
+        keep.append(kept)
     output.close()
-    spread = [float(totals[groups == group].std()) for group in np.unique(groups)]
-    ctx.metric("mean", float(totals.mean()))
-    ctx.metric("std", float(totals.std()))
+    every, numbers = np.concatenate(totals), np.concatenate(groups)
+    spread = [float(every[numbers == group].std()) for group in np.unique(numbers)]
+    ctx.metric("mean", float(every.mean()))
+    ctx.metric("std", float(every.std()))
     ctx.metric("score", float(np.mean(scores)))
-    ctx.metric("kept_share", float(keep.mean()))
+    ctx.metric("kept_share", float(np.concatenate(keep).mean()))
     ctx.metric("group_std", float(np.mean(spread)))

@@ -7,14 +7,14 @@ import numpy as np
 from rlinf.envs.base import Episodes
 from stages.collect import collect
 from stages.context import Context
-from stages.parts import held_engine, held_environment
+from stages.parts import WEIGHTS, held_engine, held_environment
 
 
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories``."""
     settings = ctx.config.rollout
     engine = held_engine(ctx, "weights", ctx.iteration)
-    environment = held_environment(ctx, ctx.inputs["weights"].data / "weights")
+    environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
     starts = ctx.world.mine(settings.batch)
     episodes = Episodes(
         seed=ctx.config.seed,

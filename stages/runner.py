@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -10,7 +11,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import yaml
 
 from rlinf.artifacts import (
     Manifest,
-    attempt_folder,
     commit,
     content_digest,
     describe_files,
@@ -41,8 +41,7 @@ from rlinf.errors import (
 )
 from rlinf.trainers.world import World
 from stages import SECTIONS
-from stages.context import Context, Input
-from stages.identity import stage_key
+from stages.context import Context, Input, Live
 
 UNSTABLE = frozenset({".metadata"})
 """Files whose bytes differ between equal runs: torch.distributed.checkpoint puts a random id in."""
@@ -127,117 +126,161 @@ def run_stage(
         StageError: the stage failed.
     """
     start = time.time()
-    began = start if began is None else began
     if call.stage not in SECTIONS:
         raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, SECTIONS)}")
     config = config or load_config(call.config)
     world = World.from_environment()
-    try:
-        inputs = open_inputs(call)
-        digests = {name: entry.manifest.content for name, entry in inputs.items()}
-        key = stage_key(config, call.stage, call.iteration, digests)
+    with withdrawing(world):
+        attempt = Attempt(
+            call,
+            config,
+            world,
+            open_inputs(call),
+            {} if resident is None else resident,
+            stopping,
+            began=start if began is None else began,
+            start=start,
+        )
         done = read_manifest(call.out)
-        if done is not None and done.key == key:
+        if done is not None and done.key == attempt.ctx.key:
             verify(call.out, done, checksums=False)
             return done
-        return _attempt(call, config, world, inputs, key, resident, stopping, (began, start))
-    except ArtifactError as error:
-        if world.rank == 0:
-            quarantine(error.manifest)
-        raise
+        attempt.compute()
+        return attempt.commit()
 
 
-def _attempt(
-    call: StageCall,
-    config: RunConfig,
-    world: World,
-    inputs: dict[str, Input],
-    key: str,
-    resident: dict[str, Any] | None,
-    stopping: Callable[[], bool],
-    times: tuple[float, float],
-) -> Manifest:
-    attempt = os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
-    if world.rank == 0 and call.out.is_dir():
-        known = read_manifest(call.out)
-        keep = {known.data} if known else set()
-        sweep(call.out, keep | {f"data-{attempt}"})
-    with attempt_folder(call.out, attempt) as data:
-        ctx = Context(
+class Attempt:
+    """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
+
+    A stage in a job of its own does one after the other; a pool computes the next stage while it
+    commits the one before.
+    """
+
+    def __init__(
+        self,
+        call: StageCall,
+        config: RunConfig,
+        world: World,
+        inputs: Mapping[str, Input],
+        resident: dict[str, Any],
+        stopping: Callable[[], bool],
+        *,
+        began: float,
+        start: float,
+        name: str | None = None,
+        live: Live | None = None,
+    ) -> None:
+        name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
+        self._call, self._began, self._start = call, began, start
+        self.ctx = Context(
             config=config,
             stage=call.stage,
             iteration=call.iteration,
             run=call.config.parent,
             out=call.out,
-            data=data,
+            data=call.out / f"data-{name}",
             world=world,
-            key=key,
             inputs=inputs,
-            resident={} if resident is None else resident,
+            resident=resident,
             stopping=stopping,
+            live=live,
         )
+
+    def compute(self) -> None:
+        """Run the stage; what it wrote is removed again if it fails."""
+        ctx = self.ctx
+        if ctx.world.rank == 0 and ctx.out.is_dir():
+            known = read_manifest(ctx.out)
+            sweep(ctx.out, {ctx.data.name, known.data if known else ctx.data.name})
+        ctx.data.mkdir(parents=True, exist_ok=True)
+        with self._removing():
+            importlib.import_module(f"stages.{ctx.stage}").run(ctx)
+            ctx.spans.append(
+                {
+                    "name": ctx.stage,
+                    "rank": ctx.world.rank,
+                    "host": socket.gethostname(),
+                    "start": self._start,
+                    "end": time.time(),
+                }
+            )
+            if ctx.stage == "train":
+                from stages.parts import trainer_moved
+
+                trainer_moved(ctx)
+
+    def commit(self) -> Manifest:
+        """Write what was put off and publish the manifest; all ranks take part.
+
+        Waits for the commits of the inputs.
+        """
+        ctx = self.ctx
+        with self._removing():
+            for work in ctx.live.later if ctx.live else ():
+                work()
+            if ctx.world.size > 1:
+                report = {"metrics": ctx.metrics, "spans": ctx.spans, "extra": ctx.extra}
+                write_atomic(ctx.data / f".rank-{ctx.world.rank}.json", json.dumps(report))
+                if ctx.world.rank:
+                    return _await_commit(ctx.out, ctx.key)
+                _merge_ranks(ctx)
+            return self._publish()
+
+    @contextlib.contextmanager
+    def _removing(self) -> Iterator[None]:
         try:
-            importlib.import_module(f"stages.{call.stage}").run(ctx)
-        except RlinfError:
-            raise
-        except Exception as error:
+            yield
+        except BaseException as error:
             # Asked here, before the attempt's files are removed and there is room again.
-            full = storage_error(error, data)
+            full = None
+            if isinstance(error, Exception) and not isinstance(error, RlinfError):
+                full = storage_error(error, self.ctx.data)
+            shutil.rmtree(self.ctx.data, ignore_errors=True)
             if full is not None:
                 raise full from error
             raise
-        ctx.spans.append(
-            {
-                "name": call.stage,
-                "rank": world.rank,
-                "host": socket.gethostname(),
-                "start": times[1],
+
+    def _publish(self) -> Manifest:
+        ctx, call = self.ctx, self._call
+        files = describe_files(ctx.data, UNSTABLE)
+        metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            raise StageError(f"{call.stage}: metric {bad[0]} is not finite")
+        manifest = Manifest(
+            stage=call.stage,
+            iteration=call.iteration,
+            key=ctx.key,
+            content=content_digest(files, metrics),
+            data=ctx.data.name,
+            files=files,
+            inputs={name: entry.manifest.content for name, entry in ctx.inputs.items()},
+            metrics=metrics,
+            timing={
+                "began": self._began,
+                "start": self._start,
                 "end": time.time(),
-            }
+                "spans": ctx.spans,
+            },
+            host=socket.gethostname(),
+            job=os.environ.get("SLURM_JOB_ID", ""),
+            world=ctx.world.size,
+            extra=ctx.extra,
         )
-        if world.size > 1:
-            report = {"metrics": ctx.metrics, "spans": ctx.spans, "extra": ctx.extra}
-            write_atomic(data / f".rank-{world.rank}.json", json.dumps(report))
-            if world.rank:
-                return _settled(ctx, _await_commit(call.out, key))
-            _merge_ranks(ctx)
-        return _settled(ctx, _commit(call, ctx, key, times))
+        winner = commit(call.out, manifest)
+        shutil.rmtree(call.out / "progress", ignore_errors=True)
+        return winner
 
 
-def _settled(ctx: Context, manifest: Manifest) -> Manifest:
-    """Remember on every rank alike what the resident objects now hold."""
-    if ctx.stage == "train" and "trainer" in ctx.resident:
-        from stages.parts import trainer_moved
-
-        trainer_moved(ctx, manifest.content)
-    return manifest
-
-
-def _commit(call: StageCall, ctx: Context, key: str, times: tuple[float, float]) -> Manifest:
-    began, start = times
-    files = describe_files(ctx.data, UNSTABLE)
-    metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
-    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-    if bad:
-        raise StageError(f"{call.stage}: metric {bad[0]} is not finite")
-    manifest = Manifest(
-        stage=call.stage,
-        iteration=call.iteration,
-        key=key,
-        content=content_digest(files, metrics),
-        data=ctx.data.name,
-        files=files,
-        inputs={name: entry.manifest.content for name, entry in ctx.inputs.items()},
-        metrics=metrics,
-        timing={"began": began, "start": start, "end": time.time(), "spans": ctx.spans},
-        host=socket.gethostname(),
-        job=os.environ.get("SLURM_JOB_ID", ""),
-        world=ctx.world.size,
-        extra=ctx.extra,
-    )
-    winner = commit(call.out, manifest)
-    shutil.rmtree(call.out / "progress", ignore_errors=True)
-    return winner
+@contextlib.contextmanager
+def withdrawing(world: World) -> Iterator[None]:
+    """A damaged input loses its commit, so that the stage that made it runs again."""
+    try:
+        yield
+    except ArtifactError as error:
+        if world.rank == 0:
+            quarantine(error.manifest)
+        raise
 
 
 def _merge_ranks(ctx: Context) -> None:

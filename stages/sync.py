@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from rlinf.artifacts import prune, read_manifest
 from rlinf.config import RunConfig
+from rlinf.models.base import Policy
 from stages.context import Context
 from stages.layout import PER_ITERATION, stage_folder
-from stages.parts import held_trainer
+from stages.parts import WEIGHTS, held_trainer
 
 
 def run(ctx: Context) -> None:
     """Inputs ``initial`` and ``checkpoint``; output: policy folder ``weights``."""
     trainer = held_trainer(ctx)
-    tensors = trainer.full_state()
-    if ctx.world.rank:
-        return
     with ctx.span("publish"):
-        folder = ctx.data / "weights"
-        folder.mkdir()
-        trainer.policy.save(folder, tensors)
-    ctx.metric("version", ctx.iteration + 1)
-    ctx.metric("bytes", sum(tensor.nbytes for tensor in tensors.values()))
+        # In a pool they are written while the next iteration's update changes the trainer's own.
+        tensors = trainer.full_state(copy=ctx.live is not None)
+        ctx.hand_on(WEIGHTS, tensors)
+        if ctx.world.rank == 0:
+            ctx.later(lambda: _write(ctx, trainer.policy, tensors))
+    if ctx.world.rank == 0:
+        ctx.metric("version", ctx.iteration + 1)
+        ctx.metric("bytes", sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _write(ctx: Context, policy: Policy, tensors: dict[str, Tensor]) -> None:
+    folder = ctx.data / WEIGHTS
+    folder.mkdir()
+    policy.save(folder, tensors)
     for old in expired(ctx.config, ctx.run, ctx.iteration):
         prune(old)
 

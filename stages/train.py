@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlinf.algorithms.base import scheduled_lr, step_weights
+from rlinf.algorithms.base import Algorithm, scheduled_lr, step_shares
 from rlinf.data.batch import StepBatch, assemble, join
+from rlinf.data.record import Record
 from rlinf.seeding import generator
 from stages.context import Context
 from stages.parts import changing_trainer, make_algorithm
@@ -19,50 +21,118 @@ def run(ctx: Context) -> None:
     """Inputs ``trajectories``, ``rewards``, ``logprobs``, ``initial``, ``checkpoint``.
 
     Output: folder ``checkpoint`` (weights and optimizer), for any number of processes.
+
+    Where the algorithm allows it, gradients of the first parts of the batch are computed while the
+    later ones are still to come; the weights change once all are there.
     """
     algorithm = make_algorithm(ctx.config)
-    settings = algorithm.config
-    rows: list[Any] = join(
-        ctx.reader("trajectories", "trajectories"),
-        ctx.reader("rewards", "rewards"),
-        ctx.reader("logprobs", "logprobs"),
-    )
     trainer = changing_trainer(ctx)
-    trainer.policy.observe([row[0] for row in rows])
-    rows = [row for row in rows if row[1].info["keep"]]
-    lr = scheduled_lr(settings, ctx.iteration, ctx.config.iterations)
-    history: list[dict[str, float]] = []
-    if rows:
-        records = [row[0] for row in rows]
-        batch = assemble(rows)
-        advantages, returns = algorithm.advantages(batch)
-        batch = replace(batch, advantages=advantages, returns=returns)
+    update = Update(ctx, algorithm, trainer)
+    parts: list[Rows] = []
+    for samples in ctx.parts():
+        rows: Rows = join(
+            *(ctx.records(name, samples) for name in ("trajectories", "rewards", "logprobs"))
+        )
+        parts.append(rows)
+        if update.streams:
+            update.accumulate(rows)
+    every = [row for part in parts for row in part]
+    if update.streams:
+        update.step()
+    else:
+        update.epochs(every)
+    with ctx.span("save"):
+        state = trainer.snapshot() if ctx.live else None
+        ctx.later(lambda: trainer.save(ctx.data / "checkpoint", state))
+    if ctx.world.rank == 0:
+        update.report(sum(bool(row[1].info["keep"]) for row in every))
+
+
+Rows = list[tuple[Record, ...]]
+"""Trajectory, reward and inference record of each sample."""
+
+
+class Update:
+    """The optimizer steps of one iteration."""
+
+    def __init__(self, ctx: Context, algorithm: Algorithm, trainer: Any) -> None:
+        self._ctx, self._algorithm, self._trainer = ctx, algorithm, trainer
+        settings = algorithm.config
+        self._lr = scheduled_lr(settings, ctx.iteration, ctx.config.iterations)
+        self._history: list[dict[str, float]] = []
+        self._mass = 0.0
+        self._batch: StepBatch | None = None
+        self.streams = (
+            algorithm.by_group
+            and settings.epochs == settings.minibatches == 1
+            and not trainer.policy.observes
+        )
+        """Whether a part of the batch has a gradient of its own, whatever the others hold."""
+
+    def accumulate(self, rows: Rows) -> None:
+        """Add the gradient of one part of the batch, not yet divided by the weight of the whole."""
+        rows = [row for row in rows if row[1].info["keep"]]
+        if rows:
+            batch = self._with_advantages(rows)
+            weights, mass = step_shares(batch.mask, self._algorithm.config.aggregation)
+            self._mass += mass
+            self._add(batch, rows, list(range(len(rows))), weights, entropy=True)
+
+    def step(self) -> None:
+        """Change the weights by what was accumulated."""
+        if self._mass:
+            self._finish(1 / self._mass)
+
+    def epochs(self, rows: Rows) -> None:
+        """All steps on the whole batch."""
+        ctx, settings = self._ctx, self._algorithm.config
+        self._trainer.policy.observe([row[0] for row in rows])
+        rows = [row for row in rows if row[1].info["keep"]]
+        if not rows:
+            return
+        batch = self._batch = self._with_advantages(rows)
         cuts = minibatches(
             len(rows), settings.epochs, settings.minibatches, ctx.config.seed, ctx.iteration
         )
         for done, chosen in enumerate(cuts):
-            weights = step_weights(batch.mask[chosen], settings.aggregation)
-            with ctx.span("update"):
-                metrics = trainer.step(
-                    [records[i] for i in chosen],
-                    lambda outputs, local, chosen=chosen, weights=weights: _loss(
-                        algorithm, outputs, batch, chosen, weights, local
-                    ),
-                    lr=lr,
-                    temperature=ctx.config.rollout.temperature,
-                    entropy=settings.entropy_bonus > 0 or done == 0,
-                )
-            history.append(metrics)
+            weights, mass = step_shares(batch.mask[chosen], settings.aggregation)
+            entropy = settings.entropy_bonus > 0 or done == 0
+            self._add(batch, rows, chosen, weights, entropy=entropy)
+            self._finish(1 / mass)
             ctx.progress(done + 1, len(cuts), "updates")
-    with ctx.span("save"):
-        trainer.save(ctx.data / "checkpoint")
-    if ctx.world.rank == 0:
-        ctx.metric("samples", len(rows))
-        ctx.metric("lr", lr)
+
+    def report(self, samples: int) -> None:
+        """Metrics of the iteration."""
+        ctx, history, batch = self._ctx, self._history, self._batch
+        ctx.metric("samples", samples)
+        ctx.metric("lr", self._lr)
         for name in sorted({name for metrics in history for name in metrics}):
             ctx.metric(name, float(np.mean([m[name] for m in history if name in m])))
-        if rows and batch.values is not None and returns is not None:
-            ctx.metric("explained_variance", explained_variance(batch.values, returns, batch.mask))
+        if batch is not None and batch.values is not None and batch.returns is not None:
+            value = explained_variance(batch.values, batch.returns, batch.mask)
+            ctx.metric("explained_variance", value)
+
+    def _with_advantages(self, rows: Rows) -> StepBatch:
+        batch = assemble(cast(Any, rows))
+        advantages, returns = self._algorithm.advantages(batch)
+        return replace(batch, advantages=advantages, returns=returns)
+
+    def _add(
+        self, batch: StepBatch, rows: Rows, chosen: list[int], weights: Tensor, *, entropy: bool
+    ) -> None:
+        with self._ctx.span("update"):
+            self._trainer.accumulate(
+                [rows[i][0] for i in chosen],
+                lambda outputs, local: _loss(
+                    self._algorithm, outputs, batch, chosen, weights, local
+                ),
+                temperature=self._ctx.config.rollout.temperature,
+                entropy=entropy,
+            )
+
+    def _finish(self, scale: float) -> None:
+        with self._ctx.span("update"):
+            self._history.append(self._trainer.update(lr=self._lr, scale=scale))
 
 
 def minibatches(count: int, epochs: int, parts: int, seed: int, iteration: int) -> list[list[int]]:
@@ -88,7 +158,7 @@ def _loss(
     outputs: Any,
     batch: StepBatch,
     chosen: list[int],
-    weights: torch.Tensor,
+    weights: Tensor,
     local: list[int],
 ) -> Any:
     """Loss of one micro-batch: rows ``local`` of the minibatch, which are ``chosen[local]``."""

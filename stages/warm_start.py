@@ -81,7 +81,7 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         ConfigError: the task has no demonstrations.
     """
     settings = ctx.config.warm_start
-    environment = held_environment(ctx, start)
+    environment = held_environment(ctx, lambda: start)
     if not environment.demonstrations(ctx.config.seed, 0, 1):
         raise ConfigError(
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"

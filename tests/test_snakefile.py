@@ -70,6 +70,7 @@ def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> No
     assert (tmp_path / "snakemake.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_longer_schedule_replaces_what_a_shorter_one_made(tmp_path: Path) -> None:
     """With a falling learning rate the updates of 1 of 1 and 1 of 2 iterations differ."""
     words = ["experiment=cartpole_ppo", f"run__root={tmp_path}", "run__name=cp"]

@@ -54,6 +54,8 @@ class Algorithm(ABC):
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     needs_values: ClassVar[bool] = False
+    by_group: ClassVar[bool] = False
+    """Whether advantages of a group do not depend on the rest of the batch."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -77,28 +79,39 @@ class Algorithm(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum over steps of ``weights`` times the loss, and metrics summed the same way.
 
-        ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included; ``weights``
-        already carry the normalisation over the whole minibatch, so sums over micro-batches (and
-        ranks) are the minibatch mean however it was cut.
+        ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
+        micro-batches (and ranks) are the minibatch's however it was cut.
         """
 
 
-def step_weights(mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """Weight of each step so that ``(weights * loss).sum()`` is the aggregated loss.
+def step_shares(mask: Tensor, aggregation: Aggregation) -> tuple[Tensor, float]:
+    """Weight ``[N, T]`` of each step and the divisor of the whole, which add up over parts.
+
+    ``(weights * loss).sum() / divisor`` is the aggregated loss of one part, and with the sums of
+    both that of several.
 
     Args:
-        mask: ``[N, T]`` 1 where a step counts, for the whole minibatch.
+        mask: ``[N, T]`` 1 where a step counts.
         aggregation: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
             ``seq_mean_token_mean`` first within each sequence (GRPO, arXiv 2402.03300),
             ``seq_mean_token_sum`` sums within each sequence (Dr. GRPO, arXiv 2503.20783).
     """
     lengths = mask.sum(-1, keepdim=True)
-    sequences = (lengths > 0).sum().clamp(min=1)
     if aggregation == "token_mean":
-        return mask / mask.sum().clamp(min=1)
+        return mask, max(1.0, float(mask.sum()))
+    sequences = max(1.0, float((lengths > 0).sum()))
     if aggregation == "seq_mean_token_mean":
-        return mask / lengths.clamp(min=1) / sequences
-    return mask / sequences
+        return mask / lengths.clamp(min=1), sequences
+    return mask, sequences
+
+
+def step_weights(mask: Tensor, aggregation: Aggregation) -> Tensor:
+    """Weight of each step so that ``(weights * loss).sum()`` is the aggregated loss.
+
+    Of a whole minibatch; see :func:`step_shares`.
+    """
+    weights, divisor = step_shares(mask, aggregation)
+    return weights / divisor
 
 
 def scheduled_lr(config: AlgorithmConfig, iteration: int, iterations: int) -> float:

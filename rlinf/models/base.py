@@ -84,6 +84,9 @@ class Policy(ABC):
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Step outputs under the current weights, with gradients where enabled."""
 
+    observes: ClassVar[bool] = False
+    """Whether :meth:`observe` does anything."""
+
     def observe(self, records: Sequence[Record]) -> None:  # noqa: B027
         """Look at a whole batch before the update (to follow observation statistics, say)."""
 

@@ -81,6 +81,7 @@ class MLPPolicy(Policy):
 
     Config = MLPConfig
     module: ActorCritic
+    observes = True
 
     def __init__(self, module: ActorCritic, settings: dict[str, Any]) -> None:
         self.module = module

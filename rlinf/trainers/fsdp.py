@@ -44,6 +44,8 @@ class FSDPConfig(Section):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of parameters in forward and backward; gradients are reduced in float32."""
     reshard_after_forward: bool = True
+    unit_mb: int = Field(default=32, ge=0)
+    """Least size of the parameters, MiB, that several processes gather at once."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class FSDPTrainer:
         self, policy: Policy, config: FSDPConfig, optimizer: AlgorithmConfig, world: World
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
+        self._sums: dict[str, Any] | None = None
+        """Metric sums of what is accumulated; None: nothing."""
+        self._root: Any = None
         self.device = local_device(config.device)
         kind = self.device.type
         if kind == "cuda":
@@ -146,28 +151,36 @@ class FSDPTrainer:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch.
+        """One optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
+        self.accumulate(records, loss, temperature=temperature, entropy=entropy)
+        return self.update(lr=lr)
+
+    def accumulate(
+        self,
+        records: Sequence[Record],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> None:
+        """Add the gradient of some samples to that of the coming :meth:`update`.
 
         Args:
-            records: the whole minibatch, the same on every rank.
-            loss: its sums over micro-batches of all ranks are the minibatch loss. Called by
+            records: the same on every rank.
+            loss: its sums over micro-batches of all ranks are the loss of these samples. Called by
                 several threads at once when ``threads`` says so.
-
-        Returns:
-            The metrics of ``loss``, summed over micro-batches and ranks, with ``loss`` and
-            ``grad_norm`` (before clipping).
-
-        Raises:
-            StageError: the loss or the gradient is not finite; no weight was changed.
         """
         torch.set_num_threads(self._torch_threads)
+        fresh, self._sums = self._sums is None, self._sums or {}
 
         def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
             policy.module.train()
-            # Each lane its own: an attempt that failed may have left some in any of them.
-            policy.module.zero_grad(set_to_none=True)
+            if fresh:
+                # Each lane its own: an attempt that failed may have left some in any of them.
+                policy.module.zero_grad(set_to_none=True)
             sums: dict[str, Any] = {}
-            for rows, real in zip(cut.batches, cut.real, strict=True):
+            for number, (rows, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
+                self._synchronise(last=number == len(cut.batches))
                 outputs = self._evaluate(
                     policy, [records[row] for row in rows], temperature, entropy
                 )
@@ -179,34 +192,73 @@ class FSDPTrainer:
                     sums[name] = sums.get(name, 0.0) + part * counted
             return sums
 
-        sums: dict[str, Any] = {}
-        for part in self._lanes.map(lane, self.cut(records)):
-            for name, value in part.items():
-                sums[name] = sums.get(name, 0.0) + value
-        self._lanes.add_gradients()
-        totals = self._sum_over_ranks(sums)
-        norm = self._gradient_norm()
+        try:
+            for part in self._lanes.map(lane, self.cut(records)):
+                for name, value in part.items():
+                    self._sums[name] = self._sums.get(name, 0.0) + value
+            self._lanes.add_gradients()
+        except BaseException:
+            self._sums = None
+            raise
+
+    def update(self, *, lr: float, scale: float = 1.0) -> dict[str, float]:
+        """Change the weights by the accumulated gradient.
+
+        Args:
+            scale: what gradient and metrics are multiplied by first, for losses that were summed
+                before the weight of the whole batch was known.
+
+        Returns:
+            The metrics of the losses, summed over micro-batches and ranks, with ``loss`` and
+            ``grad_norm`` (before clipping).
+
+        Raises:
+            StageError: the loss or the gradient is not finite; no weight was changed.
+        """
+        sums, self._sums = self._sums, None
+        if not sums:
+            raise ValueError("nothing was accumulated")
+        totals = {name: scale * value for name, value in self._sum_over_ranks(sums).items()}
+        norm = scale * self._gradient_norm()
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
                 f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
                 "are untouched. Look at this iteration's trajectories; lower algorithm.lr or "
                 "algorithm.clip_grad"
             )
-        self._clip_gradients(norm)
+        if norm > self._clip:
+            scale *= self._clip / (norm + 1e-6)
+        if scale != 1:
+            for parameter in self.policy.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         return {**totals, "grad_norm": norm}
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer with torch.distributed.checkpoint, all ranks together."""
+    def snapshot(self) -> dict[str, Any]:
+        """What :meth:`save` writes, as it is now; on the CPU, this rank's part of it."""
+        return _copied(self._state())
+
+    def save(self, folder: Path, state: dict[str, Any] | None = None) -> None:
+        """Write weights and optimizer with torch.distributed.checkpoint, all ranks together.
+
+        Args:
+            state: an earlier :meth:`snapshot`, which may be written while training goes on.
+        """
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
         alone = not torch.distributed.is_initialized()
         writer = FileSystemWriter(folder, thread_count=1)
         with _ordinary_errors():
-            save(self._state(), storage_writer=writer, no_dist=alone)
+            save(
+                self._state() if state is None else state,
+                storage_writer=writer,
+                no_dist=alone,
+                process_group=None if alone else self._writers,
+            )
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, by any number of processes."""
@@ -223,8 +275,12 @@ class FSDPTrainer:
             optim_state_dict=state["optimizer"],
         )
 
-    def full_state(self) -> dict[str, Tensor]:
-        """All weights, whole, on CPU, tied ones as one tensor; a collective of several ranks."""
+    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """All weights, whole, on CPU, tied ones as one tensor; a collective of several ranks.
+
+        Args:
+            copy: never the trainer's own tensors.
+        """
         from torch.distributed.tensor import DTensor
 
         named = self.policy.module.state_dict(keep_vars=True)
@@ -232,7 +288,8 @@ class FSDPTrainer:
         for value in named.values():
             if id(value) not in whole:
                 own = value.detach()
-                whole[id(value)] = (own.full_tensor() if isinstance(own, DTensor) else own).cpu()
+                full = own.full_tensor() if isinstance(own, DTensor) else own
+                whole[id(value)] = full.to("cpu", copy=copy and full is own)
         return {name: whole[id(value)] for name, value in named.items()}
 
     def _state(self) -> dict[str, Any]:
@@ -249,14 +306,26 @@ class FSDPTrainer:
         precision = MixedPrecisionPolicy(
             param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
         )
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": precision,
-            "reshard_after_forward": self.config.reshard_after_forward,
-        }
-        for block in policy.blocks():
-            fully_shard(block, **options)
-        fully_shard(policy.module, **options)
+        units = _units(policy.blocks(), self.config.unit_mb << 20)
+        for unit in units:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=precision,
+                reshard_after_forward=self.config.reshard_after_forward,
+            )
+        # The rest is needed again as soon as the backward pass begins.
+        self._root = fully_shard(
+            policy.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False
+        )
+        self._in_one = not units
+        self._writers = torch.distributed.new_group(backend="gloo")
+
+    def _synchronise(self, *, last: bool) -> None:
+        """A model that is one unit is gathered and its gradients are reduced once for them all."""
+        if self._root is not None and self._in_one:
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
 
     def _evaluate(
         self, policy: Policy, records: Sequence[Record], temperature: float, entropy: bool
@@ -279,12 +348,37 @@ class FSDPTrainer:
         norm = nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _clip_gradients(self, norm: float) -> None:
-        if norm > self._clip:
-            factor = self._clip / (norm + 1e-6)
-            for parameter in self.policy.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+
+def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
+    """Neighbouring blocks together until they have ``least`` bytes; none if all have not."""
+    units: list[list[nn.Module]] = []
+    size = least
+    for block in blocks:
+        if size >= least:
+            units.append([])
+            size = 0
+        units[-1].append(block)
+        size += sum(p.nbytes for p in block.parameters())
+    return units if len(units) > 1 or size >= least else []
+
+
+def _copied(value: Any) -> Any:
+    """A nested state with copies of its tensors on the CPU; of one that occurs twice, one copy."""
+    known: dict[int, Any] = {}
+
+    def copied(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: copied(part) for key, part in item.items()}
+        if isinstance(item, list | tuple):
+            return type(item)(copied(part) for part in item)
+        if isinstance(item, Tensor):
+            if id(item) not in known:
+                own = item.detach()
+                known[id(item)] = own.clone() if own.device.type == "cpu" else own.cpu()
+            return known[id(item)]
+        return item
+
+    return copied(value)
 
 
 @contextlib.contextmanager

@@ -76,6 +76,7 @@ def test_snakemake_gives_the_same_bytes(
     assert (tmp_path / "tiny" / "report" / "report.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["slurm", "slurm/plugin"])
 def test_snakemake_survives_a_cancelled_job(cluster: Path, tmp_path: Path, profile: str) -> None:
     words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=cp"]

@@ -1,0 +1,159 @@
+"""What stages hand each other in memory, before or instead of reading it from disk.
+
+Every worker of a pool has a board: one :class:`Output` per stage instance that runs here or whose
+records arrive here. A stream keeps all records of its iteration, because several stages read them
+and a stage may read them again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from rlinf.data.record import Record
+from rlinf.errors import RequeueRequested, StageError
+
+LOOK_S = 0.5
+"""How often one who waits looks whether it has been asked to stop."""
+
+
+class Stream:
+    """The records of one output channel: each (iteration, sample) once, whatever comes twice."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._records: dict[int, Record] = {}
+        self._ended = False
+        self._reached: dict[int, int] = {}
+        """By start of a range: the first sample of it that is not known to be here."""
+
+    def put(self, record: Record) -> None:
+        """Add a record; one of a sample that is here already is dropped."""
+        with self._changed:
+            if self._records.setdefault(record.identity.sample, record) is record:
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """No further record comes; not every sample need have one."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def complete(self, samples: range) -> bool:
+        """Whether all records of a range of samples are here that ever will be."""
+        if self._ended:
+            return True
+        reached = self._reached.get(samples.start, samples.start)
+        while reached < samples.stop and reached in self._records:
+            reached += 1
+        self._reached[samples.start] = reached
+        return reached >= samples.stop
+
+    def take(self, samples: range) -> list[Record]:
+        """The records of a range, by sample number."""
+        return [self._records[sample] for sample in samples if sample in self._records]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+class Output:
+    """What one stage instance hands on; it survives a failed attempt, for the next adds to it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._streams: dict[str, Stream] = {}
+        self.objects: dict[str, Any] = {}
+        """Other than records: the weights, by name."""
+        self._attempt: str | None = None
+        self._failure: str | None = None
+
+    def stream(self, channel: str) -> Stream:
+        """The stream of a channel."""
+        with self._changed:
+            return self._streams.setdefault(channel, Stream(self._changed))
+
+    def done(self, attempt: str) -> None:
+        """All is here; ``attempt`` names the folder it will be committed in."""
+        with self._changed:
+            self._attempt = attempt
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Nothing more will come: whoever waits for it gives up."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """
+        Raises:
+            StageError: nothing more will come.
+        """
+        if self._failure is not None:
+            raise StageError(self._failure)
+
+    def retried(self) -> None:
+        """Another attempt has begun."""
+        with self._changed:
+            self._failure = None
+
+    def attempt(self, stopping: Callable[[], bool]) -> str:
+        """Waits until all is here; the folder it will be committed in.
+
+        Raises:
+            StageError: it failed.
+            RequeueRequested: asked to stop while waiting.
+        """
+        self._wait(lambda: self._attempt is not None, stopping)
+        assert self._attempt is not None
+        return self._attempt
+
+    def records(self, channel: str, samples: range, stopping: Callable[[], bool]) -> list[Record]:
+        """Waits until a range of samples is complete.
+
+        Raises:
+            StageError, RequeueRequested: as :meth:`attempt`.
+        """
+        stream = self.stream(channel)
+        self._wait(lambda: stream.complete(samples), stopping)
+        return stream.take(samples)
+
+    def _wait(self, there: Callable[[], bool], stopping: Callable[[], bool]) -> None:
+        with self._changed:
+            while not there():
+                self.check()
+                if stopping():
+                    raise RequeueRequested("asked to stop while waiting for an input")
+                self._changed.wait(LOOK_S)
+
+
+class Board:
+    """The outputs that are in the memory of this process, by folder relative to the run."""
+
+    KEEP = 64
+    """Outputs kept; older ones are on disk."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outputs: dict[str, Output] = defaultdict(Output)
+
+    def output(self, folder: str) -> Output:
+        """The output of a stage instance; made when first asked for."""
+        with self._lock:
+            output = self._outputs[folder]
+            while len(self._outputs) > self.KEEP:
+                del self._outputs[next(iter(self._outputs))]
+            return output
+
+    def fail(self, reason: str) -> None:
+        """Nothing more will come from anywhere."""
+        with self._lock:
+            outputs = list(self._outputs.values())
+        for output in outputs:
+            output.fail(reason)
+
+    def __contains__(self, folder: object) -> bool:
+        return folder in self._outputs
