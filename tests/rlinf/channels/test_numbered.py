@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 from rlinf.channels.numbered import WINDOW, Inbox, Outbox, Part
 from rlinf.errors import DataError
 
+SENDER = ["add", "add", "send", "send", "answer", "answer", "later", "restart", "clear"]
+NETWORK = ["arrive", "lose", "repeat"]
 steps = st.lists(
-    st.tuples(
-        st.sampled_from(
-            "add add send send arrive lose repeat answer answer later restart clear".split()
-        ),
-        st.integers(0, 9),
-    ),
+    st.tuples(st.sampled_from(SENDER + NETWORK), st.integers(0, 9)),
     max_size=120,
 )
 
