@@ -571,7 +571,8 @@ class Link:
                     if self._welcome:
                         self._send("bye")
                     return
-                self._look(now)
+            self._look(now)
+            with self._changed:
                 self._speak(now)
                 wait_s = HEARTBEAT_S / 2
                 if self._fresh and self._welcome:
@@ -589,7 +590,10 @@ class Link:
                     self._receive(self._socket)
 
     def _look(self, now: float) -> None:
-        """Look for another controller when the present one is silent."""
+        """Look for another controller when the present one is silent.
+
+        The lock is not held while the file is read, which may take long.
+        """
         silent_s = now - self._heard
         if self._token is not None and silent_s < SILENT_S:
             return
@@ -611,11 +615,12 @@ class Link:
             return
         if self._socket is not None:
             self._socket.close(linger=0)
-        self._socket, self._token = fresh, pointer.token
-        self._greeted = self._welcome = self._owing = False
-        self._inbox = Inbox()
-        self._orders.clear()
-        self._reports.restart()
+        with self._changed:
+            self._socket, self._token = fresh, pointer.token
+            self._greeted = self._welcome = self._owing = False
+            self._inbox = Inbox()
+            self._orders.clear()
+            self._reports.restart()
 
     def _speak(self, now: float) -> None:
         beat = now - self._said >= HEARTBEAT_S

@@ -109,8 +109,8 @@ def stopped_s(before: float, now: float) -> float:
 
     It heard nobody meanwhile, and must not take the others for silent.
     """
-    pause = now - before - 2 * HEARTBEAT_S
-    return pause if pause > HEARTBEAT_S else 0.0
+    pause = now - before - HEARTBEAT_S
+    return pause if pause > 2 * HEARTBEAT_S else 0.0
 
 
 def _set_limits(end: zmq.Socket[bytes], timeout_s: float, max_bytes: int) -> None:

@@ -338,6 +338,22 @@ def test_a_stopped_controller_does_not_take_workers_for_lost(tmp_path: Path) -> 
         link.close()
 
 
+def test_the_time_a_thread_was_stopped_is_not_silence(tmp_path: Path) -> None:
+    with closing(Controller(tmp_path, interface="127.0.0.1", timeout_s=2)) as controller:
+        link, alone = Link(tmp_path, "w", {}), Link(tmp_path / "nobody", "w", {})
+        events(controller, 1)
+        time.sleep(0.1)
+        with link._changed:
+            with controller._changed, alone._changed:
+                time.sleep(3)
+            time.sleep(0.4)
+            assert controller.events(0) == []
+            assert alone.silent_s < 2
+        assert controller.events(0.3) == []
+        link.close()
+        alone.close()
+
+
 def test_only_the_last_status_counts(tmp_path: Path, controller: Controller) -> None:
     link = Link(tmp_path, "w", {})
     events(controller, 1)

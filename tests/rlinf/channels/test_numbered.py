@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlinf.channels.numbered import WINDOW, Inbox, Outbox, Part
@@ -13,11 +13,14 @@ SENDER = ["add", "add", "send", "send", "answer", "answer", "later", "restart", 
 NETWORK = ["arrive", "lose", "repeat"]
 steps = st.lists(
     st.tuples(st.sampled_from(SENDER + NETWORK), st.integers(0, 9)),
-    max_size=120,
+    min_size=20,
+    max_size=100,
 )
 
 
 @given(steps)
+@example([("add", 0), ("clear", 0), ("add", 0)])
+@settings(max_examples=300, deadline=None)
 def test_every_item_arrives_once_and_in_order(steps: list[tuple[str, int]]) -> None:
     outbox, inbox = Outbox(part_bytes=5, resend_s=1.0), Inbox()
     network: list[Part] = []
