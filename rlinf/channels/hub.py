@@ -335,7 +335,7 @@ class Hub:
 
     def _bury(self, now: float, pause: float) -> None:
         for client in self._clients.values():
-            client.seen_at += pause
+            client.seen_at = min(now, client.seen_at + pause)
             if client.alive and now - client.seen_at > self._timeout_s:
                 client.alive = False
                 self.lost += 1
