@@ -134,8 +134,8 @@ class _Queued(NamedTuple):
 class Controller:
     """The driver's end. Its thread hears the workers; all methods return at once but ``events``.
 
-    A report counts as handled at the next call of ``events`` (or ``close``): if the driver dies
-    before, the next controller of the folder gets it again.
+    A report counts as handled at the next call of ``events``: if the driver ends before, the next
+    controller of the folder gets it again.
 
     ``refused`` counts connections without the run's key, ``malformed`` messages that were dropped.
 
@@ -260,7 +260,6 @@ class Controller:
         with self._changed:
             if self._closed:
                 return
-            self._finish()
             self._closed = True
             os.eventfd_write(self._wakeup, 1)
         atexit.unregister(self.close)
@@ -410,7 +409,7 @@ class Controller:
 
     def _bury(self, now: float, pause: float) -> None:
         for session in self._workers.values():
-            session.seen_at += pause
+            session.seen_at = min(now, session.seen_at + pause)
             if now - session.seen_at > self._timeout_s:
                 self._lose(session, f"silent for {self._timeout_s:g} s")
 

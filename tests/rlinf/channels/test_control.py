@@ -222,6 +222,20 @@ def test_a_new_controller_takes_over_the_workers_and_what_was_not_handled(tmp_pa
         link.close()
 
 
+def test_a_report_in_hand_when_its_driver_ends_goes_to_the_next(tmp_path: Path) -> None:
+    link = Link(tmp_path, "w", {})
+    link.report({"i": 0})
+    with closing(Controller(tmp_path, interface="127.0.0.1")) as first:
+        assert reports(events(first, 2)) == [{"i": 0}]
+    with closing(Controller(tmp_path, interface="127.0.0.1")) as second:
+        assert reports(events(second, 2)) == [{"i": 0}]
+        assert second.events(0) == []
+        link.report({"i": 1})
+        assert events(second, 1) == [Report("w", {"i": 1})]
+        second.events(0)
+        link.close()
+
+
 def test_orders_not_taken_go_with_their_driver(tmp_path: Path) -> None:
     link = Link(tmp_path, "w", {})
     with closing(Controller(tmp_path, interface="127.0.0.1")) as first:
@@ -237,7 +251,7 @@ def test_orders_not_taken_go_with_their_driver(tmp_path: Path) -> None:
 
 def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) -> None:
     keys = run_keys(tmp_path)
-    stale = zmq.Context.instance().socket(zmq.ROUTER)
+    stale: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     stale.linger = 0
     stale.curve_server = True
     stale.curve_secretkey = keys.host_secret.encode()
@@ -245,7 +259,7 @@ def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) 
     address = stale.getsockopt_string(zmq.LAST_ENDPOINT)
     write_pointer(tmp_path / POINTER, {"address": address, "token": "present"})
     link = Link(tmp_path, "w", {})
-    assert stale.poll(WAIT_S * 1000)
+    assert stale.poll(int(WAIT_S * 1000))
     name, hello = stale.recv_multipart()
     assert msgpack.unpackb(hello)[:3] == ["hello", "present", "w"]
 
@@ -350,6 +364,7 @@ def test_the_time_a_thread_was_stopped_is_not_silence(tmp_path: Path) -> None:
             assert controller.events(0) == []
             assert alone.silent_s < 2
         assert controller.events(0.3) == []
+        assert 0 <= controller.workers()["w"].age_s < 1
         link.close()
         alone.close()
 
@@ -407,7 +422,7 @@ def test_strangers_get_nothing_and_stop_nothing(tmp_path: Path, controller: Cont
     events(controller, 1)
     public, secret = (key.decode() for key in zmq.curve_keypair())
     keys = run_keys(tmp_path)
-    context = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     plain = context.socket(zmq.DEALER)
     plain.linger = 0
     outsiders = [plain]
