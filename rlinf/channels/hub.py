@@ -32,18 +32,16 @@ from typing import Any
 
 import msgpack
 import zmq
-from zmq.utils import z85
 
+from rlinf.channels.curve import HEARTBEAT_S, Door, host_socket, stopped_s
 from rlinf.channels.keys import Keys
 from rlinf.channels.queue import Batch, Entry, KeyedQueue, Seen
 from rlinf.channels.wire import join, split
 from rlinf.data.record import Identity
 from rlinf.errors import DataError
 
-HEARTBEAT_S = 0.5
 MAX_CONTROL_BYTES = 1 << 20
 ZERO_COPY_BYTES = 1 << 16
-ZAP_DOMAIN = b"rlinf"
 
 
 @dataclass(eq=False)
@@ -88,8 +86,8 @@ class Hub:
         timeout_s: float,
         max_bytes: int,
     ) -> None:
-        self.refused = self.malformed = self.lost = 0
-        self._keys, self._timeout_s, self._fail_on_death = keys, timeout_s, fail_on_death
+        self.malformed = self.lost = 0
+        self._timeout_s, self._fail_on_death = timeout_s, fail_on_death
         self._queue = KeyedQueue(capacity)
         self._unique = Seen() if unique else None
         self._clients: dict[bytes, _Client] = {}
@@ -99,20 +97,13 @@ class Hub:
         self._closed = False
         self._failure: str | None = None
         self._stopping = False
-        self._zap = context.socket(zmq.REP)
-        self._zap.bind("inproc://zeromq.zap.01")
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_secretkey = keys.host_secret.encode()
-        self._socket.zap_domain = ZAP_DOMAIN
-        self._socket.router_handover = True
-        self._socket.maxmsgsize = max(max_bytes, MAX_CONTROL_BYTES)
+        self._door = Door(context, keys)
+        self._socket = host_socket(
+            context, keys, timeout_s=timeout_s, max_bytes=max(max_bytes, MAX_CONTROL_BYTES)
+        )
         # What is under way is bounded by the clients' windows and requests; a limit here would
         # drop messages without a word.
         self._socket.set_hwm(0)
-        self._socket.linger = 1000
-        self._socket.heartbeat_ivl = 1000
-        self._socket.heartbeat_timeout = int(timeout_s * 1000)
         self.endpoints = []
         for endpoint in endpoints:
             self._socket.bind(endpoint)
@@ -127,6 +118,10 @@ class Hub:
         }
         self._thread = threading.Thread(target=self._run, name="channel-hub", daemon=True)
         self._thread.start()
+
+    @property
+    def refused(self) -> int:
+        return self._door.refused
 
     def stop(self) -> None:
         """End the channel for everybody."""
@@ -146,35 +141,24 @@ class Hub:
             raise
         finally:
             self._socket.close()
-            self._zap.close()
+            self._door.close()
 
     def _work(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self._door.socket, zmq.POLLIN)
         checked = time.monotonic()
         while not self._stopping:
             ready = dict(poller.poll(int(HEARTBEAT_S * 1000 / 2)))
-            if self._zap in ready:
-                self._authenticate()
+            if self._door.socket in ready:
+                self._door.answer()
             if self._socket in ready:
                 self._receive()
             self._serve()
             now = time.monotonic()
             if now - checked > HEARTBEAT_S:
-                # A hub that was itself stopped must not take its clients for silent.
-                pause = now - checked - 2 * HEARTBEAT_S
-                self._bury(now, pause if pause > HEARTBEAT_S else 0.0)
+                self._bury(now, stopped_s(checked, now))
                 checked = now
-
-    def _authenticate(self) -> None:
-        """Answer one question of https://rfc.zeromq.org/spec/27/."""
-        version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
-        known = [z85.decode(self._keys.client_public)]
-        admitted = mechanism == b"CURVE" and credentials == known
-        self.refused += not admitted
-        status = (b"200", b"OK") if admitted else (b"400", b"unknown key")
-        self._zap.send_multipart([version, request, *status, b"", b""])
 
     def _receive(self) -> None:
         for _ in range(256):
@@ -351,7 +335,7 @@ class Hub:
 
     def _bury(self, now: float, pause: float) -> None:
         for client in self._clients.values():
-            client.seen_at += pause
+            client.seen_at = min(now, client.seen_at + pause)
             if client.alive and now - client.seen_at > self._timeout_s:
                 client.alive = False
                 self.lost += 1

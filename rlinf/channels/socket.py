@@ -24,9 +24,15 @@ from typing import Any, NamedTuple
 import msgpack
 import zmq
 
-from rlinf.artifacts import write_atomic
 from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed, ChannelFailed
-from rlinf.channels.hub import HEARTBEAT_S, MAX_CONTROL_BYTES, Hub, send
+from rlinf.channels.curve import (
+    HEARTBEAT_S,
+    client_socket,
+    outward_address,
+    routing_id,
+    write_pointer,
+)
+from rlinf.channels.hub import MAX_CONTROL_BYTES, Hub, send
 from rlinf.channels.keys import Keys, run_keys
 from rlinf.channels.queue import Batch
 from rlinf.channels.wire import decode, encode, split
@@ -104,7 +110,7 @@ class SocketChannel(Channel):
         hub = Hub(
             context,
             keys,
-            [inside, f"tcp://{interface or _outward_address()}:*"],
+            [inside, f"tcp://{interface or outward_address()}:*"],
             capacity=capacity,
             unique=unique,
             fail_on_death=fail_on_death,
@@ -113,8 +119,7 @@ class SocketChannel(Channel):
         )
         pointer = folder / f"{name}.socket.json"
         values = {"address": hub.endpoints[1], "timeout_s": timeout_s, "max_bytes": max_bytes}
-        write_atomic(pointer, json.dumps(values))
-        pointer.chmod(0o600)
+        write_pointer(pointer, values)
         channel = cls(context, {**values, "address": inside}, keys, pointer)
         channel.hub = hub
         return channel
@@ -148,16 +153,13 @@ class SocketChannel(Channel):
         self._address, self._timeout_s = values["address"], values["timeout_s"]
         self._max_bytes = values["max_bytes"]
         self._context = context
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.curve_serverkey = keys.host_public.encode()
-        self._socket.curve_publickey = keys.client_public.encode()
-        self._socket.curve_secretkey = keys.client_secret.encode()
-        self._socket.routing_id = b"c" + secrets.token_bytes(15)
-        self._socket.maxmsgsize = max(self._max_bytes, MAX_CONTROL_BYTES)
-        self._socket.linger = 1000
-        self._socket.reconnect_ivl_max = 1000
-        self._socket.heartbeat_ivl = 1000
-        self._socket.heartbeat_timeout = int(self._timeout_s * 1000)
+        self._socket = client_socket(
+            context,
+            keys,
+            routing_id(),
+            timeout_s=self._timeout_s,
+            max_bytes=max(self._max_bytes, MAX_CONTROL_BYTES),
+        )
         self._socket.connect(self._address)
 
         self._changed = threading.Condition()
@@ -495,13 +497,3 @@ class SocketChannel(Channel):
         self._answers[number] = (over, taken)
         if taken:
             self._left_of[number] = len(taken)
-
-
-def _outward_address() -> str:
-    """The address of the interface that leads out of this node; nothing is sent to learn it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

@@ -26,6 +26,7 @@ from rlinf.channels.keys import run_keys
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record
 from rlinf.errors import DataError, InputError
+from tests.rlinf.channels.proxy import Proxy
 
 PRELUDE = """
 import os, sys, time
@@ -344,45 +345,6 @@ def test_a_host_that_leaves_says_so(tmp_path: Path) -> None:
     other.leave()
     with pytest.raises(InputError, match="no such channel"):
         SocketChannel.open(tmp_path, "c")
-
-
-class Proxy:
-    """Passes bytes between a client and the host, and cuts the connection every so often."""
-
-    def __init__(self, target: tuple[str, int], cut_after: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._target, self._cut_after = target, cut_after
-        self.cuts = 0
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                inner, _ = self._listener.accept()
-            except OSError:
-                return
-            outer = socket.create_connection(self._target)
-            for a, b in ((inner, outer), (outer, inner)):
-                threading.Thread(target=self._pass, args=(a, b), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-        passed = 0
-        try:
-            while passed < self._cut_after and (data := source.recv(4096)):
-                sink.sendall(data)
-                passed += len(data)
-        except OSError:
-            pass
-        self.cuts += passed >= self._cut_after
-        for end in (source, sink):
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 def test_cut_connections_lose_and_repeat_nothing(tmp_path: Path) -> None:
