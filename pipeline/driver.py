@@ -44,6 +44,9 @@ class Outcome:
 class Executor(Protocol):
     """Starts stage calls and says how they ended."""
 
+    live: bool
+    """Whether a stage may be started before its inputs are committed."""
+
     def start(self, node: Node, call: StageCall) -> None:
         """Begin an attempt at a node."""
 
@@ -61,6 +64,7 @@ class InProcess:
     run: Run
     resident: dict[str, Any] = field(default_factory=dict)
     stopping: Callable[[], bool] = lambda: False
+    live: bool = False
     _ended: dict[Node, Outcome] = field(default_factory=dict)
 
     def start(self, node: Node, call: StageCall) -> None:
@@ -175,7 +179,10 @@ class Driver:
         return found
 
     def _ready(self, node: Node) -> bool:
-        return all(source in self._done for source in self.graph.inputs(node).values())
+        return all(
+            source in self._done or (self.executor.live and source in self._running)
+            for source in self.graph.inputs(node).values()
+        )
 
     def _start(self, node: Node) -> None:
         inputs = {

@@ -30,9 +30,10 @@ def prepare(values: Mapping[str, Any]) -> Run:
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
-    if plan.grain == "segment":
+    if plan.grain == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
-            "plan: grain: segment: no driver runs pools yet; make a plan with --grain stage"
+            "plan: grain: segment: pools are processes of their own; add cluster=local (this "
+            "machine) or cluster=slurm"
         )
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
@@ -136,8 +137,12 @@ def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
             executor = InProcess(run, {"progress": console.progress}, stop.is_set)
         else:
             plan = Plan.read(run.folder)
-            executor = LauncherExecutor(
-                run, make_launcher(cluster, plan), plan, cluster, stop.is_set
-            )
+            launcher = make_launcher(cluster, plan)
+            if plan.grain == "segment":
+                from pipeline.pools import PoolExecutor
+
+                executor = PoolExecutor(run, launcher, plan, cluster, stop.is_set, console.progress)
+            else:
+                executor = LauncherExecutor(run, launcher, plan, cluster, stop.is_set)
         listeners: list[Listener] = [console, Trackers(run)]
         Driver(run, executor, listeners, cluster.retries, offline).drive()

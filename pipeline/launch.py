@@ -99,6 +99,7 @@ class LauncherExecutor:
     plan: Plan
     cluster: ClusterConfig
     stopping: Callable[[], bool] = lambda: False
+    live: bool = False
     _ids: dict[Node, str] = field(default_factory=dict)
 
     def start(self, node: Node, call: StageCall) -> None:

@@ -101,7 +101,7 @@ class Forecast(Section):
 
 
 Grain = Literal["stage", "segment"]
-Transport = Literal["reference", "shared_memory", "nccl", "gloo", "file"]
+Transport = Literal["reference", "shared_memory", "nccl", "gloo", "socket", "file"]
 
 
 class Plan(Section):

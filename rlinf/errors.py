@@ -97,6 +97,12 @@ class RequeueRequested(RlinfError):
     exit_code = EXIT_REQUEUE
 
 
+class InputFailed(RlinfError):
+    """What a stage waited for will not come from where it was to come from; start it again."""
+
+    exit_code = EXIT_REQUEUE
+
+
 def storage_error(error: BaseException, folder: Path | None = None) -> StorageError | None:
     """The error to show when ``error`` came of a disk that can take no more.
 

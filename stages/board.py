@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlinf.data.record import Record
-from rlinf.errors import RequeueRequested, StageError
+from rlinf.errors import InputFailed, RequeueRequested
 
 LOOK_S = 0.5
 """How often one who waits looks whether it has been asked to stop."""
@@ -25,6 +25,7 @@ class Stream:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._records: dict[int, Record] = {}
+        self._ends: set[int] = set()
         self._ended = False
         self._reached: dict[int, int] = {}
         """By start of a range: the first sample of it that is not known to be here."""
@@ -35,10 +36,11 @@ class Stream:
             if self._records.setdefault(record.identity.sample, record) is record:
                 self._changed.notify_all()
 
-    def end(self) -> None:
-        """No further record comes; not every sample need have one."""
+    def end(self, rank: int = 0, ranks: int = 1) -> None:
+        """No further record comes of a rank of the stage; not every sample need have one."""
         with self._changed:
-            self._ended = True
+            self._ends.add(rank)
+            self._ended = len(self._ends) >= ranks
             self._changed.notify_all()
 
     def complete(self, samples: range) -> bool:
@@ -90,10 +92,10 @@ class Output:
     def check(self) -> None:
         """
         Raises:
-            StageError: nothing more will come.
+            InputFailed: nothing more will come.
         """
         if self._failure is not None:
-            raise StageError(self._failure)
+            raise InputFailed(self._failure)
 
     def retried(self) -> None:
         """Another attempt has begun."""
@@ -104,7 +106,7 @@ class Output:
         """Waits until all is here; the folder it will be committed in.
 
         Raises:
-            StageError: it failed.
+            InputFailed: it failed.
             RequeueRequested: asked to stop while waiting.
         """
         self._wait(lambda: self._attempt is not None, stopping)
@@ -115,7 +117,7 @@ class Output:
         """Waits until a range of samples is complete.
 
         Raises:
-            StageError, RequeueRequested: as :meth:`attempt`.
+            InputFailed, RequeueRequested: as :meth:`attempt`.
         """
         stream = self.stream(channel)
         self._wait(lambda: stream.complete(samples), stopping)

@@ -86,8 +86,8 @@ class Live:
 class _Both:
     """Hands records on at once and writes them to a file when the stage commits."""
 
-    def __init__(self, file: FileWriter, live: Live, channel: str) -> None:
-        self._file, self._live = file, live
+    def __init__(self, file: FileWriter, live: Live, channel: str, world: World) -> None:
+        self._file, self._live, self._rank, self._ranks = file, live, world.rank, world.size
         self._stream = live.output.stream(channel)
         self._sinks = live.sinks(channel)
 
@@ -97,7 +97,7 @@ class _Both:
         self._file.put(record, weight)
 
     def close(self) -> None:
-        self._stream.end()
+        self._stream.end(self._rank, self._ranks)
         self._sinks.close()
         self._live.later.append(self._file.close)
 
@@ -158,7 +158,7 @@ class Context:
 
         Raises:
             ArtifactError: the input is damaged.
-            StageError: the stage that makes it failed.
+            InputFailed: the stage that makes it failed.
         """
         entry = self.inputs[channel]
         if entry.output is not None:
@@ -187,7 +187,7 @@ class Context:
     def writer(self, channel: str) -> Writer:
         """An output channel; its files are visible once the stage has committed."""
         file = FileWriter(self.data, channel, self.world.rank)
-        return file if self.live is None else _Both(file, self.live, channel)
+        return file if self.live is None else _Both(file, self.live, channel, self.world)
 
     def hand_on(self, name: str, value: Any) -> None:
         """Give later stages of this process something else than records."""

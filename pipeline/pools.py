@@ -1,0 +1,446 @@
+"""Resident pools: one job per pool, whose workers take orders for many iterations.
+
+Pools are jobs of their own that find the driver through the run directory, in whatever order the
+queue starts them. A stage may be ordered before its inputs are committed: inputs made in the same
+pool stay in its memory, records made in another are sent while they are made. What is not in
+memory any more (a pool was lost, or came late) is read from disk once it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launchers.base import Job, Launcher, Status
+from pipeline.driver import Outcome
+from pipeline.flow import Graph, Node
+from pipeline.launch import ClusterConfig, resources
+from pipeline.plan import Plan, StagePlan
+from pipeline.run import Run
+from rlinf.artifacts import write_atomic
+from rlinf.channels.control import Controller, Joined, Lost, Report
+from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
+from stages.layout import POOLS
+from stages.pool import CHANNELS, worker_name
+from stages.runner import StageCall
+
+STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
+"""Inputs that are records, by the name of their channel; they can be sent while they are made."""
+WITH = {"sync": "train", "warm_start": "train", "reward": "train", "inference": "train"}
+WITH["evaluate"] = "rollout"
+"""Where a stage runs that no pool of the plan names."""
+PROGRESS = ("stage", "done", "total", "what")
+EVENTS_S = 0.25
+HOLD_S = 0.5
+"""How long orders of an iteration wait for the rest of it."""
+STATUS_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+RENEW_S = 300.0
+"""How long before the end of its lease a pool's successor is submitted."""
+log = logging.getLogger("rlinf")
+
+
+@dataclass(eq=False)
+class Member:
+    """One lease of a pool: a job and its workers."""
+
+    name: str
+    job: str
+    size: int
+    joined: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What the workers that are there said of themselves, by rank."""
+    given: set[Node] = field(default_factory=set)
+    finished: int = 0
+    leaving: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return len(self.joined) == self.size
+
+    @property
+    def ends(self) -> float | None:
+        """When its time is up, if that is known."""
+        known = [about["ends"] for about in self.joined.values() if about.get("ends")]
+        return min(known, default=None)
+
+    def workers(self, ranks: int) -> list[str]:
+        return [worker_name(self.name, rank) for rank in range(ranks)]
+
+
+@dataclass(eq=False)
+class PoolState:
+    """A pool of the plan and its leases, the one in use first."""
+
+    number: int
+    stages: tuple[str, ...]
+    needs: StagePlan
+    members: list[Member] = field(default_factory=list)
+    waiting: dict[Node, StageCall] = field(default_factory=dict)
+    """Started by the driver, not yet ordered."""
+    since: float = 0.0
+    lease: int = 0
+    failures: int = 0
+    reason: str = ""
+    resume: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return self.needs.nodes * self.needs.processes
+
+
+@dataclass
+class PoolExecutor:
+    """Gives the stages of a run to resident workers."""
+
+    run: Run
+    launcher: Launcher
+    plan: Plan
+    cluster: ClusterConfig
+    stopping: Callable[[], bool] = lambda: False
+    progress: Callable[[str, int, int, str], None] = lambda *_: None
+    live: bool = True
+    """Stages may start before their inputs are committed."""
+
+    def __post_init__(self) -> None:
+        self._graph = Graph(self.run.config)
+        self._places = {stage: i for i, stage in enumerate(self._graph.flow.stages)}
+        self._pools = [
+            PoolState(i, pool.stages, pool_needs(self.plan, i))
+            for i, pool in enumerate(self.plan.pools)
+        ]
+        self._of = {stage: pool for pool in self._pools for stage in pool.stages}
+        for stage, like in WITH.items():
+            self._of.setdefault(stage, self._of.get(like, self._pools[-1]))
+        self._live: dict[Node, dict[str, Node]] = {}
+        """Of a stage that was ordered: inputs that come from memory, and who makes them."""
+        self._held: dict[Node, Outcome] = {}
+        """Successes of stages whose inputs have not been reported yet."""
+        self._looked = self._told = 0.0
+        self._controller = Controller(self.run.folder / CHANNELS)
+        for pool in self._pools:
+            known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
+            pool.lease = max(known, default=0)
+            self._submit(pool)
+
+    def start(self, node: Node, call: StageCall) -> None:
+        pool = self._of[node.stage]
+        pool.waiting[node] = call
+        pool.since = time.monotonic()
+
+    def ended(self) -> dict[Node, Outcome]:
+        """Outcomes that have come in; waits a little for one."""
+        if self.stopping():
+            raise RequeueRequested("the driver was asked to stop; resume the run to go on")
+        self._order()
+        ended: dict[Node, Outcome] = {}
+        for event in self._controller.events(EVENTS_S):
+            if isinstance(event, Report):
+                self._reported(event, ended)
+            elif isinstance(event, Joined):
+                self._joined(event)
+            elif isinstance(event, Lost):
+                self._lost(event, ended)
+        if time.monotonic() - self._looked > self.launcher.poll_s:
+            self._looked = time.monotonic()
+            self._look(ended)
+        self._keep_up()
+        self._tell()
+        busy = {node for pool in self._pools for m in pool.members for node in m.given}
+        busy |= {node for pool in self._pools for node in pool.waiting}
+        self._held.update(ended)
+        free = {
+            node: outcome
+            for node, outcome in self._held.items()
+            if outcome.exit_code or not busy & set(self._graph.inputs(node).values())
+        }
+        # A success waits for those it was made from, which may be reported after it.
+        pending = set(self._held) - set(free)
+        free = {
+            node: outcome
+            for node, outcome in free.items()
+            if outcome.exit_code or not pending & set(self._graph.inputs(node).values())
+        }
+        for node in free:
+            del self._held[node]
+        return dict(sorted(free.items(), key=lambda item: self._position(item[0])))
+
+    def stop(self) -> None:
+        """Let the pools go, unless the driver was only asked to make room for its successor."""
+        if not self.stopping():
+            for pool in self._pools:
+                for member in pool.members:
+                    for worker in member.workers(member.size):
+                        self._controller.send(worker, {"do": "leave"})
+            deadline = time.monotonic() + 10
+            while any(m.joined for p in self._pools for m in p.members):
+                for event in self._controller.events(EVENTS_S):
+                    if isinstance(event, Lost):
+                        self._lost(event, {})
+                if time.monotonic() > deadline:
+                    break
+            self.launcher.cancel([m.job for p in self._pools for m in p.members])
+        self._controller.close()
+        self.launcher.close()
+
+    # Orders
+
+    def _order(self) -> None:
+        """Order what waits, in every pool that is there."""
+        for pool in self._pools:
+            member = self._active(pool)
+            if member is None or not pool.waiting:
+                continue
+            nodes = sorted(pool.waiting, key=self._position)
+            if member.size > 1 and time.monotonic() - pool.since < HOLD_S:
+                # All ranks must know all stages of an iteration when the first of them begins.
+                last = max(pool.stages, key=lambda stage: self._places.get(stage, -1))
+                whole = {node.iteration for node in nodes if node.stage == last}
+                nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._places]
+            self._decide(pool, member, nodes)
+        for pool in self._pools:
+            member = self._active(pool)
+            if member is not None:
+                self._send(pool, member)
+
+    def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
+        """Settle where the inputs of stages come from that are about to be ordered."""
+        for node in nodes:
+            if node in self._live:
+                continue
+            live: dict[str, Node] = {}
+            for name, source in self._graph.inputs(node).items():
+                here = source in member.given or source in pool.waiting
+                coming = any(source in other.waiting for other in self._pools)
+                if (here and (member.size == 1 or coming)) or (
+                    coming and name in STREAMS and self._sent_live(source, node)
+                ):
+                    live[name] = source
+            self._live[node] = live
+
+    def _sent_live(self, source: Node, node: Node) -> bool:
+        edge = f"{source.stage} -> {node.stage}"
+        return self.plan.transports.get(edge, "socket") != "file"
+
+    def _send(self, pool: PoolState, member: Member) -> None:
+        """Order all stages whose inputs are settled."""
+        nodes = [node for node in sorted(pool.waiting, key=self._position) if node in self._live]
+        orders: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for node in nodes:
+            call = pool.waiting.pop(node)
+            ranks = self._ranks(node)
+            order = {
+                "node": node.name,
+                "stage": node.stage,
+                "iteration": node.iteration,
+                "position": self._position(node),
+                "out": self._relative(call.out),
+                "attempt": secrets.token_hex(6),
+                "ranks": ranks,
+                "inputs": {
+                    name: [self._relative(folder), name in self._live[node]]
+                    for name, folder in call.inputs.items()
+                },
+                "sinks": self._sinks(node, member),
+            }
+            member.given.add(node)
+            for worker in member.workers(ranks):
+                orders[worker].append(order)
+        for worker, stages in orders.items():
+            self._controller.send(worker, {"do": "run", "stages": stages})
+
+    def _sinks(self, node: Node, member: Member) -> dict[str, list[str]]:
+        """Workers that wait for the records of a stage, by channel."""
+        sinks: dict[str, set[str]] = defaultdict(set)
+        for target, live in self._live.items():
+            names = [name for name, source in live.items() if source == node and name in STREAMS]
+            if not names:
+                continue
+            pool = self._of[target.stage]
+            owner = next((m for m in pool.members if target in m.given), self._active(pool))
+            if owner is not None and not (owner is member and member.size == 1):
+                for name in names:
+                    sinks[name] |= set(owner.workers(self._ranks(target)))
+        return {name: sorted(workers) for name, workers in sinks.items()}
+
+    def _position(self, node: Node) -> tuple[int, int, int]:
+        """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
+        if node.stage not in self._places:
+            return (node.iteration, 0, -1)
+        sources = self._graph.flow.stages[node.stage]
+        whole = not STREAMS & set(sources) and any(
+            not s.back and s.stage in self._places for s in sources.values()
+        )
+        return (node.iteration, self.plan.chunks if whole else 0, self._places[node.stage])
+
+    def _ranks(self, node: Node) -> int:
+        own = self.plan.of(node.stage)
+        return 1 if own.nodes * own.processes == 1 else self._of[node.stage].size
+
+    def _relative(self, folder: Path) -> str:
+        return folder.relative_to(self.run.folder).as_posix()
+
+    # Workers and their jobs
+
+    def _active(self, pool: PoolState) -> Member | None:
+        """The newest lease whose workers are all there."""
+        return next((m for m in reversed(pool.members) if m.ready and not m.leaving), None)
+
+    def _member(self, worker: str) -> tuple[PoolState, Member] | None:
+        for pool in self._pools:
+            for member in pool.members:
+                if worker in member.workers(member.size):
+                    return pool, member
+        return None
+
+    def _joined(self, event: Joined) -> None:
+        found = self._member(event.worker)
+        if found is not None:
+            found[1].joined[int(event.about["rank"])] = event.about
+
+    def _reported(self, event: Report, ended: dict[Node, Outcome]) -> None:
+        found = self._member(event.worker)
+        stage, _, iteration = str(event.content["node"]).partition("/")
+        node = Node(stage, int(iteration))
+        if found is None or node not in found[1].given:
+            return
+        pool, member = found
+        code = int(event.content["code"])
+        if code == 0 and int(event.worker.rpartition("-r")[2]):
+            return  # rank 0 speaks for all when a stage went well
+        member.given.discard(node)
+        self._live.pop(node, None)
+        if code == 0:
+            member.finished += 1
+            pool.failures = 0
+        elif member.size > 1 and code != EXIT_REQUEUE:
+            # The other ranks may wait for this one in the middle of a collective.
+            self._give_up(pool, member, f"{node.name} failed on one rank", ended)
+        ended[node] = Outcome(code, str(event.content["reason"]))
+
+    def _lost(self, event: Lost, ended: dict[Node, Outcome]) -> None:
+        found = self._member(event.worker)
+        if found is None:
+            return
+        pool, member = found
+        member.joined.pop(int(event.worker.rpartition("-r")[2]), None)
+        if event.reason == "left":
+            self._hand_back(member, f"pool {pool.number} stopped", ended)
+        else:
+            self._give_up(pool, member, f"{event.worker}: {event.reason}", ended)
+
+    def _hand_back(self, member: Member, reason: str, ended: dict[Node, Outcome]) -> None:
+        """What a member had to do must be started again; that is nobody's failure."""
+        for node in member.given:
+            self._live.pop(node, None)
+            ended[node] = Outcome(EXIT_REQUEUE, reason)
+        member.given.clear()
+
+    def _give_up(
+        self, pool: PoolState, member: Member, reason: str, ended: dict[Node, Outcome]
+    ) -> None:
+        """A member that cannot go on is cancelled and replaced."""
+        self._hand_back(member, reason, ended)
+        self.launcher.cancel([member.job])
+        for worker in member.workers(member.size):
+            self._controller.forget(worker)
+        if member in pool.members:
+            pool.members.remove(member)
+        if member.leaving:
+            return
+        log.warning("pool %d: %s", pool.number, reason)
+        pool.failures = 0 if member.finished else pool.failures + 1
+        pool.reason = reason
+        if pool.failures > self.cluster.retries:
+            raise StageError(f"pool {pool.number} failed {pool.failures} times: {reason}")
+        pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
+        pool.resume = time.monotonic() + (pause if pool.failures else 0)
+
+    def _look(self, ended: dict[Node, Outcome]) -> None:
+        """Ask how the jobs are: one query for all pools."""
+        jobs = [member.job for pool in self._pools for member in pool.members]
+        statuses: Mapping[str, Status] = self.launcher.poll(jobs) if jobs else {}
+        for pool in self._pools:
+            for member in list(pool.members):
+                status = statuses.get(member.job)
+                if status is None or status.state.active:
+                    continue
+                if status.exit_code == EXIT_REQUEUE:
+                    member.finished = max(1, member.finished)
+                what = f"job {member.job} {status.state.value}: {status.reason}".strip()
+                self._give_up(pool, member, what, ended)
+
+    def _keep_up(self) -> None:
+        """Submit what is missing, renew leases that end, let go of those that were renewed."""
+        for pool in self._pools:
+            newest = pool.members[-1] if pool.members else None
+            if newest is None:
+                if time.monotonic() >= pool.resume:
+                    pool.lease += 1
+                    self._submit(pool)
+            elif newest.ready and newest.ends and newest.ends - time.time() < RENEW_S:
+                pool.lease += 1
+                self._submit(pool)
+            active = self._active(pool)
+            for member in pool.members[:-1]:
+                if member is not active and not member.given and not member.leaving:
+                    member.leaving = True
+                    for worker in member.workers(member.size):
+                        self._controller.send(worker, {"do": "leave"})
+
+    def _submit(self, pool: PoolState) -> None:
+        name = f"pool-{pool.number}-{pool.lease}"
+        out = self._folder(pool) / str(pool.lease)
+        out.mkdir(parents=True, exist_ok=True)
+        argv = ("--run", str(self.run.folder), "--name", name, "--parts", str(self.plan.chunks))
+        needs = resources(pool.needs, self.cluster)
+        logs = self.run.folder / "logs" / POOLS
+        job = Job(f"pool/{name}", argv, out, logs, needs, "stages.pool")
+        pool.members.append(Member(name, self.launcher.submit(job), pool.size))
+
+    def _folder(self, pool: PoolState) -> Path:
+        return self.run.folder / POOLS / str(pool.number)
+
+    def _tell(self) -> None:
+        """Progress for the console, and a file for ``rlinf status``."""
+        if time.monotonic() - self._told < STATUS_S:
+            return
+        self._told = time.monotonic()
+        workers = self._controller.workers()
+        rows = []
+        for pool in self._pools:
+            for member in pool.members:
+                for rank, worker in enumerate(member.workers(member.size)):
+                    seen = workers.get(worker)
+                    status = dict(seen.status) if seen is not None and seen.alive else {}
+                    progress = status.get("progress") or {}
+                    if progress and rank == 0:
+                        self.progress(*(progress[key] for key in PROGRESS))
+                    rows.append(
+                        {
+                            "pool": pool.number,
+                            "stages": list(pool.stages),
+                            "worker": worker,
+                            "job": member.job,
+                            "host": member.joined.get(rank, {}).get("host", ""),
+                            "ends": member.ends,
+                            "alive": rank in member.joined,
+                            "busy": status.get("busy", []),
+                            "progress": progress,
+                        }
+                    )
+        folder = self.run.folder / POOLS
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / "status.json", json.dumps({"time": time.time(), "workers": rows}))
+
+
+def pool_needs(plan: Plan, number: int) -> StagePlan:
+    """What the job of a pool asks for: the most that one of its stages does."""
+    stages = [plan.of(stage) for stage in plan.pools[number].stages]
+    return max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))

@@ -1,0 +1,112 @@
+"""Records on their way from a stage in one worker to the boards of others.
+
+Every worker has one inbox, a socket channel that it hosts; a record says which output it belongs
+to. What arrives is kept on the worker's board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
+from rlinf.channels.socket import SocketChannel
+from rlinf.data.record import Identity, Record, Scalar
+from rlinf.errors import InputError
+from stages.board import Board
+
+TO, RANK, RANKS = "_to", "_rank", "_ranks"
+log = logging.getLogger("rlinf")
+
+
+class Inbox:
+    """Takes what other workers send; a thread of its own puts it on the board."""
+
+    def __init__(self, folder: Path, name: str, board: Board) -> None:
+        self._board = board
+        self._channel = SocketChannel.create(folder, name)
+        self._thread = threading.Thread(target=self._work, name="inbox", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with contextlib.suppress(ChannelFailed):
+            self._channel.close()
+        self._thread.join(5)
+        self._channel.leave()
+
+    def _work(self) -> None:
+        try:
+            for record in self._channel:
+                info = dict(record.info)
+                folder, _, channel = str(info.pop(TO)).rpartition(":")
+                stream = self._board.output(folder).stream(channel)
+                if RANKS in info:
+                    stream.end(int(info[RANK]), int(info[RANKS]))
+                else:
+                    stream.put(replace(record, info=info))
+        except ChannelFailed as error:
+            self._board.fail(f"records of other workers no longer arrive: {error}")
+
+
+class Outbox:
+    """Opens the inboxes of other workers, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Channel] = {}
+        self._lock = threading.Lock()
+
+    def writer(self, to: str, workers: Iterable[str], rank: int, ranks: int) -> Sender:
+        """Sends the records of output ``to`` to the boards of some workers."""
+        channels = {}
+        for name in workers:
+            with contextlib.suppress(InputError, ChannelFailed), self._lock:
+                if name not in self._open:
+                    self._open[name] = SocketChannel.open(self._folder, name)
+                channels[name] = self._open[name]
+        return Sender(to, channels, self, rank, ranks)
+
+    def drop(self, name: str) -> None:
+        """Forget a worker that does not answer."""
+        with self._lock:
+            self._open.pop(name, None)
+
+    def close(self) -> None:
+        for channel in self._open.values():
+            with contextlib.suppress(ChannelClosed, ChannelFailed):
+                channel.flush()
+            with contextlib.suppress(ChannelClosed, ChannelFailed):
+                channel.leave()
+
+
+class Sender:
+    """A worker that is gone is left out: who takes its place reads what is on disk."""
+
+    def __init__(
+        self, to: str, channels: dict[str, Channel], outbox: Outbox, rank: int, ranks: int
+    ) -> None:
+        self._to, self._channels, self._outbox = to, channels, outbox
+        self._rank, self._ranks = rank, ranks
+
+    def put(self, record: Record, weight: int = 1) -> None:
+        if self._channels:
+            self._send([replace(record, info={**record.info, TO: self._to})], weight)
+
+    def close(self) -> None:
+        info: dict[str, Scalar] = {TO: self._to, RANK: self._rank, RANKS: self._ranks}
+        if self._channels:
+            self._send([Record(Identity(0, -1, 0), info=info)], 1)
+
+    def _send(self, records: Sequence[Record], weight: int) -> None:
+        for name, channel in list(self._channels.items()):
+            try:
+                for record in records:
+                    channel.put(record, weight)
+            except (ChannelClosed, ChannelFailed) as error:
+                log.warning("%s no longer takes records: %s", name, error)
+                del self._channels[name]
+                self._outbox.drop(name)

@@ -1,0 +1,228 @@
+"""``python -m stages.pool``: one resident worker of a pool.
+
+It takes orders from the run's driver, runs stages in turns, and commits one stage's output while
+the next computes. Stages of one worker hand each other records and weights in memory; records for
+stages elsewhere go to their workers' inboxes. Whatever is not in memory is read from disk, so a
+worker can begin, end or be replaced at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlinf import threads
+from rlinf.channels.base import ChannelFailed
+from rlinf.channels.control import Link
+from rlinf.config import RunConfig
+from rlinf.errors import EXIT_REQUEUE, RlinfError
+from rlinf.trainers.world import World
+from slurm.deadline import stop_in
+from slurm.signals import StopFlag
+from stages.board import Board, Output
+from stages.context import Input, Live, Writer
+from stages.inbox import Inbox, Outbox
+from stages.layout import CONFIG
+from stages.runner import Attempt, StageCall, load_config, withdrawing
+from stages.turns import Turns
+
+CHANNELS = "channels"
+"""Folder of the run for keys and addresses."""
+ORPHAN_S = 600.0
+"""A worker whose driver has been silent for so long gives its devices back."""
+log = logging.getLogger("rlinf")
+
+
+def worker_name(pool: str, rank: int) -> str:
+    """The name of a rank of a pool on the control link."""
+    return f"{pool}-r{rank}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to leave (0), or asked to stop by Slurm (75)."""
+    threads.apply()
+    parser = argparse.ArgumentParser(prog="python -m stages.pool", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run directory")
+    parser.add_argument("--name", required=True, help="name of the pool")
+    parser.add_argument("--parts", type=int, default=1, help="parts a batch is passed on in")
+    parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    try:
+        config = load_config(arguments.run / CONFIG)
+        with StopFlag() as stop:
+            worker = Worker(arguments.run, config, arguments.name, arguments.parts, stop)
+            return worker.serve(arguments.orphan_s)
+    except RlinfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+class Worker:
+    """See the module."""
+
+    def __init__(self, run: Path, config: RunConfig, pool: str, parts: int, stop: StopFlag) -> None:
+        self._run, self._config, self._parts, self._stop = run, config, parts, stop
+        self._world = World.from_environment()
+        self._name = worker_name(pool, self._world.rank)
+        self._resident: dict[str, Any] = {"progress": self._progress}
+        self._board, self._turns = Board(), Turns()
+        self._committer = ThreadPoolExecutor(1, "commit")
+        self._busy: dict[str, threading.Thread | None] = {}
+        self._lock = threading.Lock()
+        self._inbox = Inbox(run / CHANNELS, self._name, self._board)
+        self._outbox = Outbox(run / CHANNELS)
+        left = stop_in()
+        about = {
+            "pool": pool,
+            "rank": self._world.rank,
+            "ranks": self._world.size,
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID", ""),
+            "host": os.uname().nodename,
+            "ends": None if left is None else time.time() + left,
+        }
+        self._link = Link(run / CHANNELS, self._name, about)
+
+    def serve(self, orphan_s: float) -> int:
+        """Carry out orders; returns the exit code."""
+        code = 0
+        try:
+            while not self._stop.is_set():
+                if self._link.silent_s > orphan_s and not self._busy:
+                    log.warning("no driver for %.0f s: leaving", orphan_s)
+                    break
+                orders = self._link.orders(0.2)
+                if any(order["do"] == "leave" for order in orders):
+                    break
+                # All places are taken before any stage begins: all ranks see the same order.
+                begun = [stage for order in orders for stage in order["stages"]]
+                for thread in [self._enter(stage) for stage in begun]:
+                    if thread is not None:
+                        thread.start()
+            else:
+                code = EXIT_REQUEUE
+        except ChannelFailed as error:
+            log.warning("another worker has taken this one's place: %s", error)
+            code = 1
+        self._end(code)
+        return code
+
+    def _end(self, code: int) -> None:
+        with self._lock:
+            running = [thread for thread in self._busy.values() if thread is not None]
+        for thread in running if code == EXIT_REQUEUE else ():
+            thread.join(30)
+        self._committer.shutdown(wait=code != 1, cancel_futures=code == 1)
+        self._outbox.close()
+        self._link.close()
+        self._inbox.close()
+        environment = self._resident.pop("environment", None)
+        if environment is not None:
+            environment[1].close()
+
+    def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
+        """A thread for a stage that has its place in the order; None if it is under way already."""
+        node = str(order["node"])
+        with self._lock:
+            if node in self._busy:
+                return None
+            turn = self._turns.enter(tuple(order["position"]))
+            thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
+            self._busy[node] = thread
+        output = self._board.output(str(order["out"]))
+        output.retried()
+        self._tell()
+        return thread
+
+    def _work(self, order: Mapping[str, Any], turn: Any) -> None:
+        output = self._board.output(str(order["out"]))
+        try:
+            with turn, withdrawing(self._world):
+                attempt = self._attempt(order, output, turn.part)
+                attempt.compute()
+                output.done(attempt.ctx.data.name)
+            with self._lock:
+                self._busy[str(order["node"])] = None
+            self._committer.submit(self._commit, order, attempt, output)
+        except BaseException as error:
+            self._failed(order, output, error)
+
+    def _attempt(self, order: Mapping[str, Any], output: Output, turn: Any) -> Attempt:
+        world = self._world if order["ranks"] > 1 else World()
+        out = str(order["out"])
+        inputs = {}
+        for name, (folder, live) in order["inputs"].items():
+            source = self._board.output(folder) if live else None
+            inputs[name] = Input(self._run / folder, None, source, self._stop.is_set)
+
+        def sinks(channel: str) -> Writer:
+            workers = [name for name in order["sinks"].get(channel, ()) if name != self._name]
+            return self._outbox.writer(f"{out}:{channel}", workers, world.rank, world.size)
+
+        now = time.time()
+        return Attempt(
+            StageCall(
+                str(order["stage"]),
+                self._run / CONFIG,
+                self._run / out,
+                int(order["iteration"]),
+                {name: entry.folder for name, entry in inputs.items()},
+            ),
+            self._config,
+            world,
+            inputs,
+            self._resident,
+            self._stop.is_set,
+            began=now,
+            start=now,
+            name=str(order["attempt"]),
+            live=Live(output, turn, sinks, self._parts),
+        )
+
+    def _commit(self, order: Mapping[str, Any], attempt: Attempt, output: Output) -> None:
+        try:
+            with withdrawing(self._world):
+                manifest = attempt.commit()
+            if manifest.data != attempt.ctx.data.name:
+                log.warning("%s: another attempt was first", order["node"])
+            self._report(order, 0, "")
+        except BaseException as error:
+            self._failed(order, output, error)
+
+    def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
+        node = str(order["node"])
+        code, reason = 1, "".join(traceback.format_exception(error))
+        if isinstance(error, RlinfError):
+            code, reason = error.exit_code, str(error)
+        output.fail(f"{node} failed: {reason.strip().splitlines()[-1]}")
+        log.warning("%s: %s", node, reason)
+        self._report(order, code, reason)
+
+    def _report(self, order: Mapping[str, Any], code: int, reason: str) -> None:
+        node = str(order["node"])
+        with self._lock:
+            self._busy.pop(node, None)
+        self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
+        self._tell()
+
+    def _progress(self, stage: str, done: int, total: int, what: str) -> None:
+        self._tell({"stage": stage, "done": done, "total": total, "what": what})
+
+    def _tell(self, progress: Mapping[str, Any] | None = None) -> None:
+        with self._lock:
+            busy = sorted(self._busy)
+        self._link.status({"busy": busy, "progress": dict(progress or {})})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Turns of the stages of one worker: which of them computes while the others wait.
+
+A position is (iteration, part of the batch, place in the flow). The lowest one of all stages that
+are under way has its turn, and keeps it while it waits for an input: whatever it waits for has a
+lower position still, here or in another pool, so some stage of the run can always go on. Positions
+depend on nothing that is measured, so all ranks of a pool take the same turns, as collectives need.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+Position = tuple[int, int, int]
+
+
+class Turns:
+    """The positions of all stages of a worker that are under way."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[Turn, Position] = {}
+
+    def enter(self, position: Position) -> Turn:
+        """A place in the order, to be left by its context manager."""
+        turn = Turn(self)
+        self.place(turn, position)
+        return turn
+
+    def place(self, turn: Turn, position: Position | None) -> None:
+        """Put a stage at another position; None: it is through."""
+        with self._changed:
+            if position is None:
+                self._waiting.pop(turn, None)
+            else:
+                self._waiting[turn] = position
+            self._changed.notify_all()
+
+    def wait(self, turn: Turn) -> None:
+        """Wait until no other stage is before this one."""
+        with self._changed:
+            while self._waiting and min(self._waiting.values()) < self._waiting[turn]:
+                self._changed.wait()
+
+    def position(self, turn: Turn) -> Position:
+        return self._waiting[turn]
+
+
+class Turn:
+    """One stage's place; a context manager that begins with its first turn."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def part(self, number: int) -> None:
+        """Go on to a part of the batch, after all who are still at an earlier one."""
+        iteration, part, place = self._turns.position(self)
+        self._turns.place(self, (iteration, max(part, number), place))
+        self._turns.wait(self)
+
+    def __enter__(self) -> Turn:
+        self._turns.wait(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._turns.place(self, None)
