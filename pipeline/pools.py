@@ -22,7 +22,7 @@ from launchers.base import Job, Launcher, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.launch import ClusterConfig, resources
-from pipeline.plan import Plan, StagePlan
+from pipeline.plan import SINGLE_PROCESS, Plan, StagePlan
 from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.channels.control import Controller, Joined, Lost, Report
@@ -280,8 +280,7 @@ class PoolExecutor:
         return (node.iteration, self.plan.chunks if whole else 0, self._places[node.stage])
 
     def _ranks(self, node: Node) -> int:
-        own = self.plan.of(node.stage)
-        return 1 if own.nodes * own.processes == 1 else self._of[node.stage].size
+        return 1 if node.stage in SINGLE_PROCESS else self._of[node.stage].size
 
     def _relative(self, folder: Path) -> str:
         return folder.relative_to(self.run.folder).as_posix()

@@ -9,8 +9,10 @@ worker can begin, end or be replaced at any time.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -57,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    # Where does it hang? The log tells, after kill -QUIT.
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         config = load_config(arguments.run / CONFIG)
         with StopFlag() as stop:
