@@ -27,7 +27,7 @@ from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.channels.control import Controller, Joined, Lost, Report
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
-from stages.layout import POOLS
+from stages.layout import POOLS, STATUS
 from stages.pool import CHANNELS, worker_name
 from stages.runner import StageCall
 
@@ -186,6 +186,7 @@ class PoolExecutor:
                 if time.monotonic() > deadline:
                     break
             self.launcher.cancel([m.job for p in self._pools for m in p.members])
+            (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
         self._controller.close()
         self.launcher.close()
 
@@ -418,25 +419,39 @@ class PoolExecutor:
                 for rank, worker in enumerate(member.workers(member.size)):
                     seen = workers.get(worker)
                     status = dict(seen.status) if seen is not None and seen.alive else {}
-                    progress = status.get("progress") or {}
-                    if progress and rank == 0:
-                        self.progress(*(progress[key] for key in PROGRESS))
+                    for row in status.get("doing", ()):
+                        if rank == 0 and row["total"] and row["took_s"] is None:
+                            self.progress(*(row[key] for key in PROGRESS))
                     rows.append(
                         {
                             "pool": pool.number,
-                            "stages": list(pool.stages),
                             "worker": worker,
+                            "rank": rank,
                             "job": member.job,
                             "host": member.joined.get(rank, {}).get("host", ""),
                             "ends": member.ends,
                             "alive": rank in member.joined,
-                            "busy": status.get("busy", []),
-                            "progress": progress,
+                            "leaving": member.leaving,
+                            "silent_s": 0.0 if seen is None else seen.age_s,
+                            "doing": status.get("doing", []),
+                            "version": status.get("version"),
+                            "queue": status.get("queue", 0),
                         }
                     )
+        pools = [
+            {
+                "pool": pool.number,
+                "stages": list(pool.stages),
+                "waiting": [node.name for node in pool.waiting],
+                "failures": pool.failures,
+                "reason": pool.reason,
+            }
+            for pool in self._pools
+        ]
+        content = {"time": time.time(), "pools": pools, "workers": rows}
         folder = self.run.folder / POOLS
         folder.mkdir(exist_ok=True)
-        write_atomic(folder / "status.json", json.dumps({"time": time.time(), "workers": rows}))
+        write_atomic(folder / STATUS, json.dumps(content))
 
 
 def pool_needs(plan: Plan, number: int) -> StagePlan:

@@ -29,6 +29,7 @@ class Stream:
         self._ended = False
         self._reached: dict[int, int] = {}
         """By start of a range: the first sample of it that is not known to be here."""
+        self._untaken: set[int] = set()
 
     def put(self, record: Record) -> None:
         """Add a record; one of a sample that is here already is dropped."""
@@ -53,8 +54,21 @@ class Stream:
         self._reached[samples.start] = reached
         return reached >= samples.stop
 
+    def arrived(self, record: Record) -> None:
+        """Add one that another worker sent; it waits until a stage takes it."""
+        with self._changed:
+            if record.identity.sample not in self._records:
+                self._untaken.add(record.identity.sample)
+            self.put(record)
+
+    @property
+    def waiting(self) -> int:
+        """Records from other workers that no stage here has taken."""
+        return len(self._untaken)
+
     def take(self, samples: range) -> list[Record]:
         """The records of a range, by sample number."""
+        self._untaken.difference_update(samples)
         return [self._records[sample] for sample in samples if sample in self._records]
 
     def __len__(self) -> int:
@@ -76,6 +90,12 @@ class Output:
         """The stream of a channel."""
         with self._changed:
             return self._streams.setdefault(channel, Stream(self._changed))
+
+    @property
+    def waiting(self) -> int:
+        """Records from other workers that no stage here has taken."""
+        with self._changed:
+            return sum(stream.waiting for stream in self._streams.values())
 
     def done(self, attempt: str) -> None:
         """All is here; ``attempt`` names the folder it will be committed in."""
@@ -149,6 +169,13 @@ class Board:
             while len(self._outputs) > self.KEEP:
                 del self._outputs[next(iter(self._outputs))]
             return output
+
+    @property
+    def waiting(self) -> int:
+        """Records from other workers that no stage here has taken."""
+        with self._lock:
+            outputs = list(self._outputs.values())
+        return sum(output.waiting for output in outputs)
 
     def fail(self, reason: str) -> None:
         """Nothing more will come from anywhere."""

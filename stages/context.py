@@ -7,8 +7,9 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,11 +19,15 @@ from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
+from stages.activity import COMPUTES
 from stages.board import Output
 from stages.identity import stage_key
 
 T = TypeVar("T")
 COMMIT_LOOK_S = 0.02
+BRIEF_S = 0.002
+"""Waits shorter than this are not recorded."""
+WAIT = "wait"
 log = logging.getLogger("rlinf")
 
 
@@ -34,19 +39,27 @@ class Input:
     committed: Manifest | None = None
     output: Output | None = None
     stopping: Callable[[], bool] = lambda: False
+    waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Entered while waiting, so that it can be seen."""
 
     @property
     def manifest(self) -> Manifest:
         """Its commit; waits for that."""
-        while self.committed is None:
+        if self.committed is None:
+            with self.waiting():
+                self.committed = self._commit()
+        return self.committed
+
+    def _commit(self) -> Manifest:
+        while True:
             if self.stopping():
                 raise RequeueRequested(f"asked to stop while waiting for {self.folder}")
             if self.output is not None:
                 self.output.check()
-            self.committed = read_manifest(self.folder)
-            if self.committed is None:
-                time.sleep(COMMIT_LOOK_S)
-        return self.committed
+            manifest = read_manifest(self.folder)
+            if manifest is not None:
+                return manifest
+            time.sleep(COMMIT_LOOK_S)
 
     @property
     def data(self) -> Path:
@@ -57,7 +70,8 @@ class Input:
     def state(self) -> str:
         """Names its content: the same output folder and attempt always hold the same."""
         if self.committed is None and self.output is not None:
-            return f"{self.folder}/{self.output.attempt(self.stopping)}"
+            with self.waiting():
+                return f"{self.folder}/{self.output.attempt(self.stopping)}"
         return f"{self.folder}/{self.manifest.data}"
 
 
@@ -122,8 +136,16 @@ class Context:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     spans: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    worker: str = ""
+    """Name of the resident worker; empty in a job of the stage's own."""
+    doing: str = COMPUTES
+    """For whoever watches."""
     _said: float = 0.0
     _read: dict[str, list[Record]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, entry in self.inputs.items():
+            entry.waiting = partial(self.waiting, name)
 
     @cached_property
     def key(self) -> str:
@@ -151,7 +173,8 @@ class Context:
     def turn(self, part: int) -> None:
         """Let other stages of this worker have theirs; waits for its own."""
         if self.live is not None:
-            self.live.turn(part)
+            with self.waiting("its turn"):
+                self.live.turn(part)
 
     def records(self, channel: str, samples: range) -> list[Record]:
         """The records that input ``channel`` has of these samples, by sample number.
@@ -162,7 +185,7 @@ class Context:
         """
         entry = self.inputs[channel]
         if entry.output is not None:
-            with self.span("wait"):
+            with self.waiting(channel):
                 return entry.output.records(channel, samples, self.stopping)
         if channel not in self._read:
             source = self.verified(channel)
@@ -222,15 +245,32 @@ class Context:
         try:
             yield
         finally:
-            self.spans.append(
-                {
-                    "name": name,
-                    "rank": self.world.rank,
-                    "host": socket.gethostname(),
-                    "start": start,
-                    "end": time.time(),
-                }
-            )
+            self.took(name, start)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Time a wait, as a span of that name, unless it is too short to matter."""
+        before, self.doing = self.doing, f"waits for {what}"
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.doing = before
+            if time.time() - start > BRIEF_S:
+                self.took(WAIT, start)
+
+    def took(self, name: str, start: float) -> None:
+        """A part of the stage that began at ``start`` ends now."""
+        self.spans.append(
+            {
+                "name": name,
+                "worker": self.worker,
+                "rank": self.world.rank,
+                "host": socket.gethostname(),
+                "start": start,
+                "end": time.time(),
+            }
+        )
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Say how far the stage is, at most every few seconds, and stop here when asked to.

@@ -47,7 +47,7 @@ class Inbox:
                 if RANKS in info:
                     stream.end(int(info[RANK]), int(info[RANKS]))
                 else:
-                    stream.put(replace(record, info=info))
+                    stream.arrived(replace(record, info=info))
         except ChannelFailed as error:
             self._board.fail(f"records of other workers no longer arrive: {error}")
 

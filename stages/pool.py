@@ -30,6 +30,7 @@ from rlinf.errors import EXIT_REQUEUE, RlinfError
 from rlinf.trainers.world import World
 from slurm.deadline import stop_in
 from slurm.signals import StopFlag
+from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Input, Live, Writer
 from stages.inbox import Inbox, Outbox
@@ -39,6 +40,7 @@ from stages.turns import Turns
 
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
+STATUS_S = 1.0
 ORPHAN_S = 600.0
 """A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
@@ -79,7 +81,7 @@ class Worker:
         self._world = World.from_environment()
         self._name = worker_name(pool, self._world.rank)
         self._resident: dict[str, Any] = {"progress": self._progress}
-        self._board, self._turns = Board(), Turns()
+        self._board, self._turns, self._activity = Board(), Turns(), Activity()
         self._committer = ThreadPoolExecutor(1, "commit")
         self._busy: dict[str, threading.Thread | None] = {}
         self._lock = threading.Lock()
@@ -99,9 +101,12 @@ class Worker:
 
     def serve(self, orphan_s: float) -> int:
         """Carry out orders; returns the exit code."""
-        code = 0
+        code, told = 0, 0.0
         try:
             while not self._stop.is_set():
+                if time.monotonic() - told > STATUS_S:
+                    told = time.monotonic()
+                    self._tell()
                 if self._link.silent_s > orphan_s and not self._busy:
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
@@ -143,6 +148,7 @@ class Worker:
             turn = self._turns.enter(tuple(order["position"]))
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
+        self._activity.ordered(node, str(order["stage"]))
         output = self._board.output(str(order["out"]))
         output.retried()
         self._tell()
@@ -153,7 +159,9 @@ class Worker:
         try:
             with turn, withdrawing(self._world):
                 attempt = self._attempt(order, output, turn.part)
+                self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
                 attempt.compute()
+                self._activity.computed(str(order["node"]))
                 output.done(attempt.ctx.data.name)
             with self._lock:
                 self._busy[str(order["node"])] = None
@@ -191,6 +199,7 @@ class Worker:
             start=now,
             name=str(order["attempt"]),
             live=Live(output, turn, sinks, self._parts),
+            worker=self._name,
         )
 
     def _commit(self, order: Mapping[str, Any], attempt: Attempt, output: Output) -> None:
@@ -216,16 +225,23 @@ class Worker:
         node = str(order["node"])
         with self._lock:
             self._busy.pop(node, None)
+        self._activity.ended(node)
         self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
         self._tell()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
-        self._tell({"stage": stage, "done": done, "total": total, "what": what})
+        self._activity.progress(stage, done, total, what)
+        self._tell()
 
-    def _tell(self, progress: Mapping[str, Any] | None = None) -> None:
-        with self._lock:
-            busy = sorted(self._busy)
-        self._link.status({"busy": busy, "progress": dict(progress or {})})
+    def _tell(self) -> None:
+        _, engine = self._resident.get("engine", (None, None))
+        self._link.status(
+            {
+                "doing": self._activity.rows(),
+                "version": getattr(engine, "version", None),
+                "queue": self._board.waiting,
+            }
+        )
 
 
 if __name__ == "__main__":

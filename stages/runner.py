@@ -169,6 +169,7 @@ class Attempt:
         start: float,
         name: str | None = None,
         live: Live | None = None,
+        worker: str = "",
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
         self._call, self._began, self._start = call, began, start
@@ -184,6 +185,7 @@ class Attempt:
             resident=resident,
             stopping=stopping,
             live=live,
+            worker=worker,
         )
 
     def compute(self) -> None:
@@ -195,15 +197,7 @@ class Attempt:
         ctx.data.mkdir(parents=True, exist_ok=True)
         with self._removing():
             importlib.import_module(f"stages.{ctx.stage}").run(ctx)
-            ctx.spans.append(
-                {
-                    "name": ctx.stage,
-                    "rank": ctx.world.rank,
-                    "host": socket.gethostname(),
-                    "start": self._start,
-                    "end": time.time(),
-                }
-            )
+            ctx.took(ctx.stage, self._start)
             if ctx.stage == "train":
                 from stages.parts import trainer_moved
 
@@ -215,6 +209,9 @@ class Attempt:
         Waits for the commits of the inputs.
         """
         ctx = self.ctx
+        # Waiting for their commits is no part of the stage's time.
+        for entry in ctx.inputs.values():
+            entry.waiting = contextlib.nullcontext
         with self._removing():
             for work in ctx.live.later if ctx.live else ():
                 work()
