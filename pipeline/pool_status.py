@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from stages.activity import COMMITS
+from stages.activity import COMMITS, WAITS
 from stages.layout import POOLS, STATUS
 
 STALE_S = 15.0
@@ -24,7 +24,7 @@ STALE_S = 15.0
 SILENT_S = 5.0
 SLOW, SLOW_S = 2.0, 5.0
 """A rank is marked that needs so many times as long as the other ranks, and so much longer."""
-BAR = 10
+BAR, SHOWN = 10, 3
 
 
 @dataclass
@@ -159,7 +159,11 @@ def _now(worker: WorkerStatus, pool: PoolStatus) -> Text:
     lines = []
     if worker.silent_s > SILENT_S:
         lines.append(Text(f"silent for {_duration(worker.silent_s)}", style="red"))
-    lines += [_stage(stage) for stage in worker.now]
+    lines += [_stage(stage) for stage in worker.now if stage.doing != WAITS or stage.slow]
+    later = [stage.node for stage in worker.now if stage.doing == WAITS and not stage.slow]
+    if later:
+        more = f" and {len(later) - SHOWN} more" if len(later) > SHOWN else ""
+        lines.append(Text(f"then {', '.join(later[:SHOWN])}{more}", style="dim"))
     if worker.leaving:
         lines.append(Text("leaves: its successor is there"))
     if not lines:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-COMPUTES, COMMITS = "computes", "commits"
+TURN = "its turn"
+COMPUTES, COMMITS, WAITS = "computes", "commits", f"waits for {TURN}"
 
 
 @dataclass(eq=False)
@@ -35,7 +36,7 @@ class Activity:
 
     def ordered(self, node: str, stage: str) -> None:
         with self._lock:
-            self._doing[node] = Doing(stage, time.time(), lambda: "waits for its turn")
+            self._doing[node] = Doing(stage, time.time(), lambda: WAITS)
 
     def begins(self, node: str, watch: Callable[[], str]) -> None:
         """It has its first turn; ``watch`` says what it does."""

@@ -19,7 +19,7 @@ from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
-from stages.activity import COMPUTES
+from stages.activity import COMPUTES, TURN
 from stages.board import Output
 from stages.identity import stage_key
 
@@ -95,6 +95,8 @@ class Live:
     ) -> None:
         self.output, self.turn, self.sinks, self.parts = output, turn, sinks, parts
         self.later: list[Callable[[], None]] = []
+        self.digests: dict[str, int] = {}
+        """Of the records this attempt wrote, by channel."""
 
 
 class _Both:
@@ -102,10 +104,13 @@ class _Both:
 
     def __init__(self, file: FileWriter, live: Live, channel: str, world: World) -> None:
         self._file, self._live, self._rank, self._ranks = file, live, world.rank, world.size
+        self._channel = channel
         self._stream = live.output.stream(channel)
+        live.digests[channel] = 0
         self._sinks = live.sinks(channel)
 
     def put(self, record: Record, weight: int = 1) -> None:
+        self._live.digests[self._channel] ^= record.digest()
         self._stream.put(record)
         self._sinks.put(record, weight)
         self._file.put(record, weight)
@@ -173,7 +178,7 @@ class Context:
     def turn(self, part: int) -> None:
         """Let other stages of this worker have theirs; waits for its own."""
         if self.live is not None:
-            with self.waiting("its turn"):
+            with self.waiting(TURN):
                 self.live.turn(part)
 
     def records(self, channel: str, samples: range) -> list[Record]:

@@ -19,7 +19,12 @@ NOW = 1_000_000.0
 
 def doing(node: str = "rollout/3", **values: Any) -> dict[str, Any]:
     """A stage that a worker has under way, for 20 s."""
-    usual = {"node": node, "stage": node.split("/")[0], "doing": "computes", "since": NOW - 20}
+    usual = {
+        "node": node,
+        "stage": node.split("/", maxsplit=1)[0],
+        "doing": "computes",
+        "since": NOW - 20,
+    }
     return {**usual, "done": 0, "total": 0, "what": "", "took_s": None, **values}
 
 
@@ -72,6 +77,15 @@ def test_a_worker_says_what_it_does_and_how_far_it_is(tmp_path: Path) -> None:
     shown = text(look(tmp_path))
     assert "0: rollout rank 0 on n1, job 17" in shown
     assert "16 of 32 samples, computes, 20 s 3 5 2.0 h" in shown
+
+
+def test_stages_that_wait_for_their_turn_share_a_line(tmp_path: Path) -> None:
+    nodes = [f"{stage}/3" for stage in ("inference", "train", "sync", "evaluate", "rollout")]
+    later = [doing(node, doing="waits for its turn") for node in nodes]
+    write(tmp_path, worker(0, doing("reward/3", doing="waits for trajectories"), *later))
+    shown = text(look(tmp_path))
+    assert "reward/3 waits for trajectories, 20 s" in shown
+    assert "then inference/3, train/3, sync/3 and 2 more" in shown
 
 
 def test_a_worker_in_the_queue_is_not_taken_for_an_idle_one(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Whatever strikes a run, it ends with the bytes of an undisturbed one.
+
+The short form is part of the suite; ``make chaos`` lets hundreds of faults strike
+(``RLINF_CHAOS_FAULTS``, ``RLINF_CHAOS_SEED``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.experiment import compose, execute
+from tests.cluster.chaos import FAULTS, Storm
+from tests.cluster.test_runs import PLAN, words
+from tests.pipeline.helpers import contents
+
+pytestmark = pytest.mark.cluster
+ITERATIONS = 6
+SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
+POOLS = {
+    "grain": "segment",
+    "defaults": {"partition": "cpu", "mem_mb": 2000, "time_min": 30},
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"a100": 1}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+    ],
+    "stages": {
+        "rollout": {"partition": "a100", "gpus": 1, "gpu_type": "a100"},
+        "train": {"partition": "h100", "gpus": 1, "gpu_type": "h100"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("reference")
+    plain = words(root, f"iterations={ITERATIONS}")
+    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    return contents(root / "tiny")
+
+
+def storm(root: Path, state: Path, plan: Path, seed: int) -> Storm:
+    call = words(root, f"iterations={ITERATIONS}", "cluster=slurm", "cluster.poll_s=0.2")
+    return Storm([*call, "cluster.retries=30", f"plan={plan}"], root, state, random.Random(seed))
+
+
+def plan_of(grain: str, folder: Path) -> Path:
+    if grain == "stage":
+        return PLAN
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump(POOLS))
+    return path
+
+
+@pytest.mark.parametrize("grain", ["segment", pytest.param("stage", marks=pytest.mark.slow)])
+def test_a_run_survives_what_strikes_it(
+    cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
+) -> None:
+    run = storm(tmp_path, cluster, plan_of(grain, tmp_path), SEED)
+    run.strike(6, ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"])
+    run.settle()
+    assert run.struck, "the run was struck at least once"
+    assert contents(tmp_path / "tiny") == reference, run.struck
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("grain", ["segment", "stage"])
+def test_runs_survive_hundreds_of_faults(
+    cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
+) -> None:
+    wanted = int(os.environ.get("RLINF_CHAOS_FAULTS", "100"))
+    struck: Counter[str] = Counter()
+    number = 0
+    while struck.total() < wanted:
+        root = tmp_path / str(number)
+        root.mkdir()
+        run = storm(root, cluster, plan_of(grain, root), SEED + number)
+        run.strike(wanted - struck.total(), sorted(FAULTS))
+        run.settle()
+        struck += Counter(run.struck)
+        assert contents(root / "tiny") == reference, (number, run.struck)
+        number += 1
+    print(f"{grain}: {struck.total()} faults in {number} runs: {dict(struck)}")
