@@ -134,7 +134,14 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
     handles = [Patch(label=stage, **_look(COLOURS[stage], True)) for stage in shown]
     if not all(s.computes for s in spans):
         handles.append(Patch(label="waiting", **_look(COLOURS["sync"], False)))
-    figure.legend(handles=handles, ncols=len(handles), loc="upper right", fontsize=9)
+    figure.legend(
+        handles=handles,
+        ncols=len(handles),
+        handlelength=1.3,
+        columnspacing=1.2,
+        loc="upper right",
+        fontsize=9,
+    )
     return finish(figure)
 
 
