@@ -124,27 +124,24 @@ def mark_slow(workers: list[WorkerStatus]) -> None:
 
 
 def pool_table(status: PoolsStatus) -> Table:
-    """One row per worker."""
+    """A row for every pool and one for each of its workers."""
     ago = _duration(status.age_s)
     title = f"pools, {ago} ago: the driver is gone or hangs" if status.stale else "pools"
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     if status.stale:
         out.title_style = "bold red"
-    out.add_column("pool", no_wrap=True)
     out.add_column("worker", no_wrap=True)
-    out.add_column("now")
-    for name in ("weights", "queue", "lease left"):
+    out.add_column("now", ratio=1)
+    for name in ("weights", "queue", "lease"):
         out.add_column(name, justify="right")
     for pool in status.pools:
-        name = f"{pool.number}: {', '.join(pool.stages)}"
-        if not pool.workers:
-            out.add_row(name, "none", _absent(pool))
+        name = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
+        out.add_row(name, Text() if pool.workers else _absent(pool))
         for worker in pool.workers:
             lease = "" if worker.lease_left_s is None else _duration(worker.lease_left_s)
             version = "" if worker.version is None or worker.version < 0 else str(worker.version)
             queue = str(worker.queue) if worker.alive else ""
-            out.add_row(name, _who(worker), _now(worker, pool), version, queue, lease)
-            name = ""
+            out.add_row(_who(worker), _now(worker), version, queue, lease)
     return out
 
 
@@ -153,7 +150,7 @@ def _who(worker: WorkerStatus) -> str:
     return f"rank {worker.rank}{where}, job {worker.job}"
 
 
-def _now(worker: WorkerStatus, pool: PoolStatus) -> Text:
+def _now(worker: WorkerStatus) -> Text:
     if not worker.alive:
         return Text("not there yet: queued or starting", style="yellow")
     lines = []
@@ -175,7 +172,7 @@ def _stage(stage: StageNow) -> Text:
     line = Text(f"{stage.node} ")
     if stage.total and stage.doing != COMMITS:
         full = round(BAR * min(1.0, stage.done / stage.total))
-        line.append("━" * full, style="green").append("━" * (BAR - full), style="dim")
+        line.append("━" * full, style="green").append("─" * (BAR - full), style="dim")
         line.append(f" {stage.done} of {stage.total} {stage.what}, ")
     line.append(f"{stage.doing}, {_duration(stage.for_s)}")
     if stage.slow:

@@ -65,7 +65,10 @@ def read_status(folder: Path) -> RunStatus:
     for i in synced[-10:]:
         first, last = manifest_of(run.folder, "rollout", i), manifest_of(run.folder, "sync", i)
         if first and last:
-            spans.append(last.timing["end"] - first.timing["start"])
+            # In pools a rollout may begin long before the weights that it waits for.
+            before = manifest_of(run.folder, "sync", i - 1) if i else None
+            start = max(first.timing["start"], before.timing["end"] if before else 0.0)
+            spans.append(last.timing["end"] - start)
             rates.append(first.metrics.get("steps", 0.0) / max(1e-9, spans[-1]))
     graph = Graph(run.config)
     scores = [
