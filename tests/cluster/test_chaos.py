@@ -20,7 +20,7 @@ from tests.cluster.test_runs import PLAN, words
 from tests.pipeline.helpers import contents
 
 pytestmark = pytest.mark.cluster
-ITERATIONS = 6
+ITERATIONS = {"segment": 40, "stage": 5}
 SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
 POOLS = {
     "grain": "segment",
@@ -36,17 +36,23 @@ POOLS = {
 }
 
 
+@pytest.fixture(scope="module", params=["segment", pytest.param("stage", marks=pytest.mark.slow)])
+def grain(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reference(grain: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("reference")
-    plain = words(root, f"iterations={ITERATIONS}")
+    plain = words(root, f"iterations={ITERATIONS[grain]}")
     execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
     return contents(root / "tiny")
 
 
-def storm(root: Path, state: Path, plan: Path, seed: int) -> Storm:
-    call = words(root, f"iterations={ITERATIONS}", "cluster=slurm", "cluster.poll_s=0.2")
-    return Storm([*call, "cluster.retries=30", f"plan={plan}"], root, state, random.Random(seed))
+def storm(root: Path, state: Path, grain: str, seed: int) -> Storm:
+    call = words(root, f"iterations={ITERATIONS[grain]}", "cluster=slurm", "cluster.poll_s=0.2")
+    call += ["cluster.retries=30", f"plan={plan_of(grain, root)}"]
+    return Storm(call, root, state, random.Random(seed))
 
 
 def plan_of(grain: str, folder: Path) -> Path:
@@ -57,12 +63,11 @@ def plan_of(grain: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("grain", ["segment", pytest.param("stage", marks=pytest.mark.slow)])
 def test_a_run_survives_what_strikes_it(
     cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
 ) -> None:
-    run = storm(tmp_path, cluster, plan_of(grain, tmp_path), SEED)
-    run.strike(6, ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"])
+    run = storm(tmp_path, cluster, grain, SEED)
+    run.strike(5, ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"])
     run.settle()
     assert run.struck, "the run was struck at least once"
     assert contents(tmp_path / "tiny") == reference, run.struck
@@ -70,7 +75,6 @@ def test_a_run_survives_what_strikes_it(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("grain", ["segment", "stage"])
 def test_runs_survive_hundreds_of_faults(
     cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
 ) -> None:
@@ -80,10 +84,11 @@ def test_runs_survive_hundreds_of_faults(
     while struck.total() < wanted:
         root = tmp_path / str(number)
         root.mkdir()
-        run = storm(root, cluster, plan_of(grain, root), SEED + number)
+        run = storm(root, cluster, grain, SEED + number)
         run.strike(wanted - struck.total(), sorted(FAULTS))
         run.settle()
         struck += Counter(run.struck)
         assert contents(root / "tiny") == reference, (number, run.struck)
+        print(f"{grain}, run {number}: {run.struck}, {run.restarts} restarts", flush=True)
         number += 1
     print(f"{grain}: {struck.total()} faults in {number} runs: {dict(struck)}")
