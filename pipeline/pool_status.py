@@ -135,8 +135,8 @@ def pool_table(status: PoolsStatus) -> Table:
     for name in ("weights", "queue", "lease"):
         out.add_column(name, justify="right")
     for pool in status.pools:
-        name = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
-        out.add_row(name, Text() if pool.workers else _absent(pool))
+        head = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
+        out.add_row(head, Text() if pool.workers else _absent(pool))
         for worker in pool.workers:
             lease = "" if worker.lease_left_s is None else _duration(worker.lease_left_s)
             version = "" if worker.version is None or worker.version < 0 else str(worker.version)
