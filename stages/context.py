@@ -57,8 +57,21 @@ class Input:
     def state(self) -> str:
         """Names its content: the same output folder and attempt always hold the same."""
         if self.committed is None and self.output is not None:
-            return f"{self.folder}/{self.output.attempt(self.stopping)}"
+            # What is sent by another worker may be lost on the way; the commit is not.
+            attempt = self.output.attempt(self.stopping, self._look)
+            if attempt is not None:
+                return f"{self.folder}/{attempt}"
         return f"{self.folder}/{self.manifest.data}"
+
+    def held(self, name: str) -> Any:
+        """What it handed on in memory besides records; None: it is to be read from disk."""
+        if self.committed is None and self.output is not None:
+            return self.output.objects.get(name)
+        return None
+
+    def _look(self) -> bool:
+        self.committed = read_manifest(self.folder)
+        return self.committed is not None
 
 
 class Writer(Protocol):
