@@ -56,6 +56,11 @@ ROWS = {
     "demo_wall_s": "demo",
     "cartpole_return": "demo",
     "cartpole_wall_s": "demo",
+    "noncompute_share": "pools",
+    "segment_vs_stage": "pools",
+    "segment_iteration_s": "pools",
+    "pipeline_speedup": "pools",
+    "pipeline_balance": "pools",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 
