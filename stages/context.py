@@ -59,8 +59,9 @@ class Input:
         if self.committed is None and self.output is not None:
             # What is sent by another worker may be lost on the way; the commit is not.
             attempt = self.output.attempt(self.stopping, self._look)
-            if attempt is not None:
+            if self.committed is None:
                 return f"{self.folder}/{attempt}"
+            self.output = None
         return f"{self.folder}/{self.manifest.data}"
 
     def held(self, name: str) -> Any:

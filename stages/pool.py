@@ -86,7 +86,7 @@ class Worker:
         # Not above: the driver imports this module, and has no use for tensors.
         from stages.weights import WEIGHTS, Arrivals, Publisher
 
-        arrivals = Arrivals(self._board)
+        arrivals = Arrivals(self._board, config.rollout.staleness)
         self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})
         self._outbox = Outbox(run / CHANNELS)
         self._publisher = Publisher(self._outbox)

@@ -168,10 +168,14 @@ class _Coming:
 
 
 class Arrivals:
-    """Puts the weights that arrive whole on the board; called by the inbox alone."""
+    """Puts the weights that arrive whole on the board; called by the inbox alone.
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    Args:
+        behind: versions that come before the one in use is done with.
+    """
+
+    def __init__(self, board: Board, behind: int = 0) -> None:
+        self._board, self._keep = board, KEEP + behind
         self._coming: dict[str, _Coming] = {}
         self._here: dict[int, str] = {}
         self._reader: tuple[str, SharedReader] | None = None
@@ -229,10 +233,10 @@ class Arrivals:
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
     def _ready(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
-        if number in self._here or (len(self._here) >= KEEP and number < min(self._here)):
+        if number in self._here or (len(self._here) >= self._keep and number < min(self._here)):
             return
         self._here[number] = out
-        while len(self._here) > KEEP:
+        while len(self._here) > self._keep:
             gone = self._here.pop(min(self._here))
             self._board.output(gone).objects.pop(WEIGHTS, None)
         output = self._board.output(out)

@@ -182,6 +182,16 @@ def test_older_weights_do_not_take_the_place_of_newer_ones() -> None:
     assert held == [5, 6]
 
 
+def test_stale_rollouts_find_the_versions_they_lag_behind() -> None:
+    board = Board()
+    arrivals = Arrivals(board, behind=2)
+    for number in range(6):
+        for record in sent("socket", f"it/{number}", f"data-{number}", number):
+            arrivals.take(f"it/{number}", record)
+    held = [n for n in range(6) if WEIGHTS in board.output(f"it/{n}").objects]
+    assert held == [2, 3, 4, 5]
+
+
 def test_who_waits_for_weights_that_never_come_goes_on_when_they_are_committed(
     tmp_path: Path,
 ) -> None:
@@ -192,6 +202,8 @@ def test_who_waits_for_weights_that_never_come_goes_on_when_they_are_committed(
     timer.start()
     assert entry.state == f"{folder}/data-x"
     assert entry.held(WEIGHTS) is None
+    # What came from memory is checked against the commit; nothing did.
+    assert entry.output is None
     timer.join()
 
 
