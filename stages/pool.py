@@ -84,7 +84,8 @@ class Worker:
         self._busy: dict[str, threading.Thread | None] = {}
         self._lock = threading.Lock()
         # Not above: the driver imports this module, and has no use for tensors.
-        from stages.weights import WEIGHTS, Arrivals, Publisher
+        from stages.parts import WEIGHTS
+        from stages.weights import Arrivals, Publisher
 
         arrivals = Arrivals(self._board, config.rollout.staleness)
         self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})

@@ -19,7 +19,8 @@ from rlinf.errors import RequeueRequested
 from stages.board import Board
 from stages.context import Input
 from stages.inbox import TO, Inbox, Outbox
-from stages.weights import BUCKET, DIGEST, NAME, WEIGHTS, WHAT, Arrivals, Publisher
+from stages.parts import WEIGHTS
+from stages.weights import BUCKET, DIGEST, NAME, WHAT, Arrivals, Publisher
 
 OUT = "it/0003/sync"
 
