@@ -37,7 +37,7 @@ def arrived(run: Path) -> int:
     return sum(log.read_text().count("arrived") for log in logs)
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "socket"])
+@pytest.mark.parametrize("way", ["shared_memory", pytest.param("socket", marks=pytest.mark.slow)])
 def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     compose: Compose, tmp_path: Path, way: str
 ) -> None:
@@ -47,6 +47,7 @@ def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     assert arrived(tmp_path / "sent") == 3
 
 
+@pytest.mark.slow
 def test_weights_that_are_to_go_by_file_are_not_sent(compose: Compose, tmp_path: Path) -> None:
     execute(pooled(compose, "file", "file", iterations=1))
     assert not arrived(tmp_path / "file")
