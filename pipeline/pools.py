@@ -33,6 +33,8 @@ from stages.runner import StageCall
 
 STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
 """Inputs that are records, by the name of their channel; they can be sent while they are made."""
+PUBLISHED = ("sync", "weights")
+"""The stage and input whose weights one worker sends to the memory of others."""
 WITH = {"sync": "train", "warm_start": "train", "reward": "train", "inference": "train"}
 WITH["evaluate"] = "rollout"
 """Where a stage runs that no pool of the plan names."""
@@ -120,6 +122,8 @@ class PoolExecutor:
             self._of.setdefault(stage, self._of.get(like, self._pools[-1]))
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
+        self._subscribed: set[tuple[Node, str, str]] = set()
+        """Who has been told to send weights for a stage, and to whom."""
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
@@ -209,6 +213,7 @@ class PoolExecutor:
             member = self._active(pool)
             if member is not None:
                 self._send(pool, member)
+        self._subscribe()
 
     def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
         """Settle where the inputs of stages come from that are about to be ordered."""
@@ -219,11 +224,52 @@ class PoolExecutor:
             for name, source in self._graph.inputs(node).items():
                 here = source in member.given or source in pool.waiting
                 coming = any(source in other.waiting for other in self._pools)
+                # Weights can still be asked for while their stage is under way.
+                sent = coming if name in STREAMS else not here and self._publishes(source, name)
                 if (here and (member.size == 1 or coming)) or (
-                    coming and name in STREAMS and self._sent_live(source, node)
+                    sent and self._sent_live(source, node)
                 ):
                     live[name] = source
             self._live[node] = live
+
+    def _publishes(self, source: Node, name: str) -> bool:
+        """Whether an input is weights that a pool makes now or soon."""
+        return (source.stage, name) == PUBLISHED and any(
+            source in pool.waiting or any(source in m.given for m in pool.members)
+            for pool in self._pools
+        )
+
+    def _subscribe(self) -> None:
+        """Tell who makes weights which workers elsewhere wait for them; again if they changed."""
+        members = [m for pool in self._pools for m in pool.members]
+        for target, live in self._live.items():
+            source = live.get(PUBLISHED[1])
+            if source is None:
+                continue
+            maker = next((m for m in members if source in m.given), None)
+            taker = next((m for m in members if target in m.given), None)
+            if maker is None or taker is None or maker is taker:
+                continue
+            mark = (target, maker.name, taker.name)
+            if mark in self._subscribed:
+                continue
+            self._subscribed.add(mark)
+            order = {
+                "do": "send",
+                "out": self._relative(self._graph.folder(self.run.folder, source)),
+                "to": self._ways(source, target, maker, taker),
+            }
+            self._controller.send(worker_name(maker.name, 0), order)
+
+    def _ways(self, source: Node, target: Node, maker: Member, taker: Member) -> dict[str, str]:
+        """How weights get to each worker of a stage: shared memory only on the sender's node."""
+        said = self.plan.transports.get(f"{source.stage} -> {target.stage}")
+        host = maker.joined.get(0, {}).get("host", "unknown")
+        ways = {}
+        for rank, worker in enumerate(taker.workers(self._ranks(target))):
+            near = taker.joined.get(rank, {}).get("host") == host
+            ways[worker] = "shared_memory" if near and said != "socket" else "socket"
+        return ways
 
     def _sent_live(self, source: Node, node: Node) -> bool:
         edge = f"{source.stage} -> {node.stage}"

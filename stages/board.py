@@ -128,15 +128,16 @@ class Output:
         with self._changed:
             self._failure = None
 
-    def attempt(self, stopping: Callable[[], bool]) -> str:
-        """Waits until all is here; the folder it will be committed in.
+    def attempt(
+        self, stopping: Callable[[], bool], committed: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Waits until all is here; the folder it will be committed in. None: it is committed.
 
         Raises:
             InputFailed: it failed.
             RequeueRequested: asked to stop while waiting.
         """
-        self._wait(lambda: self._attempt is not None, stopping)
-        assert self._attempt is not None
+        self._wait(lambda: self._attempt is not None or committed(), stopping)
         return self._attempt
 
     def records(self, channel: str, samples: range, stopping: Callable[[], bool]) -> list[Record]:

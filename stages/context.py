@@ -70,9 +70,23 @@ class Input:
     def state(self) -> str:
         """Names its content: the same output folder and attempt always hold the same."""
         if self.committed is None and self.output is not None:
+            # What is sent by another worker may be lost on the way; the commit is not.
             with self.waiting():
-                return f"{self.folder}/{self.output.attempt(self.stopping)}"
+                attempt = self.output.attempt(self.stopping, self._look)
+            if self.committed is None:
+                return f"{self.folder}/{attempt}"
+            self.output = None
         return f"{self.folder}/{self.manifest.data}"
+
+    def held(self, name: str) -> Any:
+        """What it handed on in memory besides records; None: it is to be read from disk."""
+        if self.committed is None and self.output is not None:
+            return self.output.objects.get(name)
+        return None
+
+    def _look(self) -> bool:
+        self.committed = read_manifest(self.folder)
+        return self.committed is not None
 
 
 class Writer(Protocol):

@@ -85,8 +85,14 @@ class Worker:
         self._committer = ThreadPoolExecutor(1, "commit")
         self._busy: dict[str, threading.Thread | None] = {}
         self._lock = threading.Lock()
-        self._inbox = Inbox(run / CHANNELS, self._name, self._board)
+        # Not above: the driver imports this module, and has no use for tensors.
+        from stages.parts import WEIGHTS
+        from stages.weights import Arrivals, Publisher
+
+        arrivals = Arrivals(self._board, config.rollout.staleness)
+        self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})
         self._outbox = Outbox(run / CHANNELS)
+        self._publisher = Publisher(self._outbox)
         left = stop_in()
         about = {
             "pool": pool,
@@ -113,8 +119,11 @@ class Worker:
                 orders = self._link.orders(0.2)
                 if any(order["do"] == "leave" for order in orders):
                     break
+                for order in orders:
+                    if order["do"] == "send":
+                        self._publisher.want(str(order["out"]), order["to"])
                 # All places are taken before any stage begins: all ranks see the same order.
-                begun = [stage for order in orders for stage in order["stages"]]
+                begun = [stage for order in orders for stage in order.get("stages", ())]
                 for thread in [self._enter(stage) for stage in begun]:
                     if thread is not None:
                         thread.start()
@@ -132,6 +141,7 @@ class Worker:
         for thread in running if code == EXIT_REQUEUE else ():
             thread.join(30)
         self._committer.shutdown(wait=code != 1, cancel_futures=code == 1)
+        self._publisher.close()
         self._outbox.close()
         self._link.close()
         self._inbox.close()
@@ -163,6 +173,12 @@ class Worker:
                 attempt.compute()
                 self._activity.computed(str(order["node"]))
                 output.done(attempt.ctx.data.name)
+                self._publisher.publish(
+                    str(order["out"]),
+                    attempt.ctx.data.name,
+                    int(order["iteration"]),
+                    output.objects,
+                )
             with self._lock:
                 self._busy[str(order["node"])] = None
             self._committer.submit(self._commit, order, attempt, output)
