@@ -73,7 +73,7 @@ class Input:
             # What is sent by another worker may be lost on the way; the commit is not.
             with self.waiting():
                 attempt = self.output.attempt(self.stopping, self._look)
-            if self.committed is None:
+            if not self._is_committed():
                 return f"{self.folder}/{attempt}"
             self.output = None
         return f"{self.folder}/{self.manifest.data}"
@@ -86,6 +86,9 @@ class Input:
 
     def _look(self) -> bool:
         self.committed = read_manifest(self.folder)
+        return self._is_committed()
+
+    def _is_committed(self) -> bool:
         return self.committed is not None
 
 
