@@ -48,6 +48,12 @@ class Input:
                 time.sleep(COMMIT_LOOK_S)
         return self.committed
 
+    def on_disk(self) -> bool:
+        """Whether it is committed by now."""
+        if self.committed is None:
+            self.committed = read_manifest(self.folder)
+        return self.committed is not None
+
     @property
     def data(self) -> Path:
         """Folder of its files; waits for the commit."""
@@ -57,7 +63,9 @@ class Input:
     def state(self) -> str:
         """Names its content: the same output folder and attempt always hold the same."""
         if self.committed is None and self.output is not None:
-            return f"{self.folder}/{self.output.attempt(self.stopping)}"
+            attempt = self.output.attempt(self.stopping, self.on_disk)
+            if attempt is not None:
+                return f"{self.folder}/{attempt}"
         return f"{self.folder}/{self.manifest.data}"
 
 
@@ -161,9 +169,11 @@ class Context:
             InputFailed: the stage that makes it failed.
         """
         entry = self.inputs[channel]
-        if entry.output is not None:
+        if entry.output is not None and channel not in self._read:
             with self.span("wait"):
-                return entry.output.records(channel, samples, self.stopping)
+                here = entry.output.records(channel, samples, self.stopping, entry.on_disk)
+            if here is not None:
+                return here
         if channel not in self._read:
             source = self.verified(channel)
             self._read[channel] = list(FileReader(source.glob(f"{channel}-r*.h5")))

@@ -76,8 +76,9 @@ def held_engine(ctx: Context, name: str, version: int) -> Engine:
     served = ctx.resident.pop("engine_weights", None)
     if served != entry.state:
         with ctx.span("load"):
-            if served is not None and entry.output is not None:
-                engine.load_state(entry.output.objects[WEIGHTS], version)
+            tensors = entry.output.objects.get(WEIGHTS) if entry.output is not None else None
+            if served is not None and tensors is not None:
+                engine.load_state(tensors, version)
             else:
                 engine.load(ctx.verified(name) / WEIGHTS, version)
     ctx.resident["engine_weights"] = entry.state
@@ -103,15 +104,14 @@ def held_trainer(ctx: Context) -> Any:
     return trainer
 
 
-def changing_trainer(ctx: Context) -> Any:
-    """:func:`held_trainer`, to be changed: it counts as held again once the stage is through.
+def changing_trainer(ctx: Context, trainer: Any) -> None:
+    """The trainer's weights are about to change: it counts as held again once the stage is through.
 
-    An attempt that fails leaves half an update in it, which must not serve the next one.
+    An attempt that fails leaves half an update in it, which must not serve the next one. While
+    gradients only add up, inference on the rest of the batch may still use it.
     """
-    trainer = held_trainer(ctx)
     (start, _), _ = ctx.resident["trainer"]
     ctx.resident["trainer"] = ((start, None), trainer)
-    return trainer
 
 
 def new_trainer(ctx: Context, folder: Any, optimizer: Any = None) -> Any:
