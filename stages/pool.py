@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ from stages.turns import Turns
 
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
+STOP_S, LEAVE_S = 30.0, 5.0
+"""How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
 ORPHAN_S = 600.0
 """A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
@@ -80,8 +81,9 @@ class Worker:
         self._name = worker_name(pool, self._world.rank)
         self._resident: dict[str, Any] = {"progress": self._progress}
         self._board, self._turns = Board(), Turns()
-        self._committer = ThreadPoolExecutor(1, "commit")
-        self._busy: dict[str, threading.Thread | None] = {}
+        self._busy: dict[str, threading.Thread] = {}
+        self._leaving = threading.Event()
+        self._moved = time.monotonic()
         self._lock = threading.Lock()
         self._inbox = Inbox(run / CHANNELS, self._name, self._board)
         self._outbox = Outbox(run / CHANNELS)
@@ -102,7 +104,7 @@ class Worker:
         code = 0
         try:
             while not self._stop.is_set():
-                if self._link.silent_s > orphan_s and not self._busy:
+                if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
                 orders = self._link.orders(0.2)
@@ -121,12 +123,20 @@ class Worker:
         self._end(code)
         return code
 
+    def _idle(self, seconds: float) -> bool:
+        """Nothing is under way, or all that is waits for what does not come."""
+        return not self._busy or time.monotonic() - self._moved > seconds
+
+    def _stopping(self) -> bool:
+        return self._stop.is_set() or self._leaving.is_set()
+
     def _end(self, code: int) -> None:
+        self._leaving.set()
         with self._lock:
-            running = [thread for thread in self._busy.values() if thread is not None]
-        for thread in running if code == EXIT_REQUEUE else ():
-            thread.join(30)
-        self._committer.shutdown(wait=code != 1, cancel_futures=code == 1)
+            running = list(self._busy.values())
+        deadline = time.monotonic() + (STOP_S if code == EXIT_REQUEUE else LEAVE_S)
+        for thread in running:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._outbox.close()
         self._link.close()
         self._inbox.close()
@@ -151,13 +161,17 @@ class Worker:
     def _work(self, order: Mapping[str, Any], turn: Any) -> None:
         output = self._board.output(str(order["out"]))
         try:
-            with turn, withdrawing(self._world):
-                attempt = self._attempt(order, output, turn.part)
-                attempt.compute()
-                output.done(attempt.ctx.data.name)
-            with self._lock:
-                self._busy[str(order["node"])] = None
-            self._committer.submit(self._commit, order, attempt, output)
+            with withdrawing(self._world):
+                with turn:
+                    attempt = self._attempt(order, output, turn.part)
+                    attempt.compute()
+                    output.done(attempt.ctx.data.name)
+                    self._board.trim()
+                # It may wait for an input whose stage has to run here once more.
+                manifest = attempt.commit()
+            if manifest.data != attempt.ctx.data.name:
+                log.warning("%s: another attempt was first", order["node"])
+            self._report(order, 0, "")
         except BaseException as error:
             self._failed(order, output, error)
 
@@ -167,7 +181,7 @@ class Worker:
         inputs = {}
         for name, (folder, live) in order["inputs"].items():
             source = self._board.output(folder) if live else None
-            inputs[name] = Input(self._run / folder, None, source, self._stop.is_set)
+            inputs[name] = Input(self._run / folder, None, source, self._stopping)
 
         def sinks(channel: str) -> Writer:
             workers = [name for name in order["sinks"].get(channel, ()) if name != self._name]
@@ -186,22 +200,12 @@ class Worker:
             world,
             inputs,
             self._resident,
-            self._stop.is_set,
+            self._stopping,
             began=now,
             start=now,
             name=str(order["attempt"]),
             live=Live(output, turn, sinks, self._parts),
         )
-
-    def _commit(self, order: Mapping[str, Any], attempt: Attempt, output: Output) -> None:
-        try:
-            with withdrawing(self._world):
-                manifest = attempt.commit()
-            if manifest.data != attempt.ctx.data.name:
-                log.warning("%s: another attempt was first", order["node"])
-            self._report(order, 0, "")
-        except BaseException as error:
-            self._failed(order, output, error)
 
     def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
         node = str(order["node"])
@@ -223,6 +227,7 @@ class Worker:
         self._tell({"stage": stage, "done": done, "total": total, "what": what})
 
     def _tell(self, progress: Mapping[str, Any] | None = None) -> None:
+        self._moved = time.monotonic()
         with self._lock:
             busy = sorted(self._busy)
         self._link.status({"busy": busy, "progress": dict(progress or {})})
