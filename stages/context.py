@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -138,12 +137,13 @@ class Context:
     _said: float = 0.0
     _read: dict[str, list[Record]] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def key(self) -> str:
         """Identity of this work; what an interrupted attempt left counts only under the same key.
 
         Waits until all inputs are committed.
         """
+        # No cached_property: before Python 3.12 all instances wait while one computes its value.
         contents = {name: entry.manifest.content for name, entry in self.inputs.items()}
         return stage_key(self.config, self.stage, self.iteration, contents)
 

@@ -25,7 +25,8 @@ outbox = Outbox(Path(sys.argv[1]))
 rank = int(sys.argv[2])
 writer = outbox.writer("it/0000/rollout:trajectories", ["a"], rank, 2)
 for sample in range(rank, 6, 2):
-    writer.put(Record(Identity(0, sample, 0), {"actions": np.array([sample])}, info={"group": rank}))
+    steps = {"actions": np.array([sample])}
+    writer.put(Record(Identity(0, sample, 0), steps, info={"group": rank}))
 writer.close()
 outbox.close()
 """
