@@ -286,9 +286,13 @@ class PoolExecutor:
 
     def _position(self, node: Node) -> tuple[int, int, int]:
         """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
+        if node.stage in self._graph.flow.offline:
+            return (-1, 0, 0)
         if node.stage not in self._places:
-            # No two have the same place: a warm start comes before its evaluation.
-            return (node.iteration, 0, -2 if node.stage in self._graph.flow.offline else -1)
+            if node.stage in self._graph.flow.offline:
+                return (node.iteration, 0, -2)  # no two have the same place
+            # Just before the rollout with the same weights: it must hold up none with older ones.
+            return (node.iteration + self.run.config.rollout.staleness, 0, -1)
         sources = self._graph.flow.stages[node.stage]
         whole = not STREAMS & set(sources) and any(
             not s.back and s.stage in self._places for s in sources.values()

@@ -22,6 +22,8 @@ import psutil
 from rlinf import tree
 from tests.pipeline.helpers import start_driver
 
+STAGES = ("-m stages", "submitit.core._submit")
+"""What the processes of stages and workers are called, on this machine and in a job."""
 PAUSE_S = (1.0, 5.0)
 PATIENCE_S = 240.0
 """How long a run may take to end once nothing strikes it any more."""
@@ -72,12 +74,12 @@ class Storm:
         return self._log.read_text(errors="replace")[-20_000:]
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """The run's processes whose command line holds all of these."""
+        """The run's processes whose command line holds one of these."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 line = " ".join(process.cmdline())
-                if str(self.root) in line and all(word in line for word in words):
+                if str(self.root) in line and any(word in line for word in words):
                     found.append(process)
         return found
 
@@ -108,7 +110,7 @@ class Storm:
 
 def kill_stage(storm: Storm) -> bool:
     """kill -9 of a stage or worker, or of one rank of it."""
-    return _signal(storm, storm.processes("-m", "stages"), signal.SIGKILL)
+    return _signal(storm, storm.processes(*STAGES), signal.SIGKILL)
 
 
 def kill_driver(storm: Storm) -> bool:
@@ -118,7 +120,7 @@ def kill_driver(storm: Storm) -> bool:
 
 def stop_stage(storm: Storm) -> bool:
     """A process stands still for a while, as on a node that swaps or hangs."""
-    found = storm.processes("-m", "stages")
+    found = storm.processes(*STAGES)
     if not _signal(storm, found, signal.SIGSTOP):
         return False
     time.sleep(storm.rng.uniform(*storm.stopped_s))
