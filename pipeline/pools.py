@@ -43,6 +43,8 @@ EVENTS_S = 0.25
 HOLD_S = 0.5
 """How long orders of an iteration wait for the rest of it."""
 STATUS_S = 1.0
+LEAVE_S = 10.0
+"""How long workers have to leave before their jobs are cancelled."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 RENEW_S = 300.0
 """How long before the end of its lease a pool's successor is submitted."""
@@ -127,13 +129,24 @@ class PoolExecutor:
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
+        self._controller: Controller | None = None
+
+    def _begin(self) -> None:
+        """Call the pools in: not before there is work, nor while another driver has the run."""
         self._controller = Controller(self.run.folder / CHANNELS)
         for pool in self._pools:
             known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
             pool.lease = max(known, default=0)
             self._submit(pool)
 
+    @property
+    def _control(self) -> Controller:
+        assert self._controller is not None
+        return self._controller
+
     def start(self, node: Node, call: StageCall) -> None:
+        if self._controller is None:
+            self._begin()
         pool = self._of[node.stage]
         pool.waiting[node] = call
         pool.since = time.monotonic()
@@ -142,9 +155,11 @@ class PoolExecutor:
         """Outcomes that have come in; waits a little for one."""
         if self.stopping():
             raise RequeueRequested("the driver was asked to stop; resume the run to go on")
+        if self._controller is None:
+            return {}
         self._order()
         ended: dict[Node, Outcome] = {}
-        for event in self._controller.events(EVENTS_S):
+        for event in self._control.events(EVENTS_S):
             if isinstance(event, Report):
                 self._reported(event, ended)
             elif isinstance(event, Joined):
@@ -159,40 +174,40 @@ class PoolExecutor:
         busy = {node for pool in self._pools for m in pool.members for node in m.given}
         busy |= {node for pool in self._pools for node in pool.waiting}
         self._held.update(ended)
-        free = {
-            node: outcome
-            for node, outcome in self._held.items()
-            if outcome.exit_code or not busy & set(self._graph.inputs(node).values())
-        }
-        # A success waits for those it was made from, which may be reported after it.
-        pending = set(self._held) - set(free)
-        free = {
-            node: outcome
-            for node, outcome in free.items()
-            if outcome.exit_code or not pending & set(self._graph.inputs(node).values())
-        }
-        for node in free:
-            del self._held[node]
-        return dict(sorted(free.items(), key=lambda item: self._position(item[0])))
+        free: dict[Node, Outcome] = {}
+        for node in sorted(self._held, key=self._position):
+            # A success waits for those it was made from, which may be reported after it.
+            if self._held[node].exit_code or not busy & set(self._graph.inputs(node).values()):
+                free[node] = self._held.pop(node)
+            else:
+                busy.add(node)
+        return free
 
     def stop(self) -> None:
         """Let the pools go, unless the driver was only asked to make room for its successor."""
-        if not self.stopping():
-            for pool in self._pools:
-                for member in pool.members:
-                    for worker in member.workers(member.size):
-                        self._controller.send(worker, {"do": "leave"})
-            deadline = time.monotonic() + 10
-            while any(m.joined for p in self._pools for m in p.members):
-                for event in self._controller.events(EVENTS_S):
-                    if isinstance(event, Lost):
-                        self._lost(event, {})
-                if time.monotonic() > deadline:
-                    break
-            self.launcher.cancel([m.job for p in self._pools for m in p.members])
+        try:
+            if not self.stopping() and self._controller is not None:
+                self._dismiss()
+        finally:
+            if self._controller is not None:
+                self._controller.close()
+            self.launcher.close()
+
+    def _dismiss(self) -> None:
+        members = [member for pool in self._pools for member in pool.members]
+        try:
+            for member in members:
+                for worker in member.workers(member.size):
+                    self._control.send(worker, {"do": "leave"})
+            deadline = time.monotonic() + LEAVE_S
+            while any(m.joined for m in members) and time.monotonic() < deadline:
+                for event in self._control.events(EVENTS_S):
+                    found = self._member(event.worker)
+                    if isinstance(event, Lost) and found is not None:
+                        found[1].joined.pop(_rank(event.worker), None)
+        finally:
+            self.launcher.cancel([member.job for member in members])
             (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
-        self._controller.close()
-        self.launcher.close()
 
     # Orders
 
@@ -259,7 +274,7 @@ class PoolExecutor:
                 "out": self._relative(self._graph.folder(self.run.folder, source)),
                 "to": self._ways(source, target, maker, taker),
             }
-            self._controller.send(worker_name(maker.name, 0), order)
+            self._control.send(worker_name(maker.name, 0), order)
 
     def _ways(self, source: Node, target: Node, maker: Member, taker: Member) -> dict[str, str]:
         """How weights get to each worker of a stage: shared memory only on the sender's node."""
@@ -300,7 +315,7 @@ class PoolExecutor:
             for worker in member.workers(ranks):
                 orders[worker].append(order)
         for worker, stages in orders.items():
-            self._controller.send(worker, {"do": "run", "stages": stages})
+            self._control.send(worker, {"do": "run", "stages": stages})
 
     def _sinks(self, node: Node, member: Member) -> dict[str, list[str]]:
         """Workers that wait for the records of a stage, by channel."""
@@ -321,6 +336,8 @@ class PoolExecutor:
         if node.stage in self._graph.flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._places:
+            if node.stage in self._graph.flow.offline:
+                return (node.iteration, 0, -2)  # no two have the same place
             # Just before the rollout with the same weights: it must hold up none with older ones.
             return (node.iteration + self.run.config.rollout.staleness, 0, -1)
         sources = self._graph.flow.stages[node.stage]
@@ -354,7 +371,7 @@ class PoolExecutor:
             found[1].joined[int(event.about["rank"])] = event.about
         else:
             # A lease that an earlier driver had already renewed.
-            self._controller.send(event.worker, {"do": "leave"})
+            self._control.send(event.worker, {"do": "leave"})
 
     def _reported(self, event: Report, ended: dict[Node, Outcome]) -> None:
         found = self._member(event.worker)
@@ -364,16 +381,17 @@ class PoolExecutor:
             return
         pool, member = found
         code = int(event.content["code"])
-        if code == 0 and int(event.worker.rpartition("-r")[2]):
+        if code == 0 and _rank(event.worker):
             return  # rank 0 speaks for all when a stage went well
         member.given.discard(node)
         self._live.pop(node, None)
         if code == 0:
             member.finished += 1
             pool.failures = 0
-        elif member.size > 1 and code != EXIT_REQUEUE:
-            # The other ranks may wait for this one in the middle of a collective.
-            self._give_up(pool, member, f"{node.name} failed on one rank", ended)
+        elif member.size > 1:
+            # The other ranks may wait for this one in the middle of a collective, or for its next
+            # attempt with the files of this one. The driver counts it, as the stage's failure.
+            self._give_up(pool, member, f"{node.name} failed on one rank", ended, counts=False)
         ended[node] = Outcome(code, str(event.content["reason"]))
 
     def _lost(self, event: Lost, ended: dict[Node, Outcome]) -> None:
@@ -381,7 +399,7 @@ class PoolExecutor:
         if found is None:
             return
         pool, member = found
-        member.joined.pop(int(event.worker.rpartition("-r")[2]), None)
+        member.joined.pop(_rank(event.worker), None)
         if event.reason == "left":
             self._hand_back(member, f"pool {pool.number} stopped", ended)
         else:
@@ -395,18 +413,26 @@ class PoolExecutor:
         member.given.clear()
 
     def _give_up(
-        self, pool: PoolState, member: Member, reason: str, ended: dict[Node, Outcome]
+        self,
+        pool: PoolState,
+        member: Member,
+        reason: str,
+        ended: dict[Node, Outcome],
+        *,
+        counts: bool = True,
     ) -> None:
         """A member that cannot go on is cancelled and replaced."""
         self._hand_back(member, reason, ended)
         self.launcher.cancel([member.job])
         for worker in member.workers(member.size):
-            self._controller.forget(worker)
+            self._control.forget(worker)
         if member in pool.members:
             pool.members.remove(member)
         if member.leaving:
             return
         log.warning("pool %d: %s", pool.number, reason)
+        if not counts:
+            return
         pool.failures = 0 if member.finished else pool.failures + 1
         pool.reason = reason
         if pool.failures > self.cluster.retries:
@@ -444,7 +470,7 @@ class PoolExecutor:
                 if member is not active and not member.given and not member.leaving:
                     member.leaving = True
                     for worker in member.workers(member.size):
-                        self._controller.send(worker, {"do": "leave"})
+                        self._control.send(worker, {"do": "leave"})
 
     def _submit(self, pool: PoolState) -> None:
         name = f"pool-{pool.number}-{pool.lease}"
@@ -464,7 +490,7 @@ class PoolExecutor:
         if time.monotonic() - self._told < STATUS_S:
             return
         self._told = time.monotonic()
-        workers = self._controller.workers()
+        workers = self._control.workers()
         rows = []
         for pool in self._pools:
             for member in pool.members:
@@ -504,6 +530,10 @@ class PoolExecutor:
         folder = self.run.folder / POOLS
         folder.mkdir(exist_ok=True)
         write_atomic(folder / STATUS, json.dumps(content))
+
+
+def _rank(worker: str) -> int:
+    return int(worker.rpartition("-r")[2])
 
 
 def pool_needs(plan: Plan, number: int) -> StagePlan:

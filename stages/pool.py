@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,8 @@ from stages.turns import Turns
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
 STATUS_S = 1.0
+STOP_S, LEAVE_S = 30.0, 5.0
+"""How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
 ORPHAN_S = 600.0
 """A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
@@ -82,8 +83,9 @@ class Worker:
         self._name = worker_name(pool, self._world.rank)
         self._resident: dict[str, Any] = {"progress": self._progress}
         self._board, self._turns, self._activity = Board(), Turns(), Activity()
-        self._committer = ThreadPoolExecutor(1, "commit")
-        self._busy: dict[str, threading.Thread | None] = {}
+        self._busy: dict[str, threading.Thread] = {}
+        self._leaving = threading.Event()
+        self._moved = time.monotonic()
         self._lock = threading.Lock()
         # Not above: the driver imports this module, and has no use for tensors.
         from stages.parts import WEIGHTS
@@ -113,7 +115,7 @@ class Worker:
                 if time.monotonic() - told > STATUS_S:
                     told = time.monotonic()
                     self._tell()
-                if self._link.silent_s > orphan_s and not self._busy:
+                if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
                 orders = self._link.orders(0.2)
@@ -135,12 +137,20 @@ class Worker:
         self._end(code)
         return code
 
+    def _idle(self, seconds: float) -> bool:
+        """Nothing is under way, or all that is waits for what does not come."""
+        return not self._busy or time.monotonic() - self._moved > seconds
+
+    def _stopping(self) -> bool:
+        return self._stop.is_set() or self._leaving.is_set()
+
     def _end(self, code: int) -> None:
+        self._leaving.set()
         with self._lock:
-            running = [thread for thread in self._busy.values() if thread is not None]
-        for thread in running if code == EXIT_REQUEUE else ():
-            thread.join(30)
-        self._committer.shutdown(wait=code != 1, cancel_futures=code == 1)
+            running = list(self._busy.values())
+        deadline = time.monotonic() + (STOP_S if code == EXIT_REQUEUE else LEAVE_S)
+        for thread in running:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._publisher.close()
         self._outbox.close()
         self._link.close()
@@ -158,6 +168,7 @@ class Worker:
             turn = self._turns.enter(tuple(order["position"]))
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
+            self._moved = time.monotonic()
         self._activity.ordered(node, str(order["stage"]))
         output = self._board.output(str(order["out"]))
         output.retried()
@@ -167,21 +178,25 @@ class Worker:
     def _work(self, order: Mapping[str, Any], turn: Any) -> None:
         output = self._board.output(str(order["out"]))
         try:
-            with turn, withdrawing(self._world):
-                attempt = self._attempt(order, output, turn.part)
-                self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
-                attempt.compute()
-                self._activity.computed(str(order["node"]))
-                output.done(attempt.ctx.data.name)
-                self._publisher.publish(
-                    str(order["out"]),
-                    attempt.ctx.data.name,
-                    int(order["iteration"]),
-                    output.objects,
-                )
-            with self._lock:
-                self._busy[str(order["node"])] = None
-            self._committer.submit(self._commit, order, attempt, output)
+            with withdrawing(self._world):
+                with turn:
+                    attempt = self._attempt(order, output, turn.part)
+                    self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
+                    attempt.compute()
+                    self._activity.computed(str(order["node"]))
+                    output.done(attempt.ctx.data.name)
+                    self._publisher.publish(
+                        str(order["out"]),
+                        attempt.ctx.data.name,
+                        int(order["iteration"]),
+                        output.objects,
+                    )
+                    self._board.trim(2 + self._config.rollout.staleness)
+                # It may wait for an input whose stage has to run here once more.
+                manifest = attempt.commit()
+            if manifest.data != attempt.ctx.data.name:
+                log.warning("%s: another attempt was first", order["node"])
+            self._report(order, 0, "")
         except BaseException as error:
             self._failed(order, output, error)
 
@@ -191,7 +206,7 @@ class Worker:
         inputs = {}
         for name, (folder, live) in order["inputs"].items():
             source = self._board.output(folder) if live else None
-            inputs[name] = Input(self._run / folder, None, source, self._stop.is_set)
+            inputs[name] = Input(self._run / folder, None, source, self._stopping)
 
         def sinks(channel: str) -> Writer:
             workers = [name for name in order["sinks"].get(channel, ()) if name != self._name]
@@ -210,23 +225,13 @@ class Worker:
             world,
             inputs,
             self._resident,
-            self._stop.is_set,
+            self._stopping,
             began=now,
             start=now,
             name=str(order["attempt"]),
             live=Live(output, turn, sinks, self._parts),
             worker=self._name,
         )
-
-    def _commit(self, order: Mapping[str, Any], attempt: Attempt, output: Output) -> None:
-        try:
-            with withdrawing(self._world):
-                manifest = attempt.commit()
-            if manifest.data != attempt.ctx.data.name:
-                log.warning("%s: another attempt was first", order["node"])
-            self._report(order, 0, "")
-        except BaseException as error:
-            self._failed(order, output, error)
 
     def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
         node = str(order["node"])
@@ -241,11 +246,13 @@ class Worker:
         node = str(order["node"])
         with self._lock:
             self._busy.pop(node, None)
+        self._moved = time.monotonic()
         self._activity.ended(node)
         self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
         self._tell()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
+        self._moved = time.monotonic()
         self._activity.progress(stage, done, total, what)
         self._tell()
 

@@ -215,6 +215,7 @@ class Attempt:
         for entry in ctx.inputs.values():
             entry.waiting = contextlib.nullcontext
         with self._removing():
+            _ = ctx.key  # what follows removes old outputs: in the order of the iterations
             for work in ctx.live.later if ctx.live else ():
                 work()
             if ctx.world.size > 1:
