@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlinf.data.record import Record
@@ -52,6 +52,10 @@ class Stream:
             reached += 1
         self._reached[samples.start] = reached
         return reached >= samples.stop
+
+    def arrived(self) -> list[Record]:
+        """All records that are here, in the order they came."""
+        return list(self._records.values())
 
     def take(self, samples: range) -> list[Record]:
         """The records of a range, by sample number."""
@@ -122,6 +126,27 @@ class Output:
         stream = self.stream(channel)
         self._wait(lambda: stream.complete(samples), stopping)
         return stream.take(samples)
+
+    def arrived(self, channel: str) -> list[Record]:
+        """All records of a channel that are here, in the order they came."""
+        stream = self.stream(channel)
+        with self._changed:
+            return stream.arrived()
+
+    def arriving(
+        self, channel: str, count: int, stopping: Callable[[], bool]
+    ) -> Iterator[Record]:
+        """``count`` records of a channel, as they come.
+
+        Raises:
+            InputFailed, RequeueRequested: as :meth:`attempt`.
+        """
+        stream, seen = self.stream(channel), 0
+        while seen < count:
+            self._wait(lambda: len(stream) > seen, stopping)  # noqa: B023 - called at once
+            new = self.arrived(channel)[seen:]
+            seen += len(new)
+            yield from new
 
     def _wait(self, there: Callable[[], bool], stopping: Callable[[], bool]) -> None:
         with self._changed:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,10 +33,11 @@ from slurm.deadline import stop_in
 from slurm.signals import StopFlag
 from stages.board import Board, Output
 from stages.context import Input, Live, Writer
+from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CONFIG
 from stages.runner import Attempt, StageCall, load_config, withdrawing
-from stages.turns import Turns
+from stages.turns import Aside, Turns
 
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
@@ -85,6 +87,9 @@ class Worker:
         self._lock = threading.Lock()
         self._inbox = Inbox(run / CHANNELS, self._name, self._board)
         self._outbox = Outbox(run / CHANNELS)
+        self._generator = Generator(
+            run, config, self._outbox, self._resident, self._tell_of_claim, stop.is_set
+        )
         left = stop_in()
         about = {
             "pool": pool,
@@ -109,10 +114,15 @@ class Worker:
                 if any(order["do"] == "leave" for order in orders):
                     break
                 # All places are taken before any stage begins: all ranks see the same order.
-                begun = [stage for order in orders for stage in order["stages"]]
-                for thread in [self._enter(stage) for stage in begun]:
+                begun = [stage for order in orders for stage in order.get("stages", ())]
+                for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
                     if thread is not None:
-                        thread.start()
+                        (self._generator.submit(thread.run) if stage["queued"] else thread.start())
+                for order in orders:
+                    if order["do"] == "claim":
+                        self._generator.claim(order)
+                    elif order["do"] == "drop":
+                        self._generator.drop()
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
@@ -123,9 +133,11 @@ class Worker:
 
     def _end(self, code: int) -> None:
         with self._lock:
-            running = [thread for thread in self._busy.values() if thread is not None]
+            begun = [thread for thread in self._busy.values() if thread is not None]
+            running = [thread for thread in begun if thread.is_alive()]
         for thread in running if code == EXIT_REQUEUE else ():
             thread.join(30)
+        self._generator.close()
         self._committer.shutdown(wait=code != 1, cancel_futures=code == 1)
         self._outbox.close()
         self._link.close()
@@ -137,10 +149,13 @@ class Worker:
     def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
         node = str(order["node"])
+        if order["gathers"]:
+            self._tell_what_arrived(order)
         with self._lock:
             if node in self._busy:
                 return None
-            turn = self._turns.enter(tuple(order["position"]))
+            aside = order["gathers"] or order["queued"]
+            turn = Aside() if aside else self._turns.enter(tuple(order["position"]))
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
         output = self._board.output(str(order["out"]))
@@ -191,6 +206,7 @@ class Worker:
             start=now,
             name=str(order["attempt"]),
             live=Live(output, turn, sinks, self._parts),
+            gathers=bool(order["gathers"]),
         )
 
     def _commit(self, order: Mapping[str, Any], attempt: Attempt, output: Output) -> None:
@@ -218,6 +234,17 @@ class Worker:
             self._busy.pop(node, None)
         self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
         self._tell()
+
+    def _tell_what_arrived(self, order: Mapping[str, Any]) -> None:
+        """The starts of a rollout that need not be generated again."""
+        size = self._config.rollout.group_size
+        records = self._board.output(str(order["out"])).arrived("trajectories")
+        count = Counter(record.identity.sample // size for record in records)
+        there = sorted(start for start, samples in count.items() if samples == size)
+        self._link.report({"node": str(order["node"]), "there": there})
+
+    def _tell_of_claim(self, content: dict[str, Any]) -> None:
+        self._link.report(content)
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
         self._tell({"stage": stage, "done": done, "total": total, "what": what})
