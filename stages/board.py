@@ -133,9 +133,7 @@ class Output:
         with self._changed:
             return stream.arrived()
 
-    def arriving(
-        self, channel: str, count: int, stopping: Callable[[], bool]
-    ) -> Iterator[Record]:
+    def arriving(self, channel: str, count: int, stopping: Callable[[], bool]) -> Iterator[Record]:
         """``count`` records of a channel, as they come.
 
         Raises:
