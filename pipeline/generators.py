@@ -21,11 +21,13 @@ from pipeline.claims import Claim, Claims, Pace, hand_out
 from pipeline.flow import Node
 from pipeline.plan import Plan
 from pipeline.run import Run
-from rlinf.artifacts import write_atomic
+from rlinf.artifacts import read_manifest, write_atomic
 from rlinf.errors import EXIT_REQUEUE, InputError, PlanError, StageError
 from stages.layout import POOLS
 
 SCALE, CLAIMS = "scale.json", "claims.jsonl"
+PREPARES = -1
+"""Number of the empty claim by which a worker loads its engine."""
 WISH = re.compile(r"(?P<pool>[a-z_]+)(?P<sign>[+=-])(?P<number>\d+)")
 log = logging.getLogger("rlinf")
 
@@ -36,13 +38,15 @@ class _Rollout:
     """What all claims say."""
     claims: Claims | None = None
     """None until the gatherer has told what it has already."""
+    there: bool = False
+    """Its weights."""
 
 
 @dataclass
 class Generators:
     """Gives out the starts of all rollouts under way, the earliest iteration first."""
 
-    folder: Path
+    run: Path
     batch: int
     retries: int
     _rollouts: dict[Node, _Rollout] = field(default_factory=dict)
@@ -50,6 +54,8 @@ class Generators:
     """Of each claim on its way: rollout, worker, number."""
     _pace: Pace = field(default_factory=Pace)
     _failures: Counter[str] = field(default_factory=Counter)
+    _prepared: set[str] = field(default_factory=set)
+    """Workers that have an engine: starts are not to wait until one is loaded."""
 
     def begin(self, node: Node, out: str, weights: str, to: str) -> None:
         """A rollout was ordered from the gatherer ``to``."""
@@ -74,6 +80,7 @@ class Generators:
 
     def lost(self, worker: str) -> None:
         """A worker is gone; what it had not finished others do."""
+        self._prepared.discard(worker)
         for claim in [claim for claim, (_, of, _) in self._given.items() if of == worker]:
             del self._given[claim]
         for rollout in self._rollouts.values():
@@ -91,6 +98,9 @@ class Generators:
         if node is None or rollout is None or rollout.claims is None:
             return False
         code = int(content["code"])
+        if number == PREPARES and not code:
+            self._prepared.add(worker)
+            return False
         if code:
             rollout.claims.back(worker, number)
             self._failures[node.name] += code != EXIT_REQUEUE
@@ -104,21 +114,40 @@ class Generators:
         return True
 
     def orders(self, workers: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-        """Claims for those of ``workers`` that are about to have nothing to do."""
+        """Claims for those of ``workers`` that are about to have nothing to do.
+
+        None whose weights are still to come: it would stand in the way of others they come of.
+        """
         open_ = {
             node: rollout.claims
             for node, rollout in sorted(self._rollouts.items(), key=lambda item: item[0].iteration)
-            if rollout.claims is not None
+            if rollout.claims is not None and self._weights_there(rollout)
         }
-        orders = []
+        if not open_:
+            return []
+        fresh = [w for w in workers if w not in self._prepared]
+        workers = [w for w in workers if w in self._prepared]
+        first = next(iter(open_))
+        orders = [
+            (worker, self._order(first, worker, Claim(PREPARES, ())))
+            for worker in fresh
+            if not self.busy(worker)
+        ]
         of = {id(claims): node for node, claims in open_.items()}
         speeds = self._pace.speeds(workers)
         for claims, worker, claim in hand_out(list(open_.values()), speeds, self._pace.least()):
-            node, name = of[id(claims)], secrets.token_hex(6)
-            self._given[name] = (node, worker, claim.number)
-            order = {**self._rollouts[node].order, "claim": name, "starts": list(claim.starts)}
-            orders.append((worker, order))
+            orders.append((worker, self._order(of[id(claims)], worker, claim)))
         return orders
+
+    def _order(self, node: Node, worker: str, claim: Claim) -> dict[str, Any]:
+        name = secrets.token_hex(6)
+        self._given[name] = (node, worker, claim.number)
+        return {**self._rollouts[node].order, "claim": name, "starts": list(claim.starts)}
+
+    def _weights_there(self, rollout: _Rollout) -> bool:
+        if not rollout.there:
+            rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
+        return rollout.there
 
     def _note(self, node: Node, worker: str, claim: Claim, spans: Sequence[Any]) -> None:
         """Keep who did what and when."""
@@ -126,7 +155,7 @@ class Generators:
         seconds = sum(end - start for start, end in times)
         self._pace.seen(worker, len(claim.starts), seconds)
         row = {"node": node.name, "worker": worker, "starts": claim.starts, "spans": spans}
-        with (self.folder / CLAIMS).open("a", encoding="utf-8") as stream:
+        with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
 

@@ -134,7 +134,7 @@ class PoolExecutor:
         settings = self.run.config.rollout
         folder = self.run.folder / POOLS
         folder.mkdir(exist_ok=True)
-        self._generators = Generators(folder, settings.batch, self.cluster.retries)
+        self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
         self._held: dict[Node, Outcome] = {}
@@ -251,6 +251,9 @@ class PoolExecutor:
         """Order all stages whose inputs are settled."""
         nodes = [node for node in sorted(pool.waiting, key=self._position) if node in self._live]
         orders: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        if pool.slot is not None:
+            # A generator that waited for weights could not generate what they are made from.
+            nodes = [node for node in nodes if not self._to_come(node)]
         for node in nodes:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
@@ -278,6 +281,12 @@ class PoolExecutor:
                 orders[worker].append(order)
         for worker, stages in orders.items():
             self._controller.send(worker, {"do": "run", "stages": stages})
+
+    def _to_come(self, node: Node) -> bool:
+        """Whether an input of a stage is still being made."""
+        sources = set(self._graph.inputs(node).values())
+        given = {other for pool in self._pools for m in pool.members for other in m.given}
+        return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
 
     def _sinks(self, node: Node, member: Member) -> dict[str, list[str]]:
         """Workers that wait for the records of a stage, by channel."""
