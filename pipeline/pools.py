@@ -27,7 +27,7 @@ from pipeline.plan import ELASTIC, SINGLE_PROCESS, Plan, StagePlan
 from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.channels.control import Controller, Joined, Lost, Report
-from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
+from rlinf.errors import EXIT_REQUEUE, PlanError, RequeueRequested, StageError
 from stages.layout import POOLS
 from stages.pool import CHANNELS, worker_name
 from stages.runner import StageCall
@@ -304,8 +304,11 @@ class PoolExecutor:
 
     def _position(self, node: Node) -> tuple[int, int, int]:
         """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
+        if node.stage in self._graph.flow.offline:
+            return (-1, 0, 0)
         if node.stage not in self._places:
-            return (node.iteration, 0, -1)
+            # Just before the rollout with the same weights: it must hold up none with older ones.
+            return (node.iteration + self.run.config.rollout.staleness, 0, -1)
         sources = self._graph.flow.stages[node.stage]
         whole = not STREAMS & set(sources) and any(
             not s.back and s.stage in self._places for s in sources.values()
@@ -383,6 +386,9 @@ class PoolExecutor:
             if found[0].slot is not None:
                 # It may still do what an earlier driver asked for.
                 self._drop(event.worker)
+        else:
+            # A lease that an earlier driver had already renewed.
+            self._controller.send(event.worker, {"do": "leave"})
 
     def _reported(self, event: Report, ended: dict[Node, Outcome]) -> None:
         found = self._member(event.worker)
@@ -555,6 +561,18 @@ class PoolExecutor:
 
 
 def pool_needs(plan: Plan, number: int) -> StagePlan:
-    """What the job of a pool asks for: the most that one of its stages does."""
-    stages = [plan.of(stage) for stage in plan.pools[number].stages]
-    return max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
+    """What the job of a pool asks for: the most that one of its stages does.
+
+    Raises:
+        PlanError: the pool has devices of several kinds, which no one asks of Slurm.
+    """
+    pool = plan.pools[number]
+    stages = [plan.of(stage) for stage in pool.stages]
+    needs = max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
+    if len(pool.gpus) > 1 and needs.constraint is None:
+        raise PlanError(
+            f"plan.pools[{number}].gpus: {', '.join(pool.gpus)}: a pool is one job; give its "
+            "stages a partition that has both and a constraint such as [a100*1&h100*1], or make "
+            "two pools"
+        )
+    return needs

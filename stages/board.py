@@ -12,9 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rlinf.artifacts import Manifest
 from rlinf.data.record import Record
 from rlinf.errors import InputFailed, RequeueRequested
 
+STREAMS = "streams"
+"""In a manifest's ``extra``: the digest of each channel's records."""
 LOOK_S = 0.5
 """How often one who waits looks whether it has been asked to stop."""
 
@@ -27,6 +30,8 @@ class Stream:
         self._records: dict[int, Record] = {}
         self._ends: set[int] = set()
         self._ended = False
+        self.digest = 0
+        """Of all records, in any order."""
         self._reached: dict[int, int] = {}
         """By start of a range: the first sample of it that is not known to be here."""
 
@@ -34,6 +39,7 @@ class Stream:
         """Add a record; one of a sample that is here already is dropped."""
         with self._changed:
             if self._records.setdefault(record.identity.sample, record) is record:
+                self.digest ^= record.digest()
                 self._changed.notify_all()
 
     def end(self, rank: int = 0, ranks: int = 1) -> None:
@@ -145,6 +151,12 @@ class Output:
             new = self.arrived(channel)[seen:]
             seen += len(new)
             yield from new
+
+    def matches(self, channel: str, manifest: Manifest) -> bool:
+        """Whether what was handed on here is what was committed, maybe by another attempt."""
+        if channel in self._streams:
+            return manifest.extra.get(STREAMS, {}).get(channel) == self._streams[channel].digest
+        return manifest.data == self._attempt
 
     def _wait(self, there: Callable[[], bool], stopping: Callable[[], bool]) -> None:
         with self._changed:

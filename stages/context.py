@@ -81,6 +81,8 @@ class Live:
     ) -> None:
         self.output, self.turn, self.sinks, self.parts = output, turn, sinks, parts
         self.later: list[Callable[[], None]] = []
+        self.digests: dict[str, int] = {}
+        """Of the records this attempt wrote, by channel."""
 
 
 class _Both:
@@ -88,10 +90,13 @@ class _Both:
 
     def __init__(self, file: FileWriter, live: Live, channel: str, world: World) -> None:
         self._file, self._live, self._rank, self._ranks = file, live, world.rank, world.size
+        self._channel = channel
         self._stream = live.output.stream(channel)
+        live.digests[channel] = 0
         self._sinks = live.sinks(channel)
 
     def put(self, record: Record, weight: int = 1) -> None:
+        self._live.digests[self._channel] ^= record.digest()
         self._stream.put(record)
         self._sinks.put(record, weight)
         self._file.put(record, weight)
