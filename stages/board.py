@@ -38,7 +38,8 @@ class Stream:
     def put(self, record: Record) -> None:
         """Add a record; one of a sample that is here already is dropped."""
         with self._changed:
-            if self._records.setdefault(record.identity.sample, record) is record:
+            if record.identity.sample not in self._records:
+                self._records[record.identity.sample] = record
                 self.digest ^= record.digest()
                 self._changed.notify_all()
 

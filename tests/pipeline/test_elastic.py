@@ -93,9 +93,12 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_generators_make_the_run_of_one_process(reference: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_generators_make_the_run_of_one_process(
+    reference: Path, tmp_path: Path, workers: int
+) -> None:
     log = tmp_path / "log"
-    finish(start_driver(words(tmp_path, "cluster=local", pools(2)), log), log)
+    finish(start_driver(words(tmp_path, "cluster=local", pools(workers)), log), log)
     same(tmp_path / "tiny", reference)
     for iteration in range(ITERATIONS):
         done = [
