@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlinf.artifacts import Manifest
@@ -40,7 +40,8 @@ class Stream:
     def put(self, record: Record) -> None:
         """Add a record; one of a sample that is here already is dropped."""
         with self._changed:
-            if self._records.setdefault(record.identity.sample, record) is record:
+            if record.identity.sample not in self._records:
+                self._records[record.identity.sample] = record
                 self.digest ^= record.digest()
                 self._changed.notify_all()
 
@@ -72,6 +73,10 @@ class Stream:
     def waiting(self) -> int:
         """Records from other workers that no stage here has taken."""
         return len(self._untaken)
+
+    def everything(self) -> list[Record]:
+        """All records that are here, in the order they came."""
+        return list(self._records.values())
 
     def take(self, samples: range) -> list[Record]:
         """The records of a range, by sample number."""
@@ -159,6 +164,26 @@ class Output:
         stream = self.stream(channel)
         there = self._wait(lambda: stream.complete(samples), stopping, on_disk)
         return stream.take(samples) if there else None
+
+    def arrived(self, channel: str) -> list[Record]:
+        """All records of a channel that are here, in the order they came."""
+        stream = self.stream(channel)
+        with self._changed:
+            return stream.everything()
+
+    def arriving(self, channel: str, count: int, stopping: Callable[[], bool]) -> Iterator[Record]:
+        """``count`` records of a channel, as they come.
+
+        Raises:
+            InputFailed, RequeueRequested: as :meth:`attempt`.
+        """
+        stream, seen = self.stream(channel), 0
+        while seen < count:
+            more = lambda: len(stream) > seen  # noqa: B023, E731 - called at once
+            self._wait(more, stopping, lambda: False)
+            new = self.arrived(channel)[seen:]
+            seen += len(new)
+            yield from new
 
     def matches(self, channel: str, manifest: Manifest) -> bool:
         """Whether what was handed on here is what was committed, maybe by another attempt."""

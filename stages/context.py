@@ -216,6 +216,11 @@ class Context:
             self._read[channel] = list(FileReader(source.glob(f"{channel}-r*.h5")))
         return [r for r in self._read[channel] if r.identity.sample in samples]
 
+    def arriving(self, channel: str, count: int) -> Iterator[Record]:
+        """``count`` records of an output channel that others send here, as they come."""
+        assert self.live is not None, "records arrive at resident workers alone"
+        return self.live.output.arriving(channel, count, self.stopping)
+
     def verified(self, name: str) -> Path:
         """Data folder of an input after checking sizes and checksums, once per process.
 

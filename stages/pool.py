@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ from slurm.signals import StopFlag
 from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Input, Live, Writer
+from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CONFIG
 from stages.runner import Attempt, StageCall, load_config, withdrawing
-from stages.turns import Turns
+from stages.turns import Aside, Turns
 
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
@@ -95,6 +97,9 @@ class Worker:
         self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})
         self._outbox = Outbox(run / CHANNELS)
         self._publisher = Publisher(self._outbox)
+        self._generator = Generator(
+            run, config, self._outbox, self._resident, self._tell_of_claim, self._stopping
+        )
         left = stop_in()
         about = {
             "pool": pool,
@@ -126,9 +131,14 @@ class Worker:
                         self._publisher.want(str(order["out"]), order["to"])
                 # All places are taken before any stage begins: all ranks see the same order.
                 begun = [stage for order in orders for stage in order.get("stages", ())]
-                for thread in [self._enter(stage) for stage in begun]:
+                for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
                     if thread is not None:
-                        thread.start()
+                        (self._generator.submit(thread.run) if stage["queued"] else thread.start())
+                for order in orders:
+                    if order["do"] == "claim":
+                        self._generator.claim(order)
+                    elif order["do"] == "drop":
+                        self._generator.drop()
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
@@ -147,10 +157,12 @@ class Worker:
     def _end(self, code: int) -> None:
         self._leaving.set()
         with self._lock:
-            running = list(self._busy.values())
+            # Those of a generator run in its thread and were never started.
+            running = [thread for thread in self._busy.values() if thread.is_alive()]
         deadline = time.monotonic() + (STOP_S if code == EXIT_REQUEUE else LEAVE_S)
         for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._generator.close()
         self._publisher.close()
         self._outbox.close()
         self._link.close()
@@ -162,10 +174,13 @@ class Worker:
     def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
         node = str(order["node"])
+        if order["gathers"]:
+            self._tell_what_arrived(order)
         with self._lock:
             if node in self._busy:
                 return None
-            turn = self._turns.enter(tuple(order["position"]))
+            aside = order["gathers"] or order["queued"]
+            turn = Aside() if aside else self._turns.enter(tuple(order["position"]))
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
             self._moved = time.monotonic()
@@ -231,6 +246,7 @@ class Worker:
             name=str(order["attempt"]),
             live=Live(output, turn, sinks, self._parts),
             worker=self._name,
+            gathers=bool(order["gathers"]),
         )
 
     def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
@@ -250,6 +266,17 @@ class Worker:
         self._activity.ended(node)
         self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
         self._tell()
+
+    def _tell_what_arrived(self, order: Mapping[str, Any]) -> None:
+        """The starts of a rollout that need not be generated again."""
+        size = self._config.rollout.group_size
+        records = self._board.output(str(order["out"])).arrived("trajectories")
+        count = Counter(record.identity.sample // size for record in records)
+        there = sorted(start for start, samples in count.items() if samples == size)
+        self._link.report({"node": str(order["node"]), "there": there})
+
+    def _tell_of_claim(self, content: dict[str, Any]) -> None:
+        self._link.report(content)
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
         self._moved = time.monotonic()
