@@ -136,8 +136,6 @@ class PoolExecutor:
             # It computes nothing where it is ordered, and its consumers need no copy.
             self._of["rollout"] = self._of["train"]
         settings = self.run.config.rollout
-        folder = self.run.folder / POOLS
-        folder.mkdir(exist_ok=True)
         self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
@@ -150,6 +148,7 @@ class PoolExecutor:
 
     def _begin(self) -> None:
         """Call the pools in: not before there is work, nor while another driver has the run."""
+        (self.run.folder / POOLS).mkdir(exist_ok=True)
         self._controller = Controller(self.run.folder / CHANNELS)
         for pool in self._pools:
             self._open(pool)

@@ -177,7 +177,8 @@ class FSDPTrainer:
             policy.module.train()
             if fresh:
                 # Each lane its own: an attempt that failed may have left some in any of them.
-                policy.module.zero_grad(set_to_none=True)
+                for parameter in self._parameters(policy):
+                    parameter.grad = None
             sums: dict[str, Any] = {}
             for number, (rows, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
                 self._synchronise(last=number == len(cut.batches))
@@ -233,7 +234,7 @@ class FSDPTrainer:
         if norm > self._clip:
             scale *= self._clip / (norm + 1e-6)
         if scale != 1:
-            for parameter in self.policy.module.parameters():
+            for parameter in self._parameters(self.policy):
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
         for group in self.optimizer.param_groups:
@@ -331,6 +332,13 @@ class FSDPTrainer:
             self._root.set_requires_gradient_sync(last)
             self._root.set_reshard_after_backward(last)
 
+    def _parameters(self, policy: Policy) -> list[nn.Parameter]:
+        """Those of a lane. Of a sharded module always the shards, with the gradients: after a pass
+        without a backward one its own are still the gathered ones."""
+        if policy is not self.policy:
+            return list(policy.module.parameters())
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def _evaluate(
         self, policy: Policy, records: Sequence[Record], temperature: float, entropy: bool
     ) -> StepOutputs:
@@ -348,7 +356,7 @@ class FSDPTrainer:
     def _gradient_norm(self) -> float:
         from torch.distributed.tensor import DTensor
 
-        gradients = [p.grad for p in self.policy.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._parameters(self.policy) if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
