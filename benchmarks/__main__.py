@@ -56,6 +56,8 @@ ROWS = {
     "demo_wall_s": "demo",
     "cartpole_return": "demo",
     "cartpole_wall_s": "demo",
+    "embodied_overlap": "embodied",
+    "embodied_balance": "embodied",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 
