@@ -129,6 +129,8 @@ class _Run:
                     # The relay of a process that is gone says so.
                     with suppress(OSError):
                         self._owner[int(reply.steps["sample"][0])].link.put(REPLY, reply)
+            if self._open and not self._failures:
+                raise ChannelClosed("the policy answers no more")
         finally:
             if self._open:
                 for worker, _ in self._shares:
