@@ -21,8 +21,8 @@ from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
 
-HIDDEN = (768, 768)
-BATCH, HORIZON, ROUNDS = 64, 250, 9
+HIDDEN = (1024, 1024)
+BATCH, HORIZON, ROUNDS = 128, 64, 9
 
 
 class Timed(DirectEngine):
