@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-fast lint format bench wheel slurm-up slurm-down clean
+.PHONY: help install demo test test-slow test-fast chaos lint format bench wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,13 +34,16 @@ demo: install  ## Warm-start and train the arithmetic model, then say where the 
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
 test: install  ## The suite, on a real Slurm brought up for it
-	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'not slow' $(ARGS)
+	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'not slow and not chaos' $(ARGS)
 
 test-slow: install  ## What the suite leaves out: minutes each, or variants of what it has
-	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m slow $(ARGS)
+	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
+
+chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
+	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)
 
 test-fast: install  ## Without a cluster and without slow tests
-	$(PYTEST) tests -m 'not cluster and not slow' $(ARGS)
+	$(PYTEST) tests -m 'not cluster and not slow and not chaos' $(ARGS)
 
 lint: install  ## ruff, mypy, codespell, snakefmt
 	$(BIN)/ruff check .

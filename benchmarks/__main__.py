@@ -58,6 +58,11 @@ ROWS = {
     "cartpole_wall_s": "demo",
     "embodied_overlap": "embodied",
     "embodied_balance": "embodied",
+    "noncompute_share": "pools",
+    "segment_vs_stage": "pools",
+    "segment_iteration_s": "pools",
+    "pipeline_speedup": "pools",
+    "pipeline_balance": "pools",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 

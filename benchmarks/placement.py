@@ -61,7 +61,9 @@ def measure() -> list[Row]:
         for i in range(OTHERS):
             if i % (OTHERS // RUNS) == 0:
                 chosen.append(iteration_s(run, proposal.plan, root, f"chosen-{i}"))
+                print(f"  predicted {proposal.forecast.iteration_s:.1f} s, was {chosen[-1]:.1f} s")
             theirs.append(iteration_s(run, plan_of(others[i]), root, f"other-{i}"))
+            print(f"  another plan: {theirs[-1]:.1f} s")
         mine = statistics.median(chosen)
     error = abs(proposal.forecast.iteration_s / mine - 1)
     rank = 1 + sum(seconds < mine for seconds in theirs)

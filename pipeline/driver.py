@@ -114,6 +114,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.run.config)
+        self.ahead += len(self.graph.flow.stages) * self.run.config.rollout.staleness
         self._committed = Committed(self.run, self.graph)
         self._done = self._committed.done
         self._failures: dict[Node, int] = {}

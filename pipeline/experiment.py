@@ -11,6 +11,7 @@ from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
 from pipeline.plan import Plan, load_plan
+from pipeline.pools import PoolExecutor, pool_needs
 from pipeline.report import write_report
 from pipeline.run import Run
 from pipeline.show import Console, Trackers
@@ -35,6 +36,8 @@ def prepare(values: Mapping[str, Any]) -> Run:
             "plan: grain: segment: pools are processes of their own; add cluster=local (this "
             "machine) or cluster=slurm"
         )
+    for number in range(len(plan.pools)):
+        pool_needs(plan, number)
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
     return Run.create(config, plan.dump())
@@ -139,8 +142,6 @@ def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
             plan = Plan.read(run.folder)
             launcher = make_launcher(cluster, plan)
             if plan.grain == "segment":
-                from pipeline.pools import PoolExecutor
-
                 executor = PoolExecutor(run, launcher, plan, cluster, stop.is_set, console.progress)
             else:
                 executor = LauncherExecutor(run, launcher, plan, cluster, stop.is_set)

@@ -86,6 +86,7 @@ class Graph:
         self.flow = FLOWS[config.flow]
         self.iterations = config.iterations
         self._every = config.evaluate.every
+        self._staleness = config.rollout.staleness
 
     def inputs(self, node: Node) -> dict[str, Node]:
         """The nodes a node reads, by input name."""
@@ -98,6 +99,8 @@ class Graph:
         found = {}
         for name, source in table[node.stage].items():
             iteration = node.iteration - source.back
+            if (node.stage, name) == ("rollout", "weights"):
+                iteration -= self._staleness
             if source.stage in self.flow.offline:
                 found[name] = Node(source.stage, 0)
             elif iteration >= 0:

@@ -116,7 +116,8 @@ class Plan(Section):
     chunks: PositiveInt = 1
     """Micro-batches that an iteration is passed on in between pools."""
     transports: dict[str, Transport] = {}
-    """By edge, ``rollout -> reward``; ``file`` where nothing is said."""
+    """By edge, ``rollout -> reward``. Where nothing is said, weights go to other pools by shared
+    memory on one node, by socket between nodes; records by socket; all else is read from files."""
     predicted: Forecast | None = None
 
     def of(self, stage: str) -> StagePlan:

@@ -26,13 +26,15 @@ from pipeline.plan import SINGLE_PROCESS, Plan, StagePlan
 from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.channels.control import Controller, Joined, Lost, Report
-from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
-from stages.layout import POOLS
+from rlinf.errors import EXIT_REQUEUE, PlanError, RequeueRequested, StageError
+from stages.layout import POOLS, STATUS
 from stages.pool import CHANNELS, worker_name
 from stages.runner import StageCall
 
 STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
 """Inputs that are records, by the name of their channel; they can be sent while they are made."""
+PUBLISHED = ("sync", "weights")
+"""The stage and input whose weights one worker sends to the memory of others."""
 WITH = {"sync": "train", "warm_start": "train", "reward": "train", "inference": "train"}
 WITH["evaluate"] = "rollout"
 """Where a stage runs that no pool of the plan names."""
@@ -120,6 +122,8 @@ class PoolExecutor:
             self._of.setdefault(stage, self._of.get(like, self._pools[-1]))
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
+        self._subscribed: set[tuple[Node, str, str]] = set()
+        """Who has been told to send weights for a stage, and to whom."""
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
@@ -186,6 +190,7 @@ class PoolExecutor:
                 if time.monotonic() > deadline:
                     break
             self.launcher.cancel([m.job for p in self._pools for m in p.members])
+            (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
         self._controller.close()
         self.launcher.close()
 
@@ -208,6 +213,7 @@ class PoolExecutor:
             member = self._active(pool)
             if member is not None:
                 self._send(pool, member)
+        self._subscribe()
 
     def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
         """Settle where the inputs of stages come from that are about to be ordered."""
@@ -218,11 +224,52 @@ class PoolExecutor:
             for name, source in self._graph.inputs(node).items():
                 here = source in member.given or source in pool.waiting
                 coming = any(source in other.waiting for other in self._pools)
+                # Weights can still be asked for while their stage is under way.
+                sent = coming if name in STREAMS else not here and self._publishes(source, name)
                 if (here and (member.size == 1 or coming)) or (
-                    coming and name in STREAMS and self._sent_live(source, node)
+                    sent and self._sent_live(source, node)
                 ):
                     live[name] = source
             self._live[node] = live
+
+    def _publishes(self, source: Node, name: str) -> bool:
+        """Whether an input is weights that a pool makes now or soon."""
+        return (source.stage, name) == PUBLISHED and any(
+            source in pool.waiting or any(source in m.given for m in pool.members)
+            for pool in self._pools
+        )
+
+    def _subscribe(self) -> None:
+        """Tell who makes weights which workers elsewhere wait for them; again if they changed."""
+        members = [m for pool in self._pools for m in pool.members]
+        for target, live in self._live.items():
+            source = live.get(PUBLISHED[1])
+            if source is None:
+                continue
+            maker = next((m for m in members if source in m.given), None)
+            taker = next((m for m in members if target in m.given), None)
+            if maker is None or taker is None or maker is taker:
+                continue
+            mark = (target, maker.name, taker.name)
+            if mark in self._subscribed:
+                continue
+            self._subscribed.add(mark)
+            order = {
+                "do": "send",
+                "out": self._relative(self._graph.folder(self.run.folder, source)),
+                "to": self._ways(source, target, maker, taker),
+            }
+            self._controller.send(worker_name(maker.name, 0), order)
+
+    def _ways(self, source: Node, target: Node, maker: Member, taker: Member) -> dict[str, str]:
+        """How weights get to each worker of a stage: shared memory only on the sender's node."""
+        said = self.plan.transports.get(f"{source.stage} -> {target.stage}")
+        host = maker.joined.get(0, {}).get("host", "unknown")
+        ways = {}
+        for rank, worker in enumerate(taker.workers(self._ranks(target))):
+            near = taker.joined.get(rank, {}).get("host") == host
+            ways[worker] = "shared_memory" if near and said != "socket" else "socket"
+        return ways
 
     def _sent_live(self, source: Node, node: Node) -> bool:
         edge = f"{source.stage} -> {node.stage}"
@@ -271,8 +318,11 @@ class PoolExecutor:
 
     def _position(self, node: Node) -> tuple[int, int, int]:
         """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
+        if node.stage in self._graph.flow.offline:
+            return (-1, 0, 0)
         if node.stage not in self._places:
-            return (node.iteration, 0, -1)
+            # Just before the rollout with the same weights: it must hold up none with older ones.
+            return (node.iteration + self.run.config.rollout.staleness, 0, -1)
         sources = self._graph.flow.stages[node.stage]
         whole = not STREAMS & set(sources) and any(
             not s.back and s.stage in self._places for s in sources.values()
@@ -302,6 +352,9 @@ class PoolExecutor:
         found = self._member(event.worker)
         if found is not None:
             found[1].joined[int(event.about["rank"])] = event.about
+        else:
+            # A lease that an earlier driver had already renewed.
+            self._controller.send(event.worker, {"do": "leave"})
 
     def _reported(self, event: Report, ended: dict[Node, Outcome]) -> None:
         found = self._member(event.worker)
@@ -418,28 +471,54 @@ class PoolExecutor:
                 for rank, worker in enumerate(member.workers(member.size)):
                     seen = workers.get(worker)
                     status = dict(seen.status) if seen is not None and seen.alive else {}
-                    progress = status.get("progress") or {}
-                    if progress and rank == 0:
-                        self.progress(*(progress[key] for key in PROGRESS))
+                    for row in status.get("doing", ()):
+                        if rank == 0 and row["total"] and row["took_s"] is None:
+                            self.progress(*(row[key] for key in PROGRESS))
                     rows.append(
                         {
                             "pool": pool.number,
-                            "stages": list(pool.stages),
                             "worker": worker,
+                            "rank": rank,
                             "job": member.job,
                             "host": member.joined.get(rank, {}).get("host", ""),
                             "ends": member.ends,
                             "alive": rank in member.joined,
-                            "busy": status.get("busy", []),
-                            "progress": progress,
+                            "leaving": member.leaving,
+                            "silent_s": 0.0 if seen is None else seen.age_s,
+                            "doing": status.get("doing", []),
+                            "version": status.get("version"),
+                            "queue": status.get("queue", 0),
                         }
                     )
+        pools = [
+            {
+                "pool": pool.number,
+                "stages": list(pool.stages),
+                "waiting": [node.name for node in pool.waiting],
+                "failures": pool.failures,
+                "reason": pool.reason,
+            }
+            for pool in self._pools
+        ]
+        content = {"time": time.time(), "pools": pools, "workers": rows}
         folder = self.run.folder / POOLS
         folder.mkdir(exist_ok=True)
-        write_atomic(folder / "status.json", json.dumps({"time": time.time(), "workers": rows}))
+        write_atomic(folder / STATUS, json.dumps(content))
 
 
 def pool_needs(plan: Plan, number: int) -> StagePlan:
-    """What the job of a pool asks for: the most that one of its stages does."""
-    stages = [plan.of(stage) for stage in plan.pools[number].stages]
-    return max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
+    """What the job of a pool asks for: the most that one of its stages does.
+
+    Raises:
+        PlanError: the pool has devices of several kinds, which no one asks of Slurm.
+    """
+    pool = plan.pools[number]
+    stages = [plan.of(stage) for stage in pool.stages]
+    needs = max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
+    if len(pool.gpus) > 1 and needs.constraint is None:
+        raise PlanError(
+            f"plan.pools[{number}].gpus: {', '.join(pool.gpus)}: a pool is one job; give its "
+            "stages a partition that has both and a constraint such as [a100*1&h100*1], or make "
+            "two pools"
+        )
+    return needs

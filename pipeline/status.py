@@ -8,13 +8,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
 from pipeline.export import versions
 from pipeline.flow import Graph
 from pipeline.metrics import iterations, manifest_of
+from pipeline.pool_status import PoolsStatus, pool_table, read_pools
 from pipeline.run import LOCK, Run, is_driven
 from rlinf.errors import RlinfError
 from stages.layout import PER_ITERATION, stage_folder
@@ -37,6 +38,8 @@ class RunStatus:
     reward: float | None
     versions: list[int]
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    pools: PoolsStatus | None = None
+    """Of a run of grain ``segment`` that goes on."""
 
     @property
     def eta_s(self) -> float | None:
@@ -62,7 +65,10 @@ def read_status(folder: Path) -> RunStatus:
     for i in synced[-10:]:
         first, last = manifest_of(run.folder, "rollout", i), manifest_of(run.folder, "sync", i)
         if first and last:
-            spans.append(last.timing["end"] - first.timing["start"])
+            # In pools a rollout may begin long before the weights that it waits for.
+            before = manifest_of(run.folder, "sync", i - 1) if i else None
+            start = max(first.timing["start"], before.timing["end"] if before else 0.0)
+            spans.append(last.timing["end"] - start)
             rates.append(first.metrics.get("steps", 0.0) / max(1e-9, spans[-1]))
     graph = Graph(run.config)
     scores = [
@@ -83,6 +89,7 @@ def read_status(folder: Path) -> RunStatus:
         reward=reward.metrics["mean"] if reward else None,
         versions=sorted(versions(run.folder)),
         jobs=_jobs(run, finished),
+        pools=read_pools(run.folder),
     )
 
 
@@ -90,15 +97,21 @@ def show(folder: Path, *, watch: bool) -> None:
     """Print the status, or keep it on the screen until the run is finished."""
     console = Console()
     if not watch:
-        console.print(table(read_status(folder)))
+        console.print(page(read_status(folder)))
         return
     with Live(console=console, refresh_per_second=2) as live:
         while True:
             status = read_status(folder)
-            live.update(table(status))
+            live.update(page(status))
             if status.stage == "finished":
                 return
             time.sleep(REFRESH_S)
+
+
+def page(status: RunStatus) -> Group:
+    """All there is to show."""
+    pools = [] if status.pools is None else [pool_table(status.pools)]
+    return Group(table(status), *pools)
 
 
 def table(status: RunStatus) -> Table:

@@ -100,6 +100,9 @@ class RolloutSection(Section):
     """Most steps one sample may take: new tokens, or environment steps per iteration."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
+    staleness: int = Field(default=0, ge=0, le=64)
+    """How many updates behind the weights are that collect: a rollout waits for none of the last
+    ``staleness`` updates and goes on while they are made. 0: on-policy."""
 
 
 class WarmStartSection(Section):

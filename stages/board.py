@@ -12,9 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from rlinf.artifacts import Manifest
 from rlinf.data.record import Record
 from rlinf.errors import InputFailed, RequeueRequested
 
+STREAMS = "streams"
+"""In a manifest's ``extra``: the digest of each channel's records."""
 LOOK_S = 0.5
 """How often one who waits looks whether it has been asked to stop."""
 
@@ -27,13 +30,17 @@ class Stream:
         self._records: dict[int, Record] = {}
         self._ends: set[int] = set()
         self._ended = False
+        self.digest = 0
+        """Of all records, in any order."""
         self._reached: dict[int, int] = {}
         """By start of a range: the first sample of it that is not known to be here."""
+        self._untaken: set[int] = set()
 
     def put(self, record: Record) -> None:
         """Add a record; one of a sample that is here already is dropped."""
         with self._changed:
             if self._records.setdefault(record.identity.sample, record) is record:
+                self.digest ^= record.digest()
                 self._changed.notify_all()
 
     def end(self, rank: int = 0, ranks: int = 1) -> None:
@@ -53,8 +60,21 @@ class Stream:
         self._reached[samples.start] = reached
         return reached >= samples.stop
 
+    def arrived(self, record: Record) -> None:
+        """Add one that another worker sent; it waits until a stage takes it."""
+        with self._changed:
+            if record.identity.sample not in self._records:
+                self._untaken.add(record.identity.sample)
+            self.put(record)
+
+    @property
+    def waiting(self) -> int:
+        """Records from other workers that no stage here has taken."""
+        return len(self._untaken)
+
     def take(self, samples: range) -> list[Record]:
         """The records of a range, by sample number."""
+        self._untaken.difference_update(samples)
         return [self._records[sample] for sample in samples if sample in self._records]
 
     def __len__(self) -> int:
@@ -76,6 +96,12 @@ class Output:
         """The stream of a channel."""
         with self._changed:
             return self._streams.setdefault(channel, Stream(self._changed))
+
+    @property
+    def waiting(self) -> int:
+        """Records from other workers that no stage here has taken."""
+        with self._changed:
+            return sum(stream.waiting for stream in self._streams.values())
 
     def done(self, attempt: str) -> None:
         """All is here; ``attempt`` names the folder it will be committed in."""
@@ -102,15 +128,16 @@ class Output:
         with self._changed:
             self._failure = None
 
-    def attempt(self, stopping: Callable[[], bool]) -> str:
-        """Waits until all is here; the folder it will be committed in.
+    def attempt(
+        self, stopping: Callable[[], bool], committed: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Waits until all is here; the folder it will be committed in. None: it is committed.
 
         Raises:
             InputFailed: it failed.
             RequeueRequested: asked to stop while waiting.
         """
-        self._wait(lambda: self._attempt is not None, stopping)
-        assert self._attempt is not None
+        self._wait(lambda: self._attempt is not None or committed(), stopping)
         return self._attempt
 
     def records(self, channel: str, samples: range, stopping: Callable[[], bool]) -> list[Record]:
@@ -122,6 +149,12 @@ class Output:
         stream = self.stream(channel)
         self._wait(lambda: stream.complete(samples), stopping)
         return stream.take(samples)
+
+    def matches(self, channel: str, manifest: Manifest) -> bool:
+        """Whether what was handed on here is what was committed, maybe by another attempt."""
+        if channel in self._streams:
+            return manifest.extra.get(STREAMS, {}).get(channel) == self._streams[channel].digest
+        return manifest.data == self._attempt
 
     def _wait(self, there: Callable[[], bool], stopping: Callable[[], bool]) -> None:
         with self._changed:
@@ -149,6 +182,13 @@ class Board:
             while len(self._outputs) > self.KEEP:
                 del self._outputs[next(iter(self._outputs))]
             return output
+
+    @property
+    def waiting(self) -> int:
+        """Records from other workers that no stage here has taken."""
+        with self._lock:
+            outputs = list(self._outputs.values())
+        return sum(output.waiting for output in outputs)
 
     def fail(self, reason: str) -> None:
         """Nothing more will come from anywhere."""

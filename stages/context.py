@@ -7,8 +7,9 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,11 +19,15 @@ from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
+from stages.activity import COMPUTES, TURN
 from stages.board import Output
 from stages.identity import stage_key
 
 T = TypeVar("T")
 COMMIT_LOOK_S = 0.02
+BRIEF_S = 0.002
+"""Waits shorter than this are not recorded."""
+WAIT = "wait"
 log = logging.getLogger("rlinf")
 
 
@@ -34,19 +39,27 @@ class Input:
     committed: Manifest | None = None
     output: Output | None = None
     stopping: Callable[[], bool] = lambda: False
+    waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Entered while waiting, so that it can be seen."""
 
     @property
     def manifest(self) -> Manifest:
         """Its commit; waits for that."""
-        while self.committed is None:
+        if self.committed is None:
+            with self.waiting():
+                self.committed = self._commit()
+        return self.committed
+
+    def _commit(self) -> Manifest:
+        while True:
             if self.stopping():
                 raise RequeueRequested(f"asked to stop while waiting for {self.folder}")
             if self.output is not None:
                 self.output.check()
-            self.committed = read_manifest(self.folder)
-            if self.committed is None:
-                time.sleep(COMMIT_LOOK_S)
-        return self.committed
+            manifest = read_manifest(self.folder)
+            if manifest is not None:
+                return manifest
+            time.sleep(COMMIT_LOOK_S)
 
     @property
     def data(self) -> Path:
@@ -57,8 +70,23 @@ class Input:
     def state(self) -> str:
         """Names its content: the same output folder and attempt always hold the same."""
         if self.committed is None and self.output is not None:
-            return f"{self.folder}/{self.output.attempt(self.stopping)}"
+            # What is sent by another worker may be lost on the way; the commit is not.
+            with self.waiting():
+                attempt = self.output.attempt(self.stopping, self._look)
+            if self.committed is None:
+                return f"{self.folder}/{attempt}"
+            self.output = None
         return f"{self.folder}/{self.manifest.data}"
+
+    def held(self, name: str) -> Any:
+        """What it handed on in memory besides records; None: it is to be read from disk."""
+        if self.committed is None and self.output is not None:
+            return self.output.objects.get(name)
+        return None
+
+    def _look(self) -> bool:
+        self.committed = read_manifest(self.folder)
+        return self.committed is not None
 
 
 class Writer(Protocol):
@@ -81,6 +109,8 @@ class Live:
     ) -> None:
         self.output, self.turn, self.sinks, self.parts = output, turn, sinks, parts
         self.later: list[Callable[[], None]] = []
+        self.digests: dict[str, int] = {}
+        """Of the records this attempt wrote, by channel."""
 
 
 class _Both:
@@ -88,10 +118,13 @@ class _Both:
 
     def __init__(self, file: FileWriter, live: Live, channel: str, world: World) -> None:
         self._file, self._live, self._rank, self._ranks = file, live, world.rank, world.size
+        self._channel = channel
         self._stream = live.output.stream(channel)
+        live.digests[channel] = 0
         self._sinks = live.sinks(channel)
 
     def put(self, record: Record, weight: int = 1) -> None:
+        self._live.digests[self._channel] ^= record.digest()
         self._stream.put(record)
         self._sinks.put(record, weight)
         self._file.put(record, weight)
@@ -122,8 +155,16 @@ class Context:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     spans: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    worker: str = ""
+    """Name of the resident worker; empty in a job of the stage's own."""
+    doing: str = COMPUTES
+    """For whoever watches."""
     _said: float = 0.0
     _read: dict[str, list[Record]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, entry in self.inputs.items():
+            entry.waiting = partial(self.waiting, name)
 
     @cached_property
     def key(self) -> str:
@@ -151,7 +192,8 @@ class Context:
     def turn(self, part: int) -> None:
         """Let other stages of this worker have theirs; waits for its own."""
         if self.live is not None:
-            self.live.turn(part)
+            with self.waiting(TURN):
+                self.live.turn(part)
 
     def records(self, channel: str, samples: range) -> list[Record]:
         """The records that input ``channel`` has of these samples, by sample number.
@@ -162,7 +204,7 @@ class Context:
         """
         entry = self.inputs[channel]
         if entry.output is not None:
-            with self.span("wait"):
+            with self.waiting(channel):
                 return entry.output.records(channel, samples, self.stopping)
         if channel not in self._read:
             source = self.verified(channel)
@@ -222,15 +264,32 @@ class Context:
         try:
             yield
         finally:
-            self.spans.append(
-                {
-                    "name": name,
-                    "rank": self.world.rank,
-                    "host": socket.gethostname(),
-                    "start": start,
-                    "end": time.time(),
-                }
-            )
+            self.took(name, start)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Time a wait, as a span of that name, unless it is too short to matter."""
+        before, self.doing = self.doing, f"waits for {what}"
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.doing = before
+            if time.time() - start > BRIEF_S:
+                self.took(WAIT, start)
+
+    def took(self, name: str, start: float) -> None:
+        """A part of the stage that began at ``start`` ends now."""
+        self.spans.append(
+            {
+                "name": name,
+                "worker": self.worker,
+                "rank": self.world.rank,
+                "host": socket.gethostname(),
+                "start": start,
+                "end": time.time(),
+            }
+        )
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Say how far the stage is, at most every few seconds, and stop here when asked to.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +20,21 @@ from rlinf.errors import InputError
 from stages.board import Board
 
 TO, RANK, RANKS = "_to", "_rank", "_ranks"
+Taker = Callable[[str, Record], None]
 log = logging.getLogger("rlinf")
 
 
 class Inbox:
-    """Takes what other workers send; a thread of its own puts it on the board."""
+    """Takes what other workers send; a thread of its own puts it on the board.
 
-    def __init__(self, folder: Path, name: str, board: Board) -> None:
-        self._board = board
+    Args:
+        takers: of what is no stream of records, by channel: given the output and what came.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, board: Board, takers: Mapping[str, Taker] | None = None
+    ) -> None:
+        self._board, self._takers = board, takers or {}
         self._channel = SocketChannel.create(folder, name)
         self._thread = threading.Thread(target=self._work, name="inbox", daemon=True)
         self._thread.start()
@@ -43,11 +50,14 @@ class Inbox:
             for record in self._channel:
                 info = dict(record.info)
                 folder, _, channel = str(info.pop(TO)).rpartition(":")
+                if channel in self._takers:
+                    self._takers[channel](folder, replace(record, info=info))
+                    continue
                 stream = self._board.output(folder).stream(channel)
                 if RANKS in info:
                     stream.end(int(info[RANK]), int(info[RANKS]))
                 else:
-                    stream.put(replace(record, info=info))
+                    stream.arrived(replace(record, info=info))
         except ChannelFailed as error:
             self._board.fail(f"records of other workers no longer arrive: {error}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG, PLAN, RUN = "config.yaml", "plan.yaml", "run.json"
-POOLS = "pools"
+POOLS, STATUS = "pools", "status.json"
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 PER_ITERATION = ("rollout", "reward", "inference", "train", "sync")
 

@@ -74,13 +74,16 @@ def held_engine(ctx: Context, name: str, version: int) -> Engine:
     entry = ctx.inputs[name]
     engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
     served = ctx.resident.pop("engine_weights", None)
-    if served != entry.state:
+    state = entry.state
+    if served != state:
+        tensors = entry.held(WEIGHTS)
         with ctx.span("load"):
-            if served is not None and entry.output is not None:
-                engine.load_state(entry.output.objects[WEIGHTS], version)
+            if served is not None and tensors is not None:
+                engine.load_state(tensors, version)
             else:
                 engine.load(ctx.verified(name) / WEIGHTS, version)
-    ctx.resident["engine_weights"] = entry.state
+                state = entry.state
+    ctx.resident["engine_weights"] = state
     return engine
 
 

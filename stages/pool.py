@@ -30,6 +30,7 @@ from rlinf.errors import EXIT_REQUEUE, RlinfError
 from rlinf.trainers.world import World
 from slurm.deadline import stop_in
 from slurm.signals import StopFlag
+from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Input, Live, Writer
 from stages.inbox import Inbox, Outbox
@@ -39,6 +40,7 @@ from stages.turns import Turns
 
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
+STATUS_S = 1.0
 ORPHAN_S = 600.0
 """A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
@@ -79,12 +81,18 @@ class Worker:
         self._world = World.from_environment()
         self._name = worker_name(pool, self._world.rank)
         self._resident: dict[str, Any] = {"progress": self._progress}
-        self._board, self._turns = Board(), Turns()
+        self._board, self._turns, self._activity = Board(), Turns(), Activity()
         self._committer = ThreadPoolExecutor(1, "commit")
         self._busy: dict[str, threading.Thread | None] = {}
         self._lock = threading.Lock()
-        self._inbox = Inbox(run / CHANNELS, self._name, self._board)
+        # Not above: the driver imports this module, and has no use for tensors.
+        from stages.parts import WEIGHTS
+        from stages.weights import Arrivals, Publisher
+
+        arrivals = Arrivals(self._board, config.rollout.staleness)
+        self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})
         self._outbox = Outbox(run / CHANNELS)
+        self._publisher = Publisher(self._outbox)
         left = stop_in()
         about = {
             "pool": pool,
@@ -99,17 +107,23 @@ class Worker:
 
     def serve(self, orphan_s: float) -> int:
         """Carry out orders; returns the exit code."""
-        code = 0
+        code, told = 0, 0.0
         try:
             while not self._stop.is_set():
+                if time.monotonic() - told > STATUS_S:
+                    told = time.monotonic()
+                    self._tell()
                 if self._link.silent_s > orphan_s and not self._busy:
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
                 orders = self._link.orders(0.2)
                 if any(order["do"] == "leave" for order in orders):
                     break
+                for order in orders:
+                    if order["do"] == "send":
+                        self._publisher.want(str(order["out"]), order["to"])
                 # All places are taken before any stage begins: all ranks see the same order.
-                begun = [stage for order in orders for stage in order["stages"]]
+                begun = [stage for order in orders for stage in order.get("stages", ())]
                 for thread in [self._enter(stage) for stage in begun]:
                     if thread is not None:
                         thread.start()
@@ -127,6 +141,7 @@ class Worker:
         for thread in running if code == EXIT_REQUEUE else ():
             thread.join(30)
         self._committer.shutdown(wait=code != 1, cancel_futures=code == 1)
+        self._publisher.close()
         self._outbox.close()
         self._link.close()
         self._inbox.close()
@@ -143,6 +158,7 @@ class Worker:
             turn = self._turns.enter(tuple(order["position"]))
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
+        self._activity.ordered(node, str(order["stage"]))
         output = self._board.output(str(order["out"]))
         output.retried()
         self._tell()
@@ -153,8 +169,16 @@ class Worker:
         try:
             with turn, withdrawing(self._world):
                 attempt = self._attempt(order, output, turn.part)
+                self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
                 attempt.compute()
+                self._activity.computed(str(order["node"]))
                 output.done(attempt.ctx.data.name)
+                self._publisher.publish(
+                    str(order["out"]),
+                    attempt.ctx.data.name,
+                    int(order["iteration"]),
+                    output.objects,
+                )
             with self._lock:
                 self._busy[str(order["node"])] = None
             self._committer.submit(self._commit, order, attempt, output)
@@ -191,6 +215,7 @@ class Worker:
             start=now,
             name=str(order["attempt"]),
             live=Live(output, turn, sinks, self._parts),
+            worker=self._name,
         )
 
     def _commit(self, order: Mapping[str, Any], attempt: Attempt, output: Output) -> None:
@@ -216,16 +241,23 @@ class Worker:
         node = str(order["node"])
         with self._lock:
             self._busy.pop(node, None)
+        self._activity.ended(node)
         self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
         self._tell()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
-        self._tell({"stage": stage, "done": done, "total": total, "what": what})
+        self._activity.progress(stage, done, total, what)
+        self._tell()
 
-    def _tell(self, progress: Mapping[str, Any] | None = None) -> None:
-        with self._lock:
-            busy = sorted(self._busy)
-        self._link.status({"busy": busy, "progress": dict(progress or {})})
+    def _tell(self) -> None:
+        _, engine = self._resident.get("engine", (None, None))
+        self._link.status(
+            {
+                "doing": self._activity.rows(),
+                "version": getattr(engine, "version", None),
+                "queue": self._board.waiting,
+            }
+        )
 
 
 if __name__ == "__main__":

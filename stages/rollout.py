@@ -13,28 +13,28 @@ from stages.parts import WEIGHTS, held_engine, held_environment
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories``."""
     settings = ctx.config.rollout
-    engine = held_engine(ctx, "weights", ctx.iteration)
+    engine = held_engine(ctx, "weights", max(0, ctx.iteration - settings.staleness))
     environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
-    starts = ctx.world.mine(settings.batch)
-    episodes = Episodes(
-        seed=ctx.config.seed,
-        iteration=ctx.iteration,
-        split="train",
-        starts=starts,
-        batch=settings.batch,
-        group_size=settings.group_size,
-        horizon=settings.horizon,
-        temperature=settings.temperature,
-    )
+    mine = ctx.world.mine(settings.batch)
     trajectories = ctx.writer("trajectories")
     lengths, truncated = [], 0
-    total = len(starts) * settings.group_size
-    with ctx.span("generate"):
-        for trajectory in collect(environment, engine, episodes, "rollout"):
-            trajectories.put(trajectory, weight=len(trajectory))
-            lengths.append(len(trajectory))
-            truncated += trajectory.info["stop_reason"] == "length"
-            ctx.progress(len(lengths), total, "samples")
+    for samples in ctx.parts():
+        episodes = Episodes(
+            seed=ctx.config.seed,
+            iteration=ctx.iteration,
+            split="train",
+            starts=[start for start in mine if start * settings.group_size in samples],
+            batch=settings.batch,
+            group_size=settings.group_size,
+            horizon=settings.horizon,
+            temperature=settings.temperature,
+        )
+        with ctx.span("generate"):
+            for trajectory in collect(environment, engine, episodes, "rollout"):
+                trajectories.put(trajectory, weight=len(trajectory))
+                lengths.append(len(trajectory))
+                truncated += trajectory.info["stop_reason"] == "length"
+                ctx.progress(len(lengths), len(mine) * settings.group_size, "samples")
     trajectories.close()
     ctx.metric("samples", len(lengths), weight=0)
     ctx.metric("steps", float(np.sum(lengths)), weight=0)

@@ -34,6 +34,7 @@ from rlinf.errors import (
     ArtifactError,
     ConfigError,
     InputError,
+    InputFailed,
     RlinfError,
     StageError,
     nearest,
@@ -41,6 +42,7 @@ from rlinf.errors import (
 )
 from rlinf.trainers.world import World
 from stages import SECTIONS
+from stages.board import STREAMS
 from stages.context import Context, Input, Live
 
 UNSTABLE = frozenset({".metadata"})
@@ -169,6 +171,7 @@ class Attempt:
         start: float,
         name: str | None = None,
         live: Live | None = None,
+        worker: str = "",
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
         self._call, self._began, self._start = call, began, start
@@ -184,6 +187,7 @@ class Attempt:
             resident=resident,
             stopping=stopping,
             live=live,
+            worker=worker,
         )
 
     def compute(self) -> None:
@@ -195,15 +199,7 @@ class Attempt:
         ctx.data.mkdir(parents=True, exist_ok=True)
         with self._removing():
             importlib.import_module(f"stages.{ctx.stage}").run(ctx)
-            ctx.spans.append(
-                {
-                    "name": ctx.stage,
-                    "rank": ctx.world.rank,
-                    "host": socket.gethostname(),
-                    "start": self._start,
-                    "end": time.time(),
-                }
-            )
+            ctx.took(ctx.stage, self._start)
             if ctx.stage == "train":
                 from stages.parts import trainer_moved
 
@@ -215,16 +211,34 @@ class Attempt:
         Waits for the commits of the inputs.
         """
         ctx = self.ctx
+        # Waiting for their commits is no part of the stage's time.
+        for entry in ctx.inputs.values():
+            entry.waiting = contextlib.nullcontext
         with self._removing():
             for work in ctx.live.later if ctx.live else ():
                 work()
             if ctx.world.size > 1:
-                report = {"metrics": ctx.metrics, "spans": ctx.spans, "extra": ctx.extra}
+                report = {
+                    "metrics": ctx.metrics,
+                    "spans": ctx.spans,
+                    "extra": ctx.extra,
+                    "digests": ctx.live.digests if ctx.live else {},
+                }
                 write_atomic(ctx.data / f".rank-{ctx.world.rank}.json", json.dumps(report))
                 if ctx.world.rank:
                     return _await_commit(ctx.out, ctx.key)
                 _merge_ranks(ctx)
+            self._check_inputs()
             return self._publish()
+
+    def _check_inputs(self) -> None:
+        """What came from memory must be what was committed."""
+        for name, entry in self.ctx.inputs.items():
+            if entry.output is not None and not entry.output.matches(name, entry.manifest):
+                raise InputFailed(
+                    f"{self.ctx.stage}: {name} of {entry.folder} was committed by another attempt, "
+                    "with other content"
+                )
 
     @contextlib.contextmanager
     def _removing(self) -> Iterator[None]:
@@ -242,6 +256,8 @@ class Attempt:
 
     def _publish(self) -> Manifest:
         ctx, call = self.ctx, self._call
+        if ctx.live is not None and ctx.live.digests:
+            ctx.extra[STREAMS] = ctx.live.digests
         files = describe_files(ctx.data, UNSTABLE)
         metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
@@ -295,6 +311,10 @@ def _merge_ranks(ctx: Context) -> None:
             time.sleep(0.02)
         reports.append(json.loads(path.read_text()))
         path.unlink()
+    if ctx.live is not None:
+        for report in reports[1:]:
+            for channel, digest in report["digests"].items():
+                ctx.live.digests[channel] ^= digest
     ctx.spans = [span for report in reports for span in report["spans"]]
     names = sorted({name for report in reports for name in report["metrics"]})
     for name in names:

@@ -43,7 +43,7 @@ def expired(config: RunConfig, run: Path, iteration: int) -> list[Path]:
     weights whose evaluation is still to come.
     """
     policy, out = config.retention, []
-    oldest_weights = iteration + 1 - max(2, policy.last)
+    oldest_weights = iteration + 1 - max(2, policy.last) - config.rollout.staleness
     for old in range(max(0, iteration - 50 - max(policy.last, policy.trajectories)), iteration):
         # The first trajectories stay: the report compares them with the last.
         if 0 < old < iteration + 1 - policy.trajectories:

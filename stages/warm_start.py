@@ -36,11 +36,11 @@ def run(ctx: Context) -> None:
     start = ctx.data / "start"
     if ctx.world.rank == 0:
         create(ctx, start)
-    while not start.is_dir():
-        time.sleep(0.05)
     trainer = None
     settings = ctx.config.warm_start
     if settings.max_steps:
+        while not start.is_dir():
+            time.sleep(0.05)
         optimizer = AlgorithmConfig(lr=settings.lr)
         with ctx.span("load"):
             trainer = new_trainer(ctx, start, optimizer)

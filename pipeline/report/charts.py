@@ -10,8 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipeline.report.data import ReportData
+from pipeline.report.idle import in_order, windows
 from pipeline.report.style import COLOURS, finish
 from stages.layout import PER_ITERATION
+
+COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
+"""Where in its lane a bar of the Gantt chart lies."""
 
 
 def learning(data: ReportData) -> Figure | None:
@@ -97,11 +101,11 @@ def stage_times(data: ReportData) -> Figure | None:
 
 
 def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
-    """Real stage spans per host and rank: the whole run above, the newest iterations below."""
-    spans = [span for span in data.spans if span.name == span.stage]
+    """When the stages of every worker computed and waited: the whole run, its newest iterations."""
+    spans = data.pieces
     if not spans:
         return None
-    lanes = sorted({span.lane for span in spans})
+    lanes = in_order(span.lane for span in spans)
     origin = min(span.start for span in spans)
     last = max((s.iteration for s in spans if s.stage in PER_ITERATION), default=0)
     recent = [s for s in spans if s.stage in PER_ITERATION and s.iteration > last - newest]
@@ -113,17 +117,39 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
     for axis, start, title in zip(axes[:, 0], (origin, since), titles, strict=True):
         for row, lane in enumerate(lanes):
             mine = [s for s in spans if s.lane == lane and s.end >= start]
-            for stage, colour in COLOURS.items():
-                bars = [(s.start - origin, s.end - s.start) for s in mine if s.stage == stage]
-                axis.broken_barh(bars, (row - 0.38, 0.76), facecolors=colour)
+            for computes, (low, high) in ((False, WAITING), (True, COMPUTING)):
+                for stage, colour in COLOURS.items():
+                    bars = [
+                        (s.start - origin, s.seconds)
+                        for s in mine
+                        if s.stage == stage and s.computes == computes
+                    ]
+                    look = _look(colour, computes)
+                    axis.broken_barh(bars, (row + low, high - low), **look)
         axis.set_yticks(range(len(lanes)), lanes)
         axis.set(title=title, xlim=(start - origin, until - origin), ylim=(len(lanes) - 0.5, -0.5))
         axis.grid(axis="y", visible=False)
     axes[1, 0].set_xlabel("seconds since the first stage")
     shown = [stage for stage in COLOURS if any(s.stage == stage for s in spans)]
-    handles = [Patch(color=COLOURS[stage], label=stage) for stage in shown]
-    figure.legend(handles=handles, ncols=len(shown), loc="upper right", fontsize=9)
+    handles = [Patch(label=stage, **_look(COLOURS[stage], True)) for stage in shown]
+    if not all(s.computes for s in spans):
+        handles.append(Patch(label="waiting", **_look(COLOURS["sync"], False)))
+    figure.legend(
+        handles=handles,
+        ncols=len(handles),
+        handlelength=1.3,
+        columnspacing=1.2,
+        loc="upper right",
+        fontsize=9,
+    )
     return finish(figure)
+
+
+def _look(colour: str, computes: bool) -> dict[str, Any]:
+    """Of a bar: full where a stage computes, hatched and thin where it waits."""
+    if computes:
+        return {"facecolor": colour}
+    return {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "linewidth": 0}
 
 
 def throughput(data: ReportData) -> Figure | None:
@@ -133,10 +159,14 @@ def throughput(data: ReportData) -> Figure | None:
         return None
     alone: dict[int, float] = {}
     whole: dict[int, float] = {}
+    # Stages of pools overlap, so their times do not add up to that of the iteration.
+    lasted = {i: end - start for i, (start, end) in windows(data.spans).items()}
     for entry in data.stages:
         iteration = entry["iteration"]
         if entry["stage"] in PER_ITERATION and iteration in steps:
             whole[iteration] = whole.get(iteration, 0.0) + entry["seconds"]
+            if data.pooled and iteration in lasted:
+                whole[iteration] = lasted[iteration]
             if entry["stage"] == "rollout":
                 alone[iteration] = entry["seconds"]
     figure, axis = plt.subplots(figsize=(10, 2.8))

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.metrics import collect, iterations, manifest_of
+from pipeline.report.idle import Piece, Span, pieces
 from pipeline.run import Run
-from rlinf.artifacts import is_pruned
+from rlinf.artifacts import Manifest, is_pruned
 from rlinf.channels.file import FileReader
 from stages.layout import PER_ITERATION, stage_folder
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stage instance, or a part of one, on one rank."""
-
-    stage: str
-    name: str
-    iteration: int
-    lane: str
-    """Host and rank."""
-    start: float
-    end: float
 
 
 @dataclass
@@ -51,8 +41,18 @@ class ReportData:
 
     @property
     def busy_s(self) -> float:
-        """Sum of the stages' own times."""
-        return float(sum(s.end - s.start for s in self.spans if s.name == s.stage))
+        """Sum of the stages' own times, less their waits."""
+        return sum(piece.seconds for piece in self.pieces if piece.computes)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether stages ran in resident pools."""
+        return any(span.lane.startswith("pool ") for span in self.spans)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The stages of every worker, cut where they waited."""
+        return pieces(self.spans)
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Iterations and values of a metric, where it was recorded."""
@@ -78,7 +78,11 @@ def read(folder: Path) -> ReportData:
             continue
         if stage == "evaluate":
             data.scores.append((iteration, manifest.metrics["score"]))
-        seconds = manifest.timing["end"] - manifest.timing["start"]
+        spans = [
+            Span(stage, s["name"], iteration, _lane(s), s["start"], s["end"])
+            for s in manifest.timing["spans"]
+        ]
+        data.spans += spans
         data.stages.append(
             {
                 "stage": stage,
@@ -86,16 +90,30 @@ def read(folder: Path) -> ReportData:
                 "host": manifest.host,
                 "job": manifest.job,
                 "world": manifest.world,
-                "seconds": seconds,
+                "seconds": _seconds(manifest, spans),
             }
         )
-        for span in manifest.timing["spans"]:
-            lane = f"{span['host']} · {span['rank']}"
-            data.spans.append(
-                Span(stage, span["name"], iteration, lane, span["start"], span["end"])
-            )
     _read_trajectories(data)
     return data
+
+
+def _lane(span: dict[str, Any]) -> str:
+    """Workers of a pool keep theirs from one lease to the next."""
+    pool = re.fullmatch(r"pool-(\d+)-\d+-r\d+", span.get("worker", ""))
+    if pool is None:
+        return f"{span['host']} · rank {span['rank']}"
+    return f"pool {pool[1]} · rank {span['rank']} · {span['host']}"
+
+
+def _seconds(manifest: Manifest, spans: list[Span]) -> float:
+    """What a stage took; in a pool, where others have turns meanwhile, what it computed."""
+    if not any(span.get("worker") for span in manifest.timing["spans"]):
+        return float(manifest.timing["end"] - manifest.timing["start"])
+    computed: dict[str, float] = {}
+    for piece in pieces(spans):
+        if piece.computes:
+            computed[piece.lane] = computed.get(piece.lane, 0.0) + piece.seconds
+    return max(computed.values(), default=0.0)
 
 
 def _read_trajectories(data: ReportData) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.actuals import compare
 from pipeline.report.data import ReportData, read
+from pipeline.report.idle import idle
 from rlinf.artifacts import write_atomic
 from stages.layout import CONFIG, PLAN
 
@@ -35,6 +36,8 @@ def write_report(run: Path) -> Path:
         sections=sections,
         samples=data.samples,
         stages=stage_table(data),
+        idle=idle(data.spans),
+        iterations=len(data.rows),
         predicted=compare(data.run) if (run / PLAN).exists() else [],
         config=(run / CONFIG).read_text(encoding="utf-8"),
         plan=(run / PLAN).read_text(encoding="utf-8") if (run / PLAN).exists() else "",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlinf.config import Section
@@ -40,6 +40,9 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio: computed by the inference stage under the training stack, or taken
     from the engine."""
+    behaviour_weight_cap: float | None = Field(default=None, gt=0)
+    """Weight each step by how likely the policy before the update is to do what the policy that
+    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts."""
     aggregation: Aggregation = "token_mean"
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.2, gt=0)
@@ -47,6 +50,15 @@ class AlgorithmConfig(Section):
     entropy_bonus: float = Field(default=0.0, ge=0)
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference policy (the weights after warm start)."""
+
+    @model_validator(mode="after")
+    def _behaviour_is_known(self) -> AlgorithmConfig:
+        if self.behaviour_weight_cap is not None and self.old_logprobs == "rollout":
+            raise ValueError(
+                "behaviour_weight_cap compares recomputed log-probabilities with those of the "
+                "rollout; it needs old_logprobs: recompute"
+            )
+        return self
 
 
 class Algorithm(ABC):
@@ -133,7 +145,7 @@ def policy_terms(
     config: AlgorithmConfig, outputs: StepOutputs, batch: StepBatch, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The part of the loss that GRPO and PPO share: clipped surrogate, entropy, KL."""
-    from rlinf.algorithms.losses import clipped_surrogate, kl_estimate
+    from rlinf.algorithms.losses import behaviour_weights, clipped_surrogate, kl_estimate
 
     surrogate, clipped = clipped_surrogate(
         outputs.logprobs,
@@ -142,10 +154,20 @@ def policy_terms(
         config.clip_low,
         config.clip_high,
     )
+    metrics: dict[str, Tensor] = {}
+    if config.behaviour_weight_cap is not None:
+        behaviour, capped = behaviour_weights(
+            batch.old_logprobs, batch.require("rollout_logprobs"), config.behaviour_weight_cap
+        )
+        surrogate = behaviour * surrogate
+        metrics = {
+            "behaviour_weight": (weights * behaviour).sum(),
+            "behaviour_capped_share": (weights * capped).sum(),
+        }
     loss = (weights * surrogate).sum()
     with torch.no_grad():
         change = kl_estimate(batch.old_logprobs, outputs.logprobs)
-        metrics = {
+        metrics |= {
             "policy_loss": loss.detach(),
             "clip_share": (weights * clipped).sum(),
             "kl_old": (weights * change).sum(),

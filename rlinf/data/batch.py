@@ -31,6 +31,8 @@ class StepBatch:
     """``[N, T]`` 1 where it was cut off."""
     bootstrap: Tensor
     """``[N, T]`` value of the state after a cut, 0 elsewhere."""
+    rollout_logprobs: Tensor | None = None
+    """``[N, T]`` of the policy that collected the steps."""
     values: Tensor | None = None
     """``[N, T]``."""
     reference_logprobs: Tensor | None = None
@@ -113,6 +115,7 @@ def assemble(rows: Sequence[tuple[Record, Record, Record]]) -> StepBatch:
         rewards=optional(1, "rewards"),
         groups=torch.tensor([int(trajectory.info["group"]) for trajectory, _, _ in rows]),
         old_logprobs=optional(0, "logprobs") if old is None else old,
+        rollout_logprobs=column(0, "logprobs"),
         terminated=optional(0, "terminated"),
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),

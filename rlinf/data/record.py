@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 Scalar = float | int | str
 
@@ -41,6 +42,16 @@ class Record:
         lengths = {name: len(array) for name, array in self.steps.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"steps of one record must have one length, got {lengths}")
+
+    def digest(self) -> int:
+        """64 bits of all it holds but the attempt; digests of many combine by exclusive or."""
+        state = xxhash.xxh3_64(repr((self.identity.key, sorted(self.info.items()))).encode())
+        for columns in (self.steps, self.context):
+            for name in sorted(columns):
+                array = np.ascontiguousarray(columns[name])
+                state.update(f"{name}\0{array.dtype.str}\0{array.shape}\n".encode())
+                state.update(array.view(np.uint8).data if array.size else b"")
+        return state.intdigest()
 
     def __len__(self) -> int:
         """Number of steps ``T``; 0 when the record has no step arrays."""

@@ -32,6 +32,14 @@ def test_the_first_iteration_starts_from_the_warm_start(compose: Compose) -> Non
     assert graph.inputs(Node("train", 1))["checkpoint"] == Node("train", 0)
 
 
+def test_stale_rollouts_wait_for_older_weights_and_for_no_newer(compose: Compose) -> None:
+    graph = Graph(validate(RunConfig, compose("rollout.staleness=2", "iterations=5")))
+    sources = [graph.inputs(Node("rollout", i))["weights"] for i in range(5)]
+    start = Node("warm_start", 0)
+    assert sources == [start, start, start, Node("sync", 0), Node("sync", 1)]
+    assert graph.inputs(Node("inference", 3))["checkpoint"] == Node("train", 2)
+
+
 def test_an_unknown_flow_gets_a_hint(compose: Compose) -> None:
     values = compose() | {"flow": "on_polcy"}
     with pytest.raises(ConfigError, match="did you mean 'on_policy'"):

@@ -118,3 +118,21 @@ def test_the_tiles_name_the_scores(run: Path) -> None:
     shown = dict(tiles(read(run)))
     assert shown["iterations"] == "2 of 2"
     assert {"held-out score before RL", "held-out score now"} <= shown.keys()
+
+
+def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Path) -> None:
+    assert "<h2>Idle time</h2>" in write_report(run).read_text()
+    path = run / "it/0001/train/manifest.json"
+    manifest = json.loads(path.read_text())
+    (whole,) = [span for span in manifest["timing"]["spans"] if span["name"] == "train"]
+    whole["worker"] = "pool-1-3-r0"
+    wait = {**whole, "name": "wait", "end": (whole["start"] + whole["end"]) / 2}
+    manifest["timing"]["spans"] = [wait, whole]
+    path.write_text(json.dumps(manifest))
+    data = read(run)
+    lane = f"pool 1 · rank 0 · {whole['host']}"
+    mine = [piece for piece in data.pieces if piece.lane == lane]
+    assert [piece.computes for piece in mine] == [False, True]
+    (entry,) = [s for s in data.stages if (s["stage"], s["iteration"]) == ("train", 1)]
+    assert entry["seconds"] == pytest.approx((whole["end"] - whole["start"]) / 2)
+    assert lane in write_report(run).read_text()

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from rlinf.algorithms.base import AlgorithmConfig, scheduled_lr, step_weights
 from rlinf.algorithms.grpo import DAPO, DAPOConfig
-from rlinf.algorithms.losses import clipped_surrogate, clipped_value_loss, kl_estimate
+from rlinf.algorithms.losses import (
+    behaviour_weights,
+    clipped_surrogate,
+    clipped_value_loss,
+    kl_estimate,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,23 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
 @given(st.floats(-30, 0), st.floats(-30, 0))
 def test_the_divergence_estimate_is_never_negative(a: float, b: float) -> None:
     assert float(kl_estimate(torch.tensor(a), torch.tensor(b))) >= -1e-6
+
+
+def test_steps_of_an_older_policy_weigh_what_makes_them_unbiased() -> None:
+    """The mean over its choices, so weighted, is that of the policy before the update."""
+    older, old = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
+    gain = torch.tensor([1.0, -2.0, 3.0])
+    weights, capped = behaviour_weights(old.log(), older.log(), cap=10)
+    torch.testing.assert_close((older * weights * gain).sum(), (old * gain).sum())
+    assert not capped.any()
+    weights, capped = behaviour_weights(old.log(), older.log(), cap=1.6)
+    torch.testing.assert_close(weights, torch.tensor([5 / 7, 1.5, 1.6]))
+    assert capped.tolist() == [0, 0, 1]
+
+
+def test_the_weight_of_older_policies_needs_recomputed_logprobs() -> None:
+    with pytest.raises(ValueError, match="old_logprobs: recompute"):
+        AlgorithmConfig(behaviour_weight_cap=2, old_logprobs="rollout")
 
 
 def test_the_divergence_estimate_is_unbiased() -> None:

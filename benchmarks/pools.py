@@ -1,0 +1,150 @@
+"""Resident pools: what they save over jobs per stage, and what passing parts of a batch on gains.
+
+The main job without its warm start; every iteration is that of a real run with the real driver,
+from one rollout's begin to the next one's. The first ones do not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.row import Row, median_row
+from benchmarks.slurm_jobs import bring_up
+from pipeline.experiment import compose, drive, prepare
+from pipeline.metrics import manifest_of
+from stages.layout import PER_ITERATION
+
+ROUNDS = 3
+WARM = 2
+COMPUTE = frozenset({"generate", "score", "forward", "reference", "update"})
+DEMO = [
+    "experiment=arithmetic_grpo",
+    "++warm_start.max_steps=0",
+    "++algorithm.drop_equal_groups=false",
+    "++evaluate.every=0",
+    "++evaluate.samples=8",
+    "++log.trackers=[]",
+]
+BALANCED = [
+    "++rollout.batch=64",
+    "++rollout.horizon=24",
+    "++engine.ignore_eos=true",
+    "++engine.max_rows=64",
+    "++trainer.threads=1",
+]
+"""Rollout on one worker takes about as long as all else on the other."""
+ONE_POOL = {
+    "grain": "segment",
+    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"cpu": 1}}],
+}
+TWO_POOLS = {
+    "grain": "segment",
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"cpu": 1}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"cpu": 1}},
+    ],
+}
+ON_SLURM = {"defaults": {"partition": "cpu", "mem_mb": 2000, "cpus": 2}}
+
+
+def measure() -> list[Row]:
+    """All rows."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        return [*overhead(root), *pipelining(root)]
+
+
+def overhead(root: Path) -> list[Row]:
+    """The demo in one pool, and as a job per stage, both on the dev cluster."""
+    bring_up()
+    stage, segment, shares = [], [], []
+    for number in range(ROUNDS):
+        folder = run(root, f"stage-{number}", "slurm", ON_SLURM, 4, DEMO)
+        stage.append(statistics.median(seconds(folder, 4)))
+        folder = run(root, f"segment-{number}", "slurm", ONE_POOL | ON_SLURM, 12, DEMO)
+        segment.append(statistics.median(seconds(folder, 12)))
+        shares.append(statistics.median(idle(folder, 12)))
+    ratios = [a / b for a, b in zip(stage, segment, strict=True)]
+    return [
+        median_row("noncompute_share", shares, "share", 0.05, "lower"),
+        median_row("segment_vs_stage", ratios, "x", 10, "higher"),
+        median_row("segment_iteration_s", segment, "s", None, "lower"),
+    ]
+
+
+def pipelining(root: Path) -> list[Row]:
+    """Two workers, with the batch passed on whole and in parts."""
+    gains, balances = [], []
+    for number in range(ROUNDS):
+        whole = run(root, f"whole-{number}", "local", TWO_POOLS, 8, [*DEMO, *BALANCED])
+        parts = run(
+            root, f"parts-{number}", "local", TWO_POOLS | {"chunks": 8}, 8, [*DEMO, *BALANCED]
+        )
+        sequential = statistics.median(seconds(whole, 8))
+        gains.append(sequential / statistics.median(seconds(parts, 8)))
+        rollout = statistics.median(compute(whole, i, ("rollout",)) for i in range(WARM, 8))
+        rest = statistics.median(compute(whole, i, PER_ITERATION[1:]) for i in range(WARM, 8))
+        balances.append(rollout / rest)
+    return [
+        median_row("pipeline_speedup", gains, "x", 1.7, "higher"),
+        median_row("pipeline_balance", balances, "x", None, "higher"),
+    ]
+
+
+def run(
+    root: Path,
+    name: str,
+    cluster: str,
+    plan: Mapping[str, Any],
+    iterations: int,
+    words: list[str],
+) -> Path:
+    """A finished run; returns its folder."""
+    values = compose(
+        [
+            *words,
+            f"iterations={iterations}",
+            f"++run.root={root}",
+            f"++run.name={name}",
+            f"cluster={cluster}",
+            "++cluster.poll_s=0.2",
+        ]
+    )
+    made = prepare({**values, "plan": dict(plan)})
+    drive(made)
+    return made.folder
+
+
+def seconds(folder: Path, iterations: int) -> list[float]:
+    """Seconds from the begin of one rollout to that of the next."""
+    starts = [_manifest(folder, "rollout", i)["start"] for i in range(WARM, iterations)]
+    return [after - before for before, after in pairwise(starts)]
+
+
+def idle(folder: Path, iterations: int) -> list[float]:
+    """Share of each iteration in which its one worker computed nothing."""
+    lengths = seconds(folder, iterations)
+    return [
+        1 - compute(folder, i, PER_ITERATION) / length for i, length in enumerate(lengths, WARM)
+    ]
+
+
+def compute(folder: Path, iteration: int, stages: tuple[str, ...]) -> float:
+    """Seconds that stages of an iteration spent computing."""
+    return sum(
+        span["end"] - span["start"]
+        for stage in stages
+        for span in _manifest(folder, stage, iteration)["spans"]
+        if span["name"] in COMPUTE
+    )
+
+
+def _manifest(folder: Path, stage: str, iteration: int) -> dict[str, Any]:
+    manifest = manifest_of(folder, stage, iteration)
+    assert manifest is not None
+    return manifest.timing

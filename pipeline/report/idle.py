@@ -1,0 +1,132 @@
+"""What each worker computed and when it waited, from the spans of a run."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from stages.context import WAIT
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stage instance, or a part of one, on one rank."""
+
+    stage: str
+    name: str
+    iteration: int
+    lane: str
+    """Who: pool and rank, or only the rank, and the host."""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of time in which a stage computed, or waited."""
+
+    stage: str
+    iteration: int
+    lane: str
+    start: float
+    end: float
+    computes: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Idle:
+    """One worker, over the iterations that count."""
+
+    lane: str
+    idle: float
+    """Share of the time in which no stage computed here."""
+    stages: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Seconds an iteration that a stage computed and waited."""
+
+
+def in_order(lanes: Iterable[str]) -> list[str]:
+    """Each once, rank 10 after rank 9."""
+    return sorted(set(lanes), key=lambda lane: [w.zfill(6) for w in re.split(r"(\d+)", lane)])
+
+
+def pieces(spans: Iterable[Span]) -> list[Piece]:
+    """The spans of stages, cut where they waited; what waits hold outside of them is dropped."""
+    spans = list(spans)
+    waits: dict[tuple[str, int, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.name == WAIT:
+            waits[span.stage, span.iteration, span.lane].append(span)
+    found = []
+    for whole in spans:
+        if whole.name != whole.stage:
+            continue
+        where = (whole.stage, whole.iteration, whole.lane)
+        at = whole.start
+        for wait in sorted(waits[where], key=lambda wait: wait.start):
+            start, end = max(wait.start, at), min(wait.end, whole.end)
+            if end > start:
+                found += [Piece(*where, at, start, True), Piece(*where, start, end, False)]
+                at = end
+        found.append(Piece(*where, at, whole.end, True))
+    return [piece for piece in found if piece.end > piece.start]
+
+
+def windows(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
+    """Start and end of iterations: each ends when its weights are published."""
+    spans = list(spans)
+    ends: dict[int, float] = {}
+    for span in spans:
+        if span.name == span.stage == "sync":
+            ends[span.iteration] = max(span.end, ends.get(span.iteration, 0.0))
+    starts = [s.start for s in spans if s.name == s.stage == "rollout" and s.iteration == 0]
+    before = {iteration + 1: end for iteration, end in ends.items()}
+    if starts:
+        before[0] = min(starts)
+    return {i: (before[i], end) for i, end in sorted(ends.items()) if i in before}
+
+
+def idle(spans: Iterable[Span]) -> list[Idle]:
+    """By worker; the first iteration, in which all is loaded, counts only if there is no other."""
+    spans = list(spans)
+    known = windows(spans)
+    if len(known) > 1:
+        known.pop(0, None)
+    total_s = sum(end - start for start, end in known.values())
+    if not total_s:
+        return []
+    lanes: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces(spans):
+        lanes[piece.lane].append(piece)
+    rows = []
+    for lane in in_order(lanes):
+        mine = lanes[lane]
+        seconds: dict[str, list[float]] = {}
+        for piece in mine:
+            inside = sum(_shared_s(piece, window) for window in known.values()) / len(known)
+            if inside:
+                seconds.setdefault(piece.stage, [0.0, 0.0])[not piece.computes] += inside
+        computing = [piece for piece in mine if piece.computes]
+        covered = sum(_covered_s(computing, window) for window in known.values())
+        stages = {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
+        rows.append(Idle(lane, 1 - covered / total_s, stages))
+    return rows
+
+
+def _shared_s(piece: Piece, window: tuple[float, float]) -> float:
+    return max(0.0, min(piece.end, window[1]) - max(piece.start, window[0]))
+
+
+def _covered_s(found: Iterable[Piece], window: tuple[float, float]) -> float:
+    """How much of a window pieces cover, however they overlap."""
+    covered, at = 0.0, window[0]
+    for piece in sorted(found, key=lambda piece: piece.start):
+        start, end = max(piece.start, at), min(piece.end, window[1])
+        if end > start:
+            covered, at = covered + end - start, end
+    return covered

@@ -1,0 +1,250 @@
+"""Weights on their way from the worker that made them to the boards of others.
+
+A version is announced by a record to the inboxes of those who want it. On the sender's node it then
+lies in shared memory, elsewhere its buckets follow as records. Whoever finds a part damaged, or
+gets none, takes the committed folder instead: what did not arrive whole is never served.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from rlinf.data.record import Identity, Record, Scalar
+from rlinf.errors import RlinfError, TransferError
+from rlinf.weights.buckets import Layout, checksum
+from rlinf.weights.shared import SharedReader, SharedWriter
+from stages.board import Board
+from stages.inbox import Outbox
+from stages.parts import WEIGHTS
+
+SHARED_MEMORY = "shared_memory"
+WHAT, ATTEMPT, NAME, DIGEST, SUM = "_what", "_attempt", "_name", "_digest", "_sum"
+SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
+KEEP = 2
+"""Versions kept in memory; an older one is on disk."""
+log = logging.getLogger("rlinf")
+
+
+class _Version(NamedTuple):
+    out: str
+    attempt: str
+    number: int
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass
+class _Memory:
+    """Shared memory and what was last written to it."""
+
+    name: str
+    layout: Layout
+    writer: SharedWriter
+    number: int = -1
+    holds: tuple[str, str] = ("", "")
+
+
+class Publisher:
+    """Sends the weights made here, in a thread of its own, to the workers that want them."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._wanted: dict[str, dict[str, str]] = {}
+        self._made: dict[str, _Version] = {}
+        self._memory: _Memory | None = None
+
+    def want(self, out: str, ways: Mapping[str, str]) -> None:
+        """Workers that want the weights of an output, made or still to be made, and how."""
+        with self._lock:
+            self._wanted[out] = self._wanted.get(out, {}) | dict(ways)
+            made = self._made.get(out)
+            if made is not None:
+                self._thread.submit(self._send, made, dict(ways))
+
+    def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
+        """Send the weights among what an output holds; they do not change. Returns at once."""
+        if WEIGHTS not in objects:
+            return
+        with self._lock:
+            made = self._made[out] = _Version(out, attempt, number, objects[WEIGHTS])
+            while len(self._made) > KEEP:
+                gone = next(iter(self._made))
+                del self._made[gone]
+                self._wanted.pop(gone, None)
+            self._thread.submit(self._send, made, dict(self._wanted.get(out, {})))
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        if self._memory is not None:
+            self._memory.writer.close()
+
+    def _send(self, made: _Version, ways: Mapping[str, str]) -> None:
+        try:
+            near = [worker for worker, way in ways.items() if way == SHARED_MEMORY]
+            far = [worker for worker in ways if worker not in near]
+            if near and not self._share(made, near):
+                far += near
+            if far:
+                self._stream(made, far)
+        except Exception:
+            # They wait for the commit instead.
+            log.warning("weights of %s were not sent", made.out, exc_info=True)
+
+    def _share(self, made: _Version, workers: list[str]) -> bool:
+        layout, held = Layout.of(made.tensors), self._memory
+        try:
+            if held is None or held.holds != (made.out, made.attempt):
+                if held is None or held.layout != layout or held.number >= made.number:
+                    held = self._renew(layout)
+                held.writer.publish(made.number, made.tensors)
+                held.holds, held.number = (made.out, made.attempt), made.number
+        except TransferError as error:
+            log.warning("%s", error)
+            return False
+        self._put(made, workers, 0, {}, {WHAT: SHARED, NAME: held.name})
+        return True
+
+    def _renew(self, layout: Layout) -> _Memory:
+        if self._memory is not None:
+            self._memory.writer.close()
+            self._memory = None
+        name = f"rlinf-{secrets.token_hex(8)}"
+        self._memory = _Memory(name, layout, SharedWriter(name, layout))
+        return self._memory
+
+    def _stream(self, made: _Version, workers: list[str]) -> None:
+        layout = Layout.of(made.tensors)
+        text = layout.to_json().encode()
+        self._put(made, workers, 0, {LAYOUT: np.frombuffer(text, np.uint8)}, {WHAT: LAYOUT})
+        sums: list[int] = []
+        for bucket in range(layout.buckets):
+            span = layout.span(bucket)
+            part = torch.zeros(span.stop - span.start, dtype=torch.uint8)
+            layout.pack(bucket, made.tensors, part)
+            sums.append(int(checksum(part)))
+            self._put(
+                made,
+                workers,
+                bucket,
+                {BUCKET: part.numpy()},
+                {WHAT: BUCKET, SUM: f"{sums[-1]:x}"},
+            )
+        self._put(made, workers, 0, {}, {WHAT: DIGEST, DIGEST: digest(made.number, text, sums)})
+
+    def _put(
+        self,
+        made: _Version,
+        workers: list[str],
+        bucket: int,
+        arrays: dict[str, np.ndarray],
+        info: dict[str, Scalar],
+    ) -> None:
+        writer = self._outbox.writer(f"{made.out}:{WEIGHTS}", workers, 0, 1)
+        info = {ATTEMPT: made.attempt, **info}
+        writer.put(Record(Identity(made.number, bucket), context=arrays, info=info))
+
+
+@dataclass
+class _Coming:
+    attempt: str
+    number: int
+    text: bytes
+    layout: Layout
+    flat: Tensor
+    sums: dict[int, int] = field(default_factory=dict)
+
+
+class Arrivals:
+    """Puts the weights that arrive whole on the board; called by the inbox alone.
+
+    Args:
+        behind: versions that come before the one in use is done with.
+    """
+
+    def __init__(self, board: Board, behind: int = 0) -> None:
+        self._board, self._keep = board, KEEP + behind
+        self._coming: dict[str, _Coming] = {}
+        self._here: dict[int, str] = {}
+        self._reader: tuple[str, SharedReader] | None = None
+
+    def take(self, out: str, record: Record) -> None:
+        """A record about the weights of an output; damage is logged and forgets the version."""
+        try:
+            self._take(out, record)
+        except (RlinfError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
+            self._coming.pop(out, None)
+            log.warning("weights of %s: %s; waiting for its commit", out, error)
+
+    def _take(self, out: str, record: Record) -> None:
+        what, attempt = record.info[WHAT], str(record.info[ATTEMPT])
+        number = record.identity.iteration
+        if what == SHARED:
+            self._ready(out, number, attempt, self._from_memory(str(record.info[NAME]), number))
+            return
+        if what == LAYOUT:
+            text = record.context[LAYOUT].tobytes()
+            layout = Layout.from_json(text)
+            flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+            self._coming[out] = _Coming(attempt, number, text, layout, flat)
+            return
+        coming = self._coming.get(out)
+        if coming is None or (coming.attempt, coming.number) != (attempt, number):
+            return  # of an attempt that was given up
+        if what == BUCKET:
+            bucket = record.identity.sample
+            part = torch.from_numpy(np.array(record.context[BUCKET], np.uint8))
+            coming.sums[bucket] = int(checksum(part))
+            if f"{coming.sums[bucket]:x}" != record.info[SUM]:
+                raise TransferError(f"bucket {bucket} of version {number} arrived damaged")
+            coming.flat[coming.layout.span(bucket)] = part
+            return
+        sums = [coming.sums[bucket] for bucket in range(coming.layout.buckets)]
+        if digest(number, coming.text, sums) != record.info[DIGEST]:
+            raise TransferError(f"version {number} is not what was sent")
+        del self._coming[out]
+        self._ready(out, number, attempt, coming.layout.views(coming.flat))
+
+    def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
+        if not re.fullmatch(r"rlinf-[0-9a-f]+", name):
+            raise TransferError(f"no name of shared memory: {name!r}")
+        if self._reader is None or self._reader[0] != name:
+            self._reader = (name, SharedReader(name))
+        view = self._reader[1].newest(after=number - 1)
+        if view is None:
+            raise TransferError(f"version {number} is no longer in shared memory")
+        with view:
+            if view.version != number:
+                raise TransferError(f"version {number} was replaced by {view.version}")
+            # Copied: who needs them may be busy for longer than the sender can spare the memory.
+            copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
+            return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
+
+    def _ready(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
+        if number in self._here or (len(self._here) >= self._keep and number < min(self._here)):
+            return
+        self._here[number] = out
+        while len(self._here) > self._keep:
+            gone = self._here.pop(min(self._here))
+            self._board.output(gone).objects.pop(WEIGHTS, None)
+        output = self._board.output(out)
+        output.objects[WEIGHTS] = tensors
+        output.done(attempt)
+        log.info("weights of %s arrived", out)
+
+
+def digest(number: int, layout: bytes, sums: list[int]) -> str:
+    """Of a version: its number, its table and the checksums of its buckets."""
+    return xxhash.xxh3_128_hexdigest(repr((number, layout, sums)).encode())

@@ -1,0 +1,229 @@
+"""Faults, drawn from a seed, that strike a run on the dev cluster while it goes on.
+
+A storm starts a driver and lets faults strike at random moments until enough have. A driver that
+ends badly, by a fault or of itself, is started again, as a person would; the run must come to its
+end all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rlinf import tree
+from tests.pipeline.helpers import start_driver
+
+STAGES = ("-m stages", "submitit.core._submit")
+"""What the processes of stages and workers are called, on this machine and in a job."""
+PAUSE_S = (1.0, 5.0)
+PATIENCE_S = 240.0
+"""How long a run may take to end once nothing strikes it any more."""
+
+
+@dataclass
+class Storm:
+    """A run and what happened to it."""
+
+    words: list[str]
+    root: Path
+    """The run's ``run.root``; by it its processes are known."""
+    state: Path
+    """Of the dev cluster."""
+    rng: random.Random
+    stopped_s: tuple[float, float] = (2.0, 12.0)
+    """How long stopped processes stand still: shorter and longer than workers may be silent."""
+    struck: list[str] = field(default_factory=list)
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self._log = self.root / "log"
+        self._driver = start_driver(self.words, self._log)
+
+    def strike(self, faults: int, kinds: list[str]) -> None:
+        """Let ``faults`` of some kinds happen, or as many as the run leaves time for."""
+        while len(self.struck) < faults:
+            time.sleep(self.rng.uniform(*PAUSE_S))
+            if self._ended():
+                return
+            kind = self.rng.choice(kinds)
+            if FAULTS[kind](self):
+                self.struck.append(kind)
+
+    def settle(self) -> None:
+        """Wait for the run's end.
+
+        Raises:
+            AssertionError: it does not come.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._ended():
+            assert time.monotonic() < deadline, f"{self.struck}\n{self.log}"
+            time.sleep(0.2)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")[-20_000:]
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """The run's processes whose command line holds one of these."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                if str(self.root) in line and any(word in line for word in words):
+                    found.append(process)
+        return found
+
+    def jobs(self) -> list[str]:
+        """Ids of the run's jobs that run."""
+        shown = _call("squeue", "-h", "-t", "RUNNING", "-o", "%A").split()
+        return [job for job in shown if self._mine(job)]
+
+    def kill_driver(self) -> None:
+        self._driver.kill()
+        self._driver.wait()
+
+    def _mine(self, job: str) -> bool:
+        return str(self.root) in _call("scontrol", "show", "job", job)
+
+    def _ended(self) -> bool:
+        """Whether the run came to its end; a driver that failed is started again."""
+        code = self._driver.poll()
+        if code is None:
+            return False
+        if code == 0:
+            return True
+        self.restarts += 1
+        assert self.restarts < 20 + len(self.struck), self.log
+        self._driver = start_driver(self.words, self._log)
+        return False
+
+
+def kill_stage(storm: Storm) -> bool:
+    """kill -9 of a stage or worker, or of one rank of it."""
+    return _signal(storm, storm.processes(*STAGES), signal.SIGKILL)
+
+
+def kill_driver(storm: Storm) -> bool:
+    storm.kill_driver()
+    return True
+
+
+def stop_stage(storm: Storm) -> bool:
+    """A process stands still for a while, as on a node that swaps or hangs."""
+    found = storm.processes(*STAGES)
+    if not _signal(storm, found, signal.SIGSTOP):
+        return False
+    time.sleep(storm.rng.uniform(*storm.stopped_s))
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGCONT)
+    return True
+
+
+def cancel_job(storm: Storm) -> bool:
+    return _job(storm, "scancel")
+
+
+def preempt_job(storm: Storm) -> bool:
+    """What preemption with requeueing does."""
+    return _job(storm, "scontrol", "requeue")
+
+
+def node_down(storm: Storm) -> bool:
+    """A node fails and comes back."""
+    nodes = sorted(set(_call("squeue", "-h", "-t", "RUNNING", "-o", "%N").split()))
+    if not nodes:
+        return False
+    node = storm.rng.choice(nodes)
+    _call("scontrol", "update", f"nodename={node}", "state=down", "reason=chaos")
+    time.sleep(1)
+    _call("scontrol", "update", f"nodename={node}", "state=resume")
+    return True
+
+
+def kill_slurmd(storm: Storm) -> bool:
+    """A node's daemon dies and is started again."""
+    pids = sorted((storm.state / "run").glob("slurmd-*.pid"))
+    return _daemon(storm, storm.rng.choice(pids))
+
+
+def restart_slurmctld(storm: Storm) -> bool:
+    return _daemon(storm, storm.state / "run" / "slurmctld.pid")
+
+
+def corrupt_file(storm: Storm) -> bool:
+    """A bit of a committed file changes."""
+    files = [p for p in storm.root.rglob("data-*/**/*") if p.suffix in {".h5", ".safetensors"}]
+    if not files:
+        return False
+    path = storm.rng.choice(sorted(files)[-6:])
+    try:
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            at = storm.rng.randrange(size)
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+    except OSError:
+        return False
+    return True
+
+
+FAULTS: dict[str, Callable[[Storm], bool]] = {
+    fault.__name__: fault
+    for fault in (
+        kill_stage,
+        kill_driver,
+        stop_stage,
+        cancel_job,
+        preempt_job,
+        node_down,
+        kill_slurmd,
+        restart_slurmctld,
+        corrupt_file,
+    )
+}
+
+
+def _signal(storm: Storm, processes: list[psutil.Process], number: signal.Signals) -> bool:
+    if not processes:
+        return False
+    with contextlib.suppress(psutil.Error):
+        storm.rng.choice(sorted(processes, key=lambda p: p.pid)).send_signal(number)
+        return True
+    return False
+
+
+def _job(storm: Storm, *command: str) -> bool:
+    jobs = storm.jobs()
+    if not jobs:
+        return False
+    _call(*command, storm.rng.choice(sorted(jobs)))
+    return True
+
+
+def _daemon(storm: Storm, pid_file: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    time.sleep(0.5)
+    # Starts what does not run, and brings nodes back.
+    subprocess.run(
+        [tree.ROOT / "slurm/devcluster/up.sh"], capture_output=True, timeout=120, check=True
+    )
+    return True
+
+
+def _call(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout

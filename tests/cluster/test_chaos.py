@@ -1,0 +1,94 @@
+"""Whatever strikes a run, it ends with the bytes of an undisturbed one.
+
+The short form is part of the suite; ``make chaos`` lets hundreds of faults strike
+(``RLINF_CHAOS_FAULTS``, ``RLINF_CHAOS_SEED``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.experiment import compose, execute
+from tests.cluster.chaos import FAULTS, Storm
+from tests.cluster.test_runs import PLAN, words
+from tests.pipeline.helpers import contents
+
+pytestmark = pytest.mark.cluster
+ITERATIONS = {"segment": 40, "stage": 5}
+SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
+POOLS = {
+    "grain": "segment",
+    "defaults": {"partition": "cpu", "mem_mb": 2000, "time_min": 30},
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"a100": 1}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+    ],
+    "stages": {
+        "rollout": {"partition": "a100", "gpus": 1, "gpu_type": "a100"},
+        "train": {"partition": "h100", "gpus": 1, "gpu_type": "h100"},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=["segment", pytest.param("stage", marks=pytest.mark.slow)])
+def grain(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(grain: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("reference")
+    plain = words(root, f"iterations={ITERATIONS[grain]}")
+    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    return contents(root / "tiny")
+
+
+def storm(root: Path, state: Path, grain: str, seed: int) -> Storm:
+    call = words(root, f"iterations={ITERATIONS[grain]}", "cluster=slurm", "cluster.poll_s=0.2")
+    call += ["cluster.retries=30", f"plan={plan_of(grain, root)}"]
+    return Storm(call, root, state, random.Random(seed))
+
+
+def plan_of(grain: str, folder: Path) -> Path:
+    if grain == "stage":
+        return PLAN
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump(POOLS))
+    return path
+
+
+def test_a_run_survives_what_strikes_it(
+    cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
+) -> None:
+    run = storm(tmp_path, cluster, grain, SEED)
+    run.strike(5, ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"])
+    run.settle()
+    assert run.struck, "the run was struck at least once"
+    assert contents(tmp_path / "tiny") == reference, run.struck
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(0)
+def test_runs_survive_hundreds_of_faults(
+    cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
+) -> None:
+    wanted = int(os.environ.get("RLINF_CHAOS_FAULTS", "100"))
+    struck: Counter[str] = Counter()
+    number = 0
+    while struck.total() < wanted:
+        root = tmp_path / str(number)
+        root.mkdir()
+        run = storm(root, cluster, grain, SEED + number)
+        run.strike(wanted - struck.total(), sorted(FAULTS))
+        run.settle()
+        struck += Counter(run.struck)
+        assert contents(root / "tiny") == reference, (number, run.struck)
+        print(f"{grain}, run {number}: {run.struck}, {run.restarts} restarts", flush=True)
+        number += 1
+    print(f"{grain}: {struck.total()} faults in {number} runs: {dict(struck)}")

@@ -1,0 +1,79 @@
+"""Weights between the pools of a run: the same results by whatever way they go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.experiment import execute
+from tests.pipeline.helpers import contents
+
+Compose = Callable[..., dict[str, Any]]
+POOLS = [
+    {"stages": ["rollout"], "gpus": {"local": 1}},
+    {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+]
+EDGES = ("sync -> rollout", "sync -> evaluate")
+
+
+def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[str, Any]:
+    """A tiny run of two pools whose weights go one way."""
+    values = compose(f"run.name={name}", f"iterations={iterations}", "cluster=local")
+    transports = dict.fromkeys(EDGES, way)
+    values["plan"] = {"grain": "segment", "pools": POOLS, "transports": transports}
+    return values
+
+
+def arrived(run: Path) -> int:
+    """How many versions came to the rollout pool's memory."""
+    logs = (run / "logs" / "pools").glob("*pool-0-*.log")
+    return sum(log.read_text().count("arrived") for log in logs)
+
+
+@pytest.mark.parametrize("way", ["shared_memory", pytest.param("socket", marks=pytest.mark.slow)])
+def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
+    compose: Compose, tmp_path: Path, way: str
+) -> None:
+    execute(compose("iterations=3"))
+    execute(pooled(compose, "sent", way))
+    assert contents(tmp_path / "sent") == contents(tmp_path / "tiny")
+    assert arrived(tmp_path / "sent") == 3
+
+
+@pytest.mark.slow
+def test_weights_that_are_to_go_by_file_are_not_sent(compose: Compose, tmp_path: Path) -> None:
+    execute(pooled(compose, "file", "file", iterations=1))
+    assert not arrived(tmp_path / "file")
+
+
+def test_who_waits_for_weights_goes_on_after_their_sender_is_killed(
+    compose: Compose, tmp_path: Path
+) -> None:
+    run = tmp_path / "killed"
+    killer = threading.Thread(target=kill_sender, args=(run,), daemon=True)
+    killer.start()
+    execute(pooled(compose, "killed", "shared_memory"))
+    killer.join(1)
+    assert not killer.is_alive()
+    execute(compose("iterations=3"))
+    assert contents(run) == contents(tmp_path / "tiny")
+
+
+def kill_sender(run: Path) -> None:
+    """Kill the first worker of the train pool while the second update is made."""
+    while not (run / "it/0001/train").is_dir():
+        time.sleep(0.005)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(run).encode() in words and b"pool-1-0" in words:
+            os.kill(int(process.name), signal.SIGKILL)
