@@ -21,8 +21,8 @@ from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
 
-HIDDEN = (1024, 1024)
-BATCH, HORIZON, ROUNDS = 128, 64, 9
+HIDDEN = (1152, 1152)
+BATCH, HORIZON, ROUNDS = 256, 48, 7
 
 
 class Timed(DirectEngine):
