@@ -170,8 +170,12 @@ class Driver:
             window.sort(key=lambda node: (node.iteration, node.stage == "evaluate"))
 
     def _next(self, nodes: Iterator[Node], count: int) -> list[Node]:
+        """So many further nodes; whole iterations for an executor that knows what comes next."""
         found: list[Node] = []
-        while len(found) < count:
+        last = list(self.graph.flow.stages)[-1]
+        while len(found) < count or (
+            self.executor.live and found and found[-1].stage not in (last, "evaluate")
+        ):
             node = next(nodes, None)
             if node is None:
                 break

@@ -16,6 +16,8 @@ from stages.layout import PLAN
 
 SINGLE_PROCESS = frozenset({"reward"})
 """Stages whose work one process does whole."""
+ELASTIC = frozenset({"rollout", "evaluate"})
+"""Stages of a pool whose workers may come and go: they keep nothing but weights."""
 
 
 class StagePlan(Section):
@@ -55,6 +57,16 @@ class Pool(Section):
     stages: tuple[str, ...] = Field(min_length=1)
     gpus: dict[str, PositiveInt] = Field(min_length=1)
     """Devices of each kind (``partition``, or ``partition:gpu_type``)."""
+    workers: PositiveInt | None = None
+    """Makes the pool elastic: so many jobs of one process each, which generate in claims and may
+    come and go at any time (``rlinf scale``). Null: one job."""
+
+    @model_validator(mode="after")
+    def _only_generators_are_elastic(self) -> Pool:
+        held = set(self.stages)
+        if self.workers is not None and not {"rollout"} <= held <= ELASTIC:
+            raise ValueError("workers: only a pool of rollout, and evaluate, can be elastic")
+        return self
 
 
 class StageForecast(Section):
@@ -149,6 +161,22 @@ class Plan(Section):
             raise ValueError(f"pools: stage {twice!r} is in two pools")
         if bool(self.pools) != (self.grain == "segment"):
             raise ValueError("pools belong to grain: segment, and that needs some")
+        return self
+
+    @model_validator(mode="after")
+    def _generators_have_someone_to_generate_for(self) -> Plan:
+        for i, pool in enumerate(self.pools):
+            if pool.workers is None:
+                continue
+            if not any("train" in other.stages for other in self.pools):
+                raise ValueError(f"pools[{i}].workers: needs another pool that holds train")
+            for stage in pool.stages:
+                needs = self.of(stage)
+                if needs.nodes * needs.processes > 1:
+                    raise ValueError(
+                        f"pools[{i}].workers: each is a job of one process, but stage {stage} "
+                        f"asks for {needs.nodes} x {needs.processes}"
+                    )
         return self
 
     @classmethod

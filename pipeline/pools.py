@@ -21,8 +21,9 @@ from typing import Any
 from launchers.base import Job, Launcher, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
+from pipeline.generators import Generators, wished
 from pipeline.launch import ClusterConfig, resources
-from pipeline.plan import SINGLE_PROCESS, Plan, StagePlan
+from pipeline.plan import ELASTIC, SINGLE_PROCESS, Plan, StagePlan
 from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.channels.control import Controller, Joined, Lost, Report
@@ -43,6 +44,8 @@ EVENTS_S = 0.25
 HOLD_S = 0.5
 """How long orders of an iteration wait for the rest of it."""
 STATUS_S = 1.0
+LEAVE_S = 10.0
+"""How long workers have to leave before their jobs are cancelled."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 RENEW_S = 300.0
 """How long before the end of its lease a pool's successor is submitted."""
@@ -83,6 +86,8 @@ class PoolState:
     number: int
     stages: tuple[str, ...]
     needs: StagePlan
+    slot: int | None = None
+    """Of one generator of an elastic pool: which."""
     members: list[Member] = field(default_factory=list)
     waiting: dict[Node, StageCall] = field(default_factory=dict)
     """Started by the driver, not yet ordered."""
@@ -91,6 +96,12 @@ class PoolState:
     failures: int = 0
     reason: str = ""
     resume: float = 0.0
+    retired: bool = False
+    """Not wanted any more: it leaves once it has nothing to do."""
+
+    @property
+    def name(self) -> str:
+        return str(self.number) if self.slot is None else f"{self.number}w{self.slot}"
 
     @property
     def size(self) -> int:
@@ -114,12 +125,20 @@ class PoolExecutor:
         self._graph = Graph(self.run.config)
         self._places = {stage: i for i, stage in enumerate(self._graph.flow.stages)}
         self._pools = [
-            PoolState(i, pool.stages, pool_needs(self.plan, i))
+            PoolState(i, pool.stages, pool_needs(self.plan, i), None if pool.workers is None else 0)
             for i, pool in enumerate(self.plan.pools)
         ]
         self._of = {stage: pool for pool in self._pools for stage in pool.stages}
         for stage, like in WITH.items():
             self._of.setdefault(stage, self._of.get(like, self._pools[-1]))
+        self._elastic = self._of["rollout"] if self._of["rollout"].slot is not None else None
+        if self._elastic is not None:
+            # It computes nothing where it is ordered, and its consumers need no copy.
+            self._of["rollout"] = self._of["train"]
+        settings = self.run.config.rollout
+        folder = self.run.folder / POOLS
+        folder.mkdir(exist_ok=True)
+        self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
         self._subscribed: set[tuple[Node, str, str]] = set()
@@ -127,13 +146,23 @@ class PoolExecutor:
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
+        self._controller: Controller | None = None
+
+    def _begin(self) -> None:
+        """Call the pools in: not before there is work, nor while another driver has the run."""
         self._controller = Controller(self.run.folder / CHANNELS)
         for pool in self._pools:
-            known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
-            pool.lease = max(known, default=0)
-            self._submit(pool)
+            self._open(pool)
+        self._scale()
+
+    @property
+    def _control(self) -> Controller:
+        assert self._controller is not None
+        return self._controller
 
     def start(self, node: Node, call: StageCall) -> None:
+        if self._controller is None:
+            self._begin()
         pool = self._of[node.stage]
         pool.waiting[node] = call
         pool.since = time.monotonic()
@@ -142,9 +171,12 @@ class PoolExecutor:
         """Outcomes that have come in; waits a little for one."""
         if self.stopping():
             raise RequeueRequested("the driver was asked to stop; resume the run to go on")
+        if self._controller is None:
+            return {}
         self._order()
+        self._claim()
         ended: dict[Node, Outcome] = {}
-        for event in self._controller.events(EVENTS_S):
+        for event in self._control.events(EVENTS_S):
             if isinstance(event, Report):
                 self._reported(event, ended)
             elif isinstance(event, Joined):
@@ -155,44 +187,46 @@ class PoolExecutor:
             self._looked = time.monotonic()
             self._look(ended)
         self._keep_up()
+        if time.monotonic() - self._told > STATUS_S:
+            self._scale()
         self._tell()
         busy = {node for pool in self._pools for m in pool.members for node in m.given}
         busy |= {node for pool in self._pools for node in pool.waiting}
         self._held.update(ended)
-        free = {
-            node: outcome
-            for node, outcome in self._held.items()
-            if outcome.exit_code or not busy & set(self._graph.inputs(node).values())
-        }
-        # A success waits for those it was made from, which may be reported after it.
-        pending = set(self._held) - set(free)
-        free = {
-            node: outcome
-            for node, outcome in free.items()
-            if outcome.exit_code or not pending & set(self._graph.inputs(node).values())
-        }
-        for node in free:
-            del self._held[node]
-        return dict(sorted(free.items(), key=lambda item: self._position(item[0])))
+        free: dict[Node, Outcome] = {}
+        for node in sorted(self._held, key=self._position):
+            # A success waits for those it was made from, which may be reported after it.
+            if self._held[node].exit_code or not busy & set(self._graph.inputs(node).values()):
+                free[node] = self._held.pop(node)
+            else:
+                busy.add(node)
+        return free
 
     def stop(self) -> None:
         """Let the pools go, unless the driver was only asked to make room for its successor."""
-        if not self.stopping():
-            for pool in self._pools:
-                for member in pool.members:
-                    for worker in member.workers(member.size):
-                        self._controller.send(worker, {"do": "leave"})
-            deadline = time.monotonic() + 10
-            while any(m.joined for p in self._pools for m in p.members):
-                for event in self._controller.events(EVENTS_S):
-                    if isinstance(event, Lost):
-                        self._lost(event, {})
-                if time.monotonic() > deadline:
-                    break
-            self.launcher.cancel([m.job for p in self._pools for m in p.members])
+        try:
+            if not self.stopping() and self._controller is not None:
+                self._dismiss()
+        finally:
+            if self._controller is not None:
+                self._controller.close()
+            self.launcher.close()
+
+    def _dismiss(self) -> None:
+        members = [member for pool in self._pools for member in pool.members]
+        try:
+            for member in members:
+                for worker in member.workers(member.size):
+                    self._control.send(worker, {"do": "leave"})
+            deadline = time.monotonic() + LEAVE_S
+            while any(m.joined for m in members) and time.monotonic() < deadline:
+                for event in self._control.events(EVENTS_S):
+                    found = self._member(event.worker)
+                    if isinstance(event, Lost) and found is not None:
+                        found[1].joined.pop(_rank(event.worker), None)
+        finally:
+            self.launcher.cancel([member.job for member in members])
             (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
-        self._controller.close()
-        self.launcher.close()
 
     # Orders
 
@@ -259,7 +293,7 @@ class PoolExecutor:
                 "out": self._relative(self._graph.folder(self.run.folder, source)),
                 "to": self._ways(source, target, maker, taker),
             }
-            self._controller.send(worker_name(maker.name, 0), order)
+            self._control.send(worker_name(maker.name, 0), order)
 
     def _ways(self, source: Node, target: Node, maker: Member, taker: Member) -> dict[str, str]:
         """How weights get to each worker of a stage: shared memory only on the sender's node."""
@@ -279,6 +313,9 @@ class PoolExecutor:
         """Order all stages whose inputs are settled."""
         nodes = [node for node in sorted(pool.waiting, key=self._position) if node in self._live]
         orders: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        if pool.slot is not None:
+            # A generator that waited for weights could not generate what they are made from.
+            nodes = [node for node in nodes if not self._to_come(node)]
         for node in nodes:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
@@ -295,12 +332,23 @@ class PoolExecutor:
                     for name, folder in call.inputs.items()
                 },
                 "sinks": self._sinks(node, member),
+                "gathers": self._elastic is not None and node.stage == "rollout",
+                "queued": pool.slot is not None,
             }
+            if order["gathers"]:
+                weights = self._relative(call.inputs["weights"])
+                self._generators.begin(node, str(order["out"]), weights, member.workers(1)[0])
             member.given.add(node)
             for worker in member.workers(ranks):
                 orders[worker].append(order)
         for worker, stages in orders.items():
-            self._controller.send(worker, {"do": "run", "stages": stages})
+            self._control.send(worker, {"do": "run", "stages": stages})
+
+    def _to_come(self, node: Node) -> bool:
+        """Whether an input of a stage is still being made."""
+        sources = set(self._graph.inputs(node).values())
+        given = {other for pool in self._pools for m in pool.members for other in m.given}
+        return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
 
     def _sinks(self, node: Node, member: Member) -> dict[str, list[str]]:
         """Workers that wait for the records of a stage, by channel."""
@@ -321,6 +369,8 @@ class PoolExecutor:
         if node.stage in self._graph.flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._places:
+            if node.stage in self._graph.flow.offline:
+                return (node.iteration, 0, -2)  # no two have the same place
             # Just before the rollout with the same weights: it must hold up none with older ones.
             return (node.iteration + self.run.config.rollout.staleness, 0, -1)
         sources = self._graph.flow.stages[node.stage]
@@ -330,15 +380,60 @@ class PoolExecutor:
         return (node.iteration, self.plan.chunks if whole else 0, self._places[node.stage])
 
     def _ranks(self, node: Node) -> int:
-        return 1 if node.stage in SINGLE_PROCESS else self._of[node.stage].size
+        if node.stage in SINGLE_PROCESS or (self._elastic is not None and node.stage in ELASTIC):
+            return 1
+        return self._of[node.stage].size
 
     def _relative(self, folder: Path) -> str:
         return folder.relative_to(self.run.folder).as_posix()
 
+    # Generators
+
+    def _claim(self) -> None:
+        """Keep all generators busy."""
+        members = [m for pool in self._slots() if (m := self._active(pool)) is not None]
+        workers = [m.workers(1)[0] for m in members if not m.given]
+        for worker, order in self._generators.orders(workers):
+            self._control.send(worker, order)
+
+    def _over(self, node: Node) -> None:
+        """A rollout has ended: whatever its generators still do for it is in vain."""
+        for worker in self._generators.end(node):
+            self._drop(worker)
+
+    def _drop(self, worker: str) -> None:
+        """Have a generator forget its claims; others get them, and it gets new ones."""
+        self._generators.lost(worker)
+        self._control.send(worker, {"do": "drop"})
+
+    def _slots(self) -> list[PoolState]:
+        return [pool for pool in self._pools if pool.slot is not None]
+
+    def _scale(self) -> None:
+        """Have as many generators as was asked for."""
+        first = self._elastic
+        if first is None:
+            return
+        slots = self._slots()
+        count = wished(self.run.folder, self.plan, first.number)
+        for slot in range(len(slots), count):
+            pool = PoolState(first.number, (), first.needs, slot)
+            self._pools.append(pool)
+            self._open(pool)
+        for pool in slots[count:]:
+            pool.retired = True
+
     # Workers and their jobs
+
+    def _open(self, pool: PoolState) -> None:
+        known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
+        pool.lease = max(known, default=0)
+        self._submit(pool)
 
     def _active(self, pool: PoolState) -> Member | None:
         """The newest lease whose workers are all there."""
+        if pool.retired:
+            return None
         return next((m for m in reversed(pool.members) if m.ready and not m.leaving), None)
 
     def _member(self, worker: str) -> tuple[PoolState, Member] | None:
@@ -352,28 +447,41 @@ class PoolExecutor:
         found = self._member(event.worker)
         if found is not None:
             found[1].joined[int(event.about["rank"])] = event.about
+            if found[0].slot is not None:
+                # It may still do what an earlier driver asked for.
+                self._drop(event.worker)
         else:
             # A lease that an earlier driver had already renewed.
-            self._controller.send(event.worker, {"do": "leave"})
+            self._control.send(event.worker, {"do": "leave"})
 
     def _reported(self, event: Report, ended: dict[Node, Outcome]) -> None:
         found = self._member(event.worker)
+        if "claim" in event.content:
+            done = self._generators.reported(event.worker, event.content)
+            if found is not None and done:
+                found[0].failures, found[1].finished = 0, found[1].finished + 1
+            return
         stage, _, iteration = str(event.content["node"]).partition("/")
         node = Node(stage, int(iteration))
         if found is None or node not in found[1].given:
             return
         pool, member = found
+        if "there" in event.content:
+            self._generators.arrived(node, event.content["there"])
+            return
         code = int(event.content["code"])
-        if code == 0 and int(event.worker.rpartition("-r")[2]):
+        if code == 0 and _rank(event.worker):
             return  # rank 0 speaks for all when a stage went well
         member.given.discard(node)
         self._live.pop(node, None)
+        self._over(node)
         if code == 0:
             member.finished += 1
             pool.failures = 0
-        elif member.size > 1 and code != EXIT_REQUEUE:
-            # The other ranks may wait for this one in the middle of a collective.
-            self._give_up(pool, member, f"{node.name} failed on one rank", ended)
+        elif member.size > 1:
+            # The other ranks may wait for this one in the middle of a collective, or for its next
+            # attempt with the files of this one. The driver counts it, as the stage's failure.
+            self._give_up(pool, member, f"{node.name} failed on one rank", ended, counts=False)
         ended[node] = Outcome(code, str(event.content["reason"]))
 
     def _lost(self, event: Lost, ended: dict[Node, Outcome]) -> None:
@@ -381,9 +489,9 @@ class PoolExecutor:
         if found is None:
             return
         pool, member = found
-        member.joined.pop(int(event.worker.rpartition("-r")[2]), None)
+        member.joined.pop(_rank(event.worker), None)
         if event.reason == "left":
-            self._hand_back(member, f"pool {pool.number} stopped", ended)
+            self._hand_back(member, f"pool {pool.name} stopped", ended)
         else:
             self._give_up(pool, member, f"{event.worker}: {event.reason}", ended)
 
@@ -391,26 +499,38 @@ class PoolExecutor:
         """What a member had to do must be started again; that is nobody's failure."""
         for node in member.given:
             self._live.pop(node, None)
+            self._over(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
         member.given.clear()
+        self._generators.lost(member.workers(1)[0])
 
     def _give_up(
-        self, pool: PoolState, member: Member, reason: str, ended: dict[Node, Outcome]
+        self,
+        pool: PoolState,
+        member: Member,
+        reason: str,
+        ended: dict[Node, Outcome],
+        *,
+        counts: bool = True,
     ) -> None:
         """A member that cannot go on is cancelled and replaced."""
         self._hand_back(member, reason, ended)
         self.launcher.cancel([member.job])
         for worker in member.workers(member.size):
-            self._controller.forget(worker)
+            self._control.forget(worker)
         if member in pool.members:
             pool.members.remove(member)
         if member.leaving:
             return
-        log.warning("pool %d: %s", pool.number, reason)
+        log.warning("pool %s: %s", pool.name, reason)
+        if not counts:
+            return
         pool.failures = 0 if member.finished else pool.failures + 1
         pool.reason = reason
-        if pool.failures > self.cluster.retries:
-            raise StageError(f"pool {pool.number} failed {pool.failures} times: {reason}")
+        # Of an elastic pool one worker that works is enough.
+        fellows = [p for p in self._slots() if not p.retired] if pool.slot is not None else [pool]
+        if all(fellow.failures > self.cluster.retries for fellow in fellows):
+            raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
         pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
         pool.resume = time.monotonic() + (pause if pool.failures else 0)
 
@@ -430,8 +550,11 @@ class PoolExecutor:
 
     def _keep_up(self) -> None:
         """Submit what is missing, renew leases that end, let go of those that were renewed."""
+        self._retire()
         for pool in self._pools:
             newest = pool.members[-1] if pool.members else None
+            if pool.retired:
+                continue
             if newest is None:
                 if time.monotonic() >= pool.resume:
                     pool.lease += 1
@@ -441,13 +564,31 @@ class PoolExecutor:
                 self._submit(pool)
             active = self._active(pool)
             for member in pool.members[:-1]:
-                if member is not active and not member.given and not member.leaving:
-                    member.leaving = True
-                    for worker in member.workers(member.size):
-                        self._controller.send(worker, {"do": "leave"})
+                if member is not active and not self._busy(member) and not member.leaving:
+                    self._let_go(member)
+
+    def _retire(self) -> None:
+        """Let generators go that are not wanted any more, when they are through."""
+        for pool in [pool for pool in self._pools if pool.retired]:
+            for member in list(pool.members):
+                if not member.ready:
+                    pool.members.remove(member)
+                    self.launcher.cancel([member.job])
+                elif not self._busy(member) and not member.leaving:
+                    self._let_go(member)
+            if not pool.members:
+                self._pools.remove(pool)
+
+    def _busy(self, member: Member) -> bool:
+        return bool(member.given) or self._generators.busy(member.workers(1)[0])
+
+    def _let_go(self, member: Member) -> None:
+        member.leaving = True
+        for worker in member.workers(member.size):
+            self._control.send(worker, {"do": "leave"})
 
     def _submit(self, pool: PoolState) -> None:
-        name = f"pool-{pool.number}-{pool.lease}"
+        name = f"pool-{pool.name}-{pool.lease}"
         out = self._folder(pool) / str(pool.lease)
         out.mkdir(parents=True, exist_ok=True)
         argv = ("--run", str(self.run.folder), "--name", name, "--parts", str(self.plan.chunks))
@@ -457,14 +598,14 @@ class PoolExecutor:
         pool.members.append(Member(name, self.launcher.submit(job), pool.size))
 
     def _folder(self, pool: PoolState) -> Path:
-        return self.run.folder / POOLS / str(pool.number)
+        return self.run.folder / POOLS / pool.name
 
     def _tell(self) -> None:
         """Progress for the console, and a file for ``rlinf status``."""
         if time.monotonic() - self._told < STATUS_S:
             return
         self._told = time.monotonic()
-        workers = self._controller.workers()
+        workers = self._control.workers()
         rows = []
         for pool in self._pools:
             for member in pool.members:
@@ -504,6 +645,10 @@ class PoolExecutor:
         folder = self.run.folder / POOLS
         folder.mkdir(exist_ok=True)
         write_atomic(folder / STATUS, json.dumps(content))
+
+
+def _rank(worker: str) -> int:
+    return int(worker.rpartition("-r")[2])
 
 
 def pool_needs(plan: Plan, number: int) -> StagePlan:

@@ -83,6 +83,18 @@ def status(
 
 
 @app.command()
+def scale(
+    folder: RunFolder,
+    wish: Annotated[str, typer.Argument(help="rollout+2, rollout-1 or rollout=4")],
+) -> None:
+    """Ask for more or fewer workers of an elastic pool, while the run goes on or before it does."""
+    from pipeline.generators import scale as ask
+    from pipeline.run import Run
+
+    typer.echo(f"{ask(Run.open(folder), wish)} workers asked for")
+
+
+@app.command()
 def report(folder: RunFolder) -> None:
     """Write report.html and its pictures anew."""
     from pipeline.metrics import write

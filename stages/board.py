@@ -8,8 +8,9 @@ and a stage may read them again.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlinf.artifacts import Manifest
@@ -39,7 +40,8 @@ class Stream:
     def put(self, record: Record) -> None:
         """Add a record; one of a sample that is here already is dropped."""
         with self._changed:
-            if self._records.setdefault(record.identity.sample, record) is record:
+            if record.identity.sample not in self._records:
+                self._records[record.identity.sample] = record
                 self.digest ^= record.digest()
                 self._changed.notify_all()
 
@@ -71,6 +73,10 @@ class Stream:
     def waiting(self) -> int:
         """Records from other workers that no stage here has taken."""
         return len(self._untaken)
+
+    def everything(self) -> list[Record]:
+        """All records that are here, in the order they came."""
+        return list(self._records.values())
 
     def take(self, samples: range) -> list[Record]:
         """The records of a range, by sample number."""
@@ -126,29 +132,58 @@ class Output:
     def retried(self) -> None:
         """Another attempt has begun."""
         with self._changed:
-            self._failure = None
+            self._failure = self._attempt = None
 
     def attempt(
-        self, stopping: Callable[[], bool], committed: Callable[[], bool] = lambda: False
+        self, stopping: Callable[[], bool], on_disk: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Waits until all is here; the folder it will be committed in. None: it is committed.
+        """Waits until all is here; the folder it will be committed in. None: see it on disk.
+
+        Args:
+            on_disk: whether it is committed, asked now and then while waiting: what is under way
+                in memory can be lost with the worker that made it.
 
         Raises:
             InputFailed: it failed.
             RequeueRequested: asked to stop while waiting.
         """
-        self._wait(lambda: self._attempt is not None or committed(), stopping)
-        return self._attempt
+        there = self._wait(lambda: self._attempt is not None, stopping, on_disk)
+        return self._attempt if there else None
 
-    def records(self, channel: str, samples: range, stopping: Callable[[], bool]) -> list[Record]:
-        """Waits until a range of samples is complete.
+    def records(
+        self,
+        channel: str,
+        samples: range,
+        stopping: Callable[[], bool],
+        on_disk: Callable[[], bool] = lambda: False,
+    ) -> list[Record] | None:
+        """Waits until a range of samples is complete; None: they are to be read from disk.
+
+        Args, Raises: as :meth:`attempt`.
+        """
+        stream = self.stream(channel)
+        there = self._wait(lambda: stream.complete(samples), stopping, on_disk)
+        return stream.take(samples) if there else None
+
+    def arrived(self, channel: str) -> list[Record]:
+        """All records of a channel that are here, in the order they came."""
+        stream = self.stream(channel)
+        with self._changed:
+            return stream.everything()
+
+    def arriving(self, channel: str, count: int, stopping: Callable[[], bool]) -> Iterator[Record]:
+        """``count`` records of a channel, as they come.
 
         Raises:
             InputFailed, RequeueRequested: as :meth:`attempt`.
         """
-        stream = self.stream(channel)
-        self._wait(lambda: stream.complete(samples), stopping)
-        return stream.take(samples)
+        stream, seen = self.stream(channel), 0
+        while seen < count:
+            more = lambda: len(stream) > seen  # noqa: B023, E731 - called at once
+            self._wait(more, stopping, lambda: False)
+            new = self.arrived(channel)[seen:]
+            seen += len(new)
+            yield from new
 
     def matches(self, channel: str, manifest: Manifest) -> bool:
         """Whether what was handed on here is what was committed, maybe by another attempt."""
@@ -156,13 +191,29 @@ class Output:
             return manifest.extra.get(STREAMS, {}).get(channel) == self._streams[channel].digest
         return manifest.data == self._attempt
 
-    def _wait(self, there: Callable[[], bool], stopping: Callable[[], bool]) -> None:
-        with self._changed:
-            while not there():
-                self.check()
-                if stopping():
-                    raise RequeueRequested("asked to stop while waiting for an input")
-                self._changed.wait(LOOK_S)
+    def _wait(
+        self,
+        there: Callable[[], bool],
+        stopping: Callable[[], bool],
+        on_disk: Callable[[], bool],
+    ) -> bool:
+        look = time.monotonic() + LOOK_S
+        while True:
+            with self._changed:
+                while not there():
+                    self.check()
+                    if stopping():
+                        raise RequeueRequested("asked to stop while waiting for an input")
+                    left = look - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                else:
+                    return True
+            # A shared filesystem may be slow; records must be able to arrive meanwhile.
+            if on_disk():
+                return False
+            look = time.monotonic() + LOOK_S
 
 
 class Board:
@@ -196,6 +247,13 @@ class Board:
             outputs = list(self._outputs.values())
         for output in outputs:
             output.fail(reason)
+
+    def trim(self, keep: int) -> None:
+        """Let go of the objects of all but the newest outputs that have some: they are large."""
+        with self._lock:
+            holders = [output for output in self._outputs.values() if output.objects]
+        for output in holders[:-keep]:
+            output.objects.clear()
 
     def __contains__(self, folder: object) -> bool:
         return folder in self._outputs

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -61,6 +61,12 @@ class Input:
                 return manifest
             time.sleep(COMMIT_LOOK_S)
 
+    def on_disk(self) -> bool:
+        """Whether it is committed by now."""
+        if self.committed is None:
+            self.committed = read_manifest(self.folder)
+        return self.committed is not None
+
     @property
     def data(self) -> Path:
         """Folder of its files; waits for the commit."""
@@ -72,8 +78,8 @@ class Input:
         if self.committed is None and self.output is not None:
             # What is sent by another worker may be lost on the way; the commit is not.
             with self.waiting():
-                attempt = self.output.attempt(self.stopping, self._look)
-            if self.committed is None:
+                attempt = self.output.attempt(self.stopping, self.on_disk)
+            if attempt is not None:
                 return f"{self.folder}/{attempt}"
             self.output = None
         return f"{self.folder}/{self.manifest.data}"
@@ -83,10 +89,6 @@ class Input:
         if self.committed is None and self.output is not None:
             return self.output.objects.get(name)
         return None
-
-    def _look(self) -> bool:
-        self.committed = read_manifest(self.folder)
-        return self.committed is not None
 
 
 class Writer(Protocol):
@@ -166,12 +168,13 @@ class Context:
         for name, entry in self.inputs.items():
             entry.waiting = partial(self.waiting, name)
 
-    @cached_property
+    @property
     def key(self) -> str:
         """Identity of this work; what an interrupted attempt left counts only under the same key.
 
         Waits until all inputs are committed.
         """
+        # No cached_property: before Python 3.12 all instances wait while one computes its value.
         contents = {name: entry.manifest.content for name, entry in self.inputs.items()}
         return stage_key(self.config, self.stage, self.iteration, contents)
 
@@ -203,13 +206,20 @@ class Context:
             InputFailed: the stage that makes it failed.
         """
         entry = self.inputs[channel]
-        if entry.output is not None:
+        if entry.output is not None and channel not in self._read:
             with self.waiting(channel):
-                return entry.output.records(channel, samples, self.stopping)
+                here = entry.output.records(channel, samples, self.stopping, entry.on_disk)
+            if here is not None:
+                return here
         if channel not in self._read:
             source = self.verified(channel)
             self._read[channel] = list(FileReader(source.glob(f"{channel}-r*.h5")))
         return [r for r in self._read[channel] if r.identity.sample in samples]
+
+    def arriving(self, channel: str, count: int) -> Iterator[Record]:
+        """``count`` records of an output channel that others send here, as they come."""
+        assert self.live is not None, "records arrive at resident workers alone"
+        return self.live.output.arriving(channel, count, self.stopping)
 
     def verified(self, name: str) -> Path:
         """Data folder of an input after checking sizes and checksums, once per process.

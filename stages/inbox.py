@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,7 +78,7 @@ class Outbox:
                 if name not in self._open:
                     self._open[name] = SocketChannel.open(self._folder, name)
                 channels[name] = self._open[name]
-        return Sender(to, channels, self, rank, ranks)
+        return Sender(to, channels, self, rank, ranks, whole=set(channels) == set(workers))
 
     def drop(self, name: str) -> None:
         """Forget a worker that does not answer."""
@@ -97,10 +97,17 @@ class Sender:
     """A worker that is gone is left out: who takes its place reads what is on disk."""
 
     def __init__(
-        self, to: str, channels: dict[str, Channel], outbox: Outbox, rank: int, ranks: int
+        self,
+        to: str,
+        channels: dict[str, Channel],
+        outbox: Outbox,
+        rank: int,
+        ranks: int,
+        *,
+        whole: bool,
     ) -> None:
         self._to, self._channels, self._outbox = to, channels, outbox
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._whole = rank, ranks, whole
 
     def put(self, record: Record, weight: int = 1) -> None:
         if self._channels:
@@ -111,12 +118,25 @@ class Sender:
         if self._channels:
             self._send([Record(Identity(0, -1, 0), info=info)], 1)
 
+    def flush(self) -> bool:
+        """Wait until all that was put is in the inboxes; whether every worker has everything."""
+        for name, channel in list(self._channels.items()):
+            with self._leaving_out(name):
+                channel.flush()
+        return self._whole
+
     def _send(self, records: Sequence[Record], weight: int) -> None:
         for name, channel in list(self._channels.items()):
-            try:
+            with self._leaving_out(name):
                 for record in records:
                     channel.put(record, weight)
-            except (ChannelClosed, ChannelFailed) as error:
-                log.warning("%s no longer takes records: %s", name, error)
-                del self._channels[name]
-                self._outbox.drop(name)
+
+    @contextlib.contextmanager
+    def _leaving_out(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ChannelClosed, ChannelFailed) as error:
+            log.warning("%s no longer takes records: %s", name, error)
+            self._whole = False
+            del self._channels[name]
+            self._outbox.drop(name)

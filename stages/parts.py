@@ -106,15 +106,14 @@ def held_trainer(ctx: Context) -> Any:
     return trainer
 
 
-def changing_trainer(ctx: Context) -> Any:
-    """:func:`held_trainer`, to be changed: it counts as held again once the stage is through.
+def changing_trainer(ctx: Context, trainer: Any) -> None:
+    """The trainer's weights are about to change: it counts as held again once the stage is through.
 
-    An attempt that fails leaves half an update in it, which must not serve the next one.
+    An attempt that fails leaves half an update in it, which must not serve the next one. While
+    gradients only add up, inference on the rest of the batch may still use it.
     """
-    trainer = held_trainer(ctx)
     (start, _), _ = ctx.resident["trainer"]
     ctx.resident["trainer"] = ((start, None), trainer)
-    return trainer
 
 
 def new_trainer(ctx: Context, folder: Any, optimizer: Any = None) -> Any:

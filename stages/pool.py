@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,17 @@ from slurm.signals import StopFlag
 from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Input, Live, Writer
+from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CONFIG
 from stages.runner import Attempt, StageCall, load_config, withdrawing
-from stages.turns import Turns
+from stages.turns import Aside, Turns
 
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
 STATUS_S = 1.0
+STOP_S, LEAVE_S = 30.0, 5.0
+"""How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
 ORPHAN_S = 600.0
 """A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
@@ -82,8 +85,9 @@ class Worker:
         self._name = worker_name(pool, self._world.rank)
         self._resident: dict[str, Any] = {"progress": self._progress}
         self._board, self._turns, self._activity = Board(), Turns(), Activity()
-        self._committer = ThreadPoolExecutor(1, "commit")
-        self._busy: dict[str, threading.Thread | None] = {}
+        self._busy: dict[str, threading.Thread] = {}
+        self._leaving = threading.Event()
+        self._moved = time.monotonic()
         self._lock = threading.Lock()
         # Not above: the driver imports this module, and has no use for tensors.
         from stages.parts import WEIGHTS
@@ -93,6 +97,9 @@ class Worker:
         self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})
         self._outbox = Outbox(run / CHANNELS)
         self._publisher = Publisher(self._outbox)
+        self._generator = Generator(
+            run, config, self._outbox, self._resident, self._tell_of_claim, self._stopping
+        )
         left = stop_in()
         about = {
             "pool": pool,
@@ -113,7 +120,7 @@ class Worker:
                 if time.monotonic() - told > STATUS_S:
                     told = time.monotonic()
                     self._tell()
-                if self._link.silent_s > orphan_s and not self._busy:
+                if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
                 orders = self._link.orders(0.2)
@@ -124,9 +131,14 @@ class Worker:
                         self._publisher.want(str(order["out"]), order["to"])
                 # All places are taken before any stage begins: all ranks see the same order.
                 begun = [stage for order in orders for stage in order.get("stages", ())]
-                for thread in [self._enter(stage) for stage in begun]:
+                for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
                     if thread is not None:
-                        thread.start()
+                        (self._generator.submit(thread.run) if stage["queued"] else thread.start())
+                for order in orders:
+                    if order["do"] == "claim":
+                        self._generator.claim(order)
+                    elif order["do"] == "drop":
+                        self._generator.drop()
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
@@ -135,12 +147,22 @@ class Worker:
         self._end(code)
         return code
 
+    def _idle(self, seconds: float) -> bool:
+        """Nothing is under way, or all that is waits for what does not come."""
+        return not self._busy or time.monotonic() - self._moved > seconds
+
+    def _stopping(self) -> bool:
+        return self._stop.is_set() or self._leaving.is_set()
+
     def _end(self, code: int) -> None:
+        self._leaving.set()
         with self._lock:
-            running = [thread for thread in self._busy.values() if thread is not None]
-        for thread in running if code == EXIT_REQUEUE else ():
-            thread.join(30)
-        self._committer.shutdown(wait=code != 1, cancel_futures=code == 1)
+            # Those of a generator run in its thread and were never started.
+            running = [thread for thread in self._busy.values() if thread.is_alive()]
+        deadline = time.monotonic() + (STOP_S if code == EXIT_REQUEUE else LEAVE_S)
+        for thread in running:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._generator.close()
         self._publisher.close()
         self._outbox.close()
         self._link.close()
@@ -152,12 +174,16 @@ class Worker:
     def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
         node = str(order["node"])
+        if order["gathers"]:
+            self._tell_what_arrived(order)
         with self._lock:
             if node in self._busy:
                 return None
-            turn = self._turns.enter(tuple(order["position"]))
+            aside = order["gathers"] or order["queued"]
+            turn = Aside() if aside else self._turns.enter(tuple(order["position"]))
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
+            self._moved = time.monotonic()
         self._activity.ordered(node, str(order["stage"]))
         output = self._board.output(str(order["out"]))
         output.retried()
@@ -167,21 +193,25 @@ class Worker:
     def _work(self, order: Mapping[str, Any], turn: Any) -> None:
         output = self._board.output(str(order["out"]))
         try:
-            with turn, withdrawing(self._world):
-                attempt = self._attempt(order, output, turn.part)
-                self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
-                attempt.compute()
-                self._activity.computed(str(order["node"]))
-                output.done(attempt.ctx.data.name)
-                self._publisher.publish(
-                    str(order["out"]),
-                    attempt.ctx.data.name,
-                    int(order["iteration"]),
-                    output.objects,
-                )
-            with self._lock:
-                self._busy[str(order["node"])] = None
-            self._committer.submit(self._commit, order, attempt, output)
+            with withdrawing(self._world):
+                with turn:
+                    attempt = self._attempt(order, output, turn.part)
+                    self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
+                    attempt.compute()
+                    self._activity.computed(str(order["node"]))
+                    output.done(attempt.ctx.data.name)
+                    self._publisher.publish(
+                        str(order["out"]),
+                        attempt.ctx.data.name,
+                        int(order["iteration"]),
+                        output.objects,
+                    )
+                    self._board.trim(2 + self._config.rollout.staleness)
+                # It may wait for an input whose stage has to run here once more.
+                manifest = attempt.commit()
+            if manifest.data != attempt.ctx.data.name:
+                log.warning("%s: another attempt was first", order["node"])
+            self._report(order, 0, "")
         except BaseException as error:
             self._failed(order, output, error)
 
@@ -191,7 +221,7 @@ class Worker:
         inputs = {}
         for name, (folder, live) in order["inputs"].items():
             source = self._board.output(folder) if live else None
-            inputs[name] = Input(self._run / folder, None, source, self._stop.is_set)
+            inputs[name] = Input(self._run / folder, None, source, self._stopping)
 
         def sinks(channel: str) -> Writer:
             workers = [name for name in order["sinks"].get(channel, ()) if name != self._name]
@@ -210,23 +240,14 @@ class Worker:
             world,
             inputs,
             self._resident,
-            self._stop.is_set,
+            self._stopping,
             began=now,
             start=now,
             name=str(order["attempt"]),
             live=Live(output, turn, sinks, self._parts),
             worker=self._name,
+            gathers=bool(order["gathers"]),
         )
-
-    def _commit(self, order: Mapping[str, Any], attempt: Attempt, output: Output) -> None:
-        try:
-            with withdrawing(self._world):
-                manifest = attempt.commit()
-            if manifest.data != attempt.ctx.data.name:
-                log.warning("%s: another attempt was first", order["node"])
-            self._report(order, 0, "")
-        except BaseException as error:
-            self._failed(order, output, error)
 
     def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
         node = str(order["node"])
@@ -241,11 +262,24 @@ class Worker:
         node = str(order["node"])
         with self._lock:
             self._busy.pop(node, None)
+        self._moved = time.monotonic()
         self._activity.ended(node)
         self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
         self._tell()
 
+    def _tell_what_arrived(self, order: Mapping[str, Any]) -> None:
+        """The starts of a rollout that need not be generated again."""
+        size = self._config.rollout.group_size
+        records = self._board.output(str(order["out"])).arrived("trajectories")
+        count = Counter(record.identity.sample // size for record in records)
+        there = sorted(start for start, samples in count.items() if samples == size)
+        self._link.report({"node": str(order["node"]), "there": there})
+
+    def _tell_of_claim(self, content: dict[str, Any]) -> None:
+        self._link.report(content)
+
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
+        self._moved = time.monotonic()
         self._activity.progress(stage, done, total, what)
         self._tell()
 

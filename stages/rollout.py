@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
 import numpy as np
 
+from rlinf.data.record import Record
 from rlinf.envs.base import Episodes
 from stages.collect import collect
 from stages.context import Context
@@ -13,28 +16,55 @@ from stages.parts import WEIGHTS, held_engine, held_environment
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories``."""
     settings = ctx.config.rollout
+    mine = ctx.world.mine(settings.batch)
+
+    def parts() -> Iterator[Record]:
+        for samples in ctx.parts():
+            yield from collected(ctx, [s for s in mine if s * settings.group_size in samples])
+
+    hand_on(ctx, parts(), len(mine) * settings.group_size)
+
+
+def gather(ctx: Context) -> None:
+    """The same, of trajectories that generators elsewhere collect and send here.
+
+    What came twice was dropped on arrival, so all who read the channel see the same ones.
+    """
+    with ctx.span("wait"):
+        _ = ctx.inputs["weights"].manifest
+    total = ctx.config.rollout.batch * ctx.config.rollout.group_size
+    with ctx.span("generate"):
+        hand_on(ctx, ctx.arriving("trajectories", total), total)
+
+
+def collected(ctx: Context, starts: Sequence[int]) -> Iterator[Record]:
+    """Trajectories of some starts of the batch, as they are complete."""
+    settings = ctx.config.rollout
     engine = held_engine(ctx, "weights", max(0, ctx.iteration - settings.staleness))
     environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
-    mine = ctx.world.mine(settings.batch)
+    episodes = Episodes(
+        seed=ctx.config.seed,
+        iteration=ctx.iteration,
+        split="train",
+        starts=starts,
+        batch=settings.batch,
+        group_size=settings.group_size,
+        horizon=settings.horizon,
+        temperature=settings.temperature,
+    )
+    with ctx.span("generate"):
+        yield from collect(environment, engine, episodes, "rollout")
+
+
+def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
+    """Put trajectories into the output channel and say what they are like."""
     trajectories = ctx.writer("trajectories")
     lengths, truncated = [], 0
-    for samples in ctx.parts():
-        episodes = Episodes(
-            seed=ctx.config.seed,
-            iteration=ctx.iteration,
-            split="train",
-            starts=[start for start in mine if start * settings.group_size in samples],
-            batch=settings.batch,
-            group_size=settings.group_size,
-            horizon=settings.horizon,
-            temperature=settings.temperature,
-        )
-        with ctx.span("generate"):
-            for trajectory in collect(environment, engine, episodes, "rollout"):
-                trajectories.put(trajectory, weight=len(trajectory))
-                lengths.append(len(trajectory))
-                truncated += trajectory.info["stop_reason"] == "length"
-                ctx.progress(len(lengths), len(mine) * settings.group_size, "samples")
+    for trajectory in made:
+        trajectories.put(trajectory, weight=len(trajectory))
+        lengths.append(len(trajectory))
+        truncated += trajectory.info["stop_reason"] == "length"
+        ctx.progress(len(lengths), total, "samples")
     trajectories.close()
     ctx.metric("samples", len(lengths), weight=0)
     ctx.metric("steps", float(np.sum(lengths)), weight=0)

@@ -172,9 +172,10 @@ class Attempt:
         name: str | None = None,
         live: Live | None = None,
         worker: str = "",
+        gathers: bool = False,
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
-        self._call, self._began, self._start = call, began, start
+        self._call, self._began, self._start, self._gathers = call, began, start, gathers
         self.ctx = Context(
             config=config,
             stage=call.stage,
@@ -198,7 +199,8 @@ class Attempt:
             sweep(ctx.out, {ctx.data.name, known.data if known else ctx.data.name})
         ctx.data.mkdir(parents=True, exist_ok=True)
         with self._removing():
-            importlib.import_module(f"stages.{ctx.stage}").run(ctx)
+            module = importlib.import_module(f"stages.{ctx.stage}")
+            (module.gather if self._gathers else module.run)(ctx)
             ctx.took(ctx.stage, self._start)
             if ctx.stage == "train":
                 from stages.parts import trainer_moved
@@ -215,6 +217,7 @@ class Attempt:
         for entry in ctx.inputs.values():
             entry.waiting = contextlib.nullcontext
         with self._removing():
+            _ = ctx.key  # what follows removes old outputs: in the order of the iterations
             for work in ctx.live.later if ctx.live else ():
                 work()
             if ctx.world.size > 1:

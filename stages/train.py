@@ -14,7 +14,7 @@ from rlinf.data.batch import StepBatch, assemble, join
 from rlinf.data.record import Record
 from rlinf.seeding import generator
 from stages.context import Context
-from stages.parts import changing_trainer, make_algorithm
+from stages.parts import changing_trainer, held_trainer, make_algorithm
 
 
 def run(ctx: Context) -> None:
@@ -26,7 +26,8 @@ def run(ctx: Context) -> None:
     later ones are still to come; the weights change once all are there.
     """
     algorithm = make_algorithm(ctx.config)
-    trainer = changing_trainer(ctx)
+    trainer = held_trainer(ctx)
+    trainer.discard()
     update = Update(ctx, algorithm, trainer)
     parts: list[Rows] = []
     for samples in ctx.parts():
@@ -60,7 +61,7 @@ class Update:
         settings = algorithm.config
         self._lr = scheduled_lr(settings, ctx.iteration, ctx.config.iterations)
         self._history: list[dict[str, float]] = []
-        self._mass = 0.0
+        self._mass: float | None = None
         self._batch: StepBatch | None = None
         self.streams = (
             algorithm.by_group
@@ -75,13 +76,13 @@ class Update:
         if rows:
             batch = self._with_advantages(rows)
             weights, mass = step_shares(batch.mask, self._algorithm.config.aggregation)
-            self._mass += mass
+            self._mass = (self._mass or 0.0) + mass
             self._add(batch, rows, list(range(len(rows))), weights, entropy=True)
 
     def step(self) -> None:
         """Change the weights by what was accumulated."""
-        if self._mass:
-            self._finish(1 / self._mass)
+        if self._mass is not None:
+            self._finish(1 / max(1.0, self._mass))
 
     def epochs(self, rows: Rows) -> None:
         """All steps on the whole batch."""
@@ -98,7 +99,7 @@ class Update:
             weights, mass = step_shares(batch.mask[chosen], settings.aggregation)
             entropy = settings.entropy_bonus > 0 or done == 0
             self._add(batch, rows, chosen, weights, entropy=entropy)
-            self._finish(1 / mass)
+            self._finish(1 / max(1.0, mass))
             ctx.progress(done + 1, len(cuts), "updates")
 
     def report(self, samples: int) -> None:
@@ -131,6 +132,7 @@ class Update:
             )
 
     def _finish(self, scale: float) -> None:
+        changing_trainer(self._ctx, self._trainer)
         with self._ctx.span("update"):
             self._history.append(self._trainer.update(lr=self._lr, scale=scale))
 

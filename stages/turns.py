@@ -8,6 +8,7 @@ depend on nothing that is measured, so all ranks of a pool take the same turns, 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import TracebackType
 
@@ -44,6 +45,13 @@ class Turns:
 
     def position(self, turn: Turn) -> Position:
         return self._waiting[turn]
+
+
+class Aside(contextlib.nullcontext[None]):
+    """In place of a turn: of a stage that computes nothing, or has a queue of its own."""
+
+    def part(self, number: int) -> None:
+        """Go on to a part of the batch: nobody is in the way."""
 
 
 class Turn:

@@ -99,8 +99,8 @@ class Algorithm(ABC):
 def step_shares(mask: Tensor, aggregation: Aggregation) -> tuple[Tensor, float]:
     """Weight ``[N, T]`` of each step and the divisor of the whole, which add up over parts.
 
-    ``(weights * loss).sum() / divisor`` is the aggregated loss of one part, and with the sums of
-    both that of several.
+    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of one part, and with the
+    sums of both that of several; a part without any step that counts adds nothing to either.
 
     Args:
         mask: ``[N, T]`` 1 where a step counts.
@@ -110,8 +110,8 @@ def step_shares(mask: Tensor, aggregation: Aggregation) -> tuple[Tensor, float]:
     """
     lengths = mask.sum(-1, keepdim=True)
     if aggregation == "token_mean":
-        return mask, max(1.0, float(mask.sum()))
-    sequences = max(1.0, float((lengths > 0).sum()))
+        return mask, float(mask.sum())
+    sequences = float((lengths > 0).sum())
     if aggregation == "seq_mean_token_mean":
         return mask / lengths.clamp(min=1), sequences
     return mask, sequences
@@ -123,7 +123,7 @@ def step_weights(mask: Tensor, aggregation: Aggregation) -> Tensor:
     Of a whole minibatch; see :func:`step_shares`.
     """
     weights, divisor = step_shares(mask, aggregation)
-    return weights / divisor
+    return weights / max(1.0, divisor)
 
 
 def scheduled_lr(config: AlgorithmConfig, iteration: int, iterations: int) -> float:

@@ -62,7 +62,8 @@ class FileWriter(Channel):
 
     def _flush(self) -> None:
         path = self._folder / f"{self._name}-r{self._rank:03d}-p{self._parts:03d}.h5"
-        write_records(path, self._records)
+        # Records come in any order from others; equal ones are to give equal bytes.
+        write_records(path, sorted(self._records, key=lambda record: record.identity))
         self._records, self._bytes = [], 0
         self._parts += 1
 

@@ -201,6 +201,10 @@ class FSDPTrainer:
             self._sums = None
             raise
 
+    def discard(self) -> None:
+        """Forget what was accumulated, by an attempt that did not come to its update."""
+        self._sums = None
+
     def update(self, *, lr: float, scale: float = 1.0) -> dict[str, float]:
         """Change the weights by the accumulated gradient.
 

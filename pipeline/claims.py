@@ -1,0 +1,137 @@
+"""Who generates what: the starts of a batch are given out in claims, to workers that come and go.
+
+A claim is a list of starts that one worker does. What a worker leaves behind goes back and is given
+out again, lowest start first, so that the front of the batch is complete early. Pure bookkeeping:
+no clock, no process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+IN_FLIGHT = 2
+"""Claims a worker holds, so that it has the next one when it is through with one."""
+OVERHEAD = 0.25
+"""The share of its time that a claim may spend on what does not depend on its size."""
+REMEMBERED = 64
+
+
+class Claim(NamedTuple):
+    """Starts that one worker does."""
+
+    number: int
+    starts: tuple[int, ...]
+
+
+class Claims:
+    """The starts of one batch: left, held by a worker, or done; each is one of these."""
+
+    def __init__(self, batch: int, done: Iterable[int] = ()) -> None:
+        self.done = set(done)
+        self._left = [start for start in range(batch) if start not in self.done]
+        self._held: dict[str, dict[int, Claim]] = defaultdict(dict)
+        self._batch, self._next = batch, 0
+
+    @property
+    def left(self) -> int:
+        """Starts that nobody does yet."""
+        return len(self._left)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.done) == self._batch
+
+    def held(self, worker: str) -> tuple[Claim, ...]:
+        return tuple(self._held.get(worker, {}).values())
+
+    def take(self, worker: str, size: int) -> Claim:
+        """Give the lowest starts that are left to a worker; there must be one."""
+        starts = tuple(heapq.heappop(self._left) for _ in range(min(size, len(self._left))))
+        claim = Claim(self._next, starts)
+        self._next += 1
+        self._held[worker][claim.number] = claim
+        return claim
+
+    def finished(self, worker: str, number: int) -> Claim | None:
+        """A worker has done a claim; None if that is not (or no longer) its claim."""
+        claim = self._held[worker].pop(number, None)
+        if claim is not None:
+            self.done.update(claim.starts)
+        return claim
+
+    def back(self, worker: str, number: int) -> None:
+        """A worker could not do a claim."""
+        claim = self._held[worker].pop(number, None)
+        for start in claim.starts if claim else ():
+            heapq.heappush(self._left, start)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone: others do what it held."""
+        for claim in self.held(worker):
+            self.back(worker, claim.number)
+        self._held.pop(worker, None)
+
+
+class Pace:
+    """How long claims took, and how large the next ones should be.
+
+    A claim of n starts takes about ``fixed + n * each`` seconds: an engine that decodes a batch to
+    its end takes nearly as long for a few samples as for many.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self._speeds: dict[str, float] = {}
+
+    def seen(self, worker: str, size: int, seconds: float) -> None:
+        """A worker took so long for a claim."""
+        self._seen.append((size, seconds))
+        speed = size / max(seconds, 1e-6)
+        self._speeds[worker] = (self._speeds.get(worker, speed) + speed) / 2
+
+    def speeds(self, workers: Sequence[str]) -> dict[str, float]:
+        """Starts per second; who was not seen yet is taken for average."""
+        known = [self._speeds[worker] for worker in workers if worker in self._speeds]
+        average = sum(known) / len(known) if known else 1.0
+        return {worker: self._speeds.get(worker, average) for worker in workers}
+
+    def least(self) -> float:
+        """The smallest claim worth its fixed time; infinite where size hardly matters."""
+        sizes = [size for size, _ in self._seen]
+        if len(set(sizes)) < 2:
+            return 1.0
+        times = [seconds for _, seconds in self._seen]
+        middle, usual = sum(sizes) / len(sizes), sum(times) / len(times)
+        spread = sum((size - middle) ** 2 for size in sizes)
+        each = sum((n - middle) * (t - usual) for n, t in self._seen) / spread
+        fixed = max(0.0, usual - each * middle)
+        if each <= 0:
+            return math.inf
+        return max(1.0, fixed / each * (1 / OVERHEAD - 1))
+
+
+def hand_out(
+    batches: Sequence[Claims], speeds: Mapping[str, float], least: float
+) -> list[tuple[Claims, str, Claim]]:
+    """Claims for all workers that have fewer than :data:`IN_FLIGHT`, from the first batch on.
+
+    A worker is given half of its fair share of what is left, so that claims get smaller towards the
+    end and all come to it at about the same time; no less than is worth it, and no more than its
+    share.
+    """
+    given = []
+    total = sum(speeds.values())
+    for held in range(IN_FLIGHT):
+        for batch in batches:
+            left = batch.left
+            for worker, speed in speeds.items():
+                if not batch.left or sum(len(b.held(worker)) for b in batches) > held:
+                    continue
+                share = math.ceil(left * speed / total)
+                size = max(1, min(share, max(math.ceil(share / 2), least)))
+                given.append((batch, worker, batch.take(worker, math.ceil(size))))
+    return given

@@ -1,0 +1,158 @@
+"""Generators come, go and die; the run is the one that a single process would have made."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.generators import CLAIMS, scale
+from pipeline.run import Run
+from rlinf.artifacts import read_manifest
+from rlinf.channels.file import FileReader
+from stages.layout import POOLS
+from tests.conftest import TINY
+from tests.pipeline.helpers import start_driver
+
+BATCH, GROUP, ITERATIONS = 24, 4, 4
+
+
+def words(root: Path, *more: str) -> list[str]:
+    small = [word.removeprefix("++") for word in TINY]
+    own = [f"rollout.batch={BATCH}", f"iterations={ITERATIONS}", "evaluate.every=0"]
+    return [
+        "experiment=arithmetic_grpo",
+        f"run.root={root}",
+        "log.trackers=[]",
+        *small,
+        *own,
+        *more,
+    ]
+
+
+def pools(workers: int) -> str:
+    train = "{stages: [reward, inference, train], gpus: {local: 1}}"
+    generators = f"{{stages: [rollout], workers: {workers}, gpus: {{local: 1}}}}"
+    return f"plan={{grain: segment, chunks: 2, pools: [{generators}, {train}]}}"
+
+
+def finish(driver: subprocess.Popen[bytes], log: Path) -> None:
+    assert driver.wait(timeout=180) == 0, log.read_text()
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in (run / POOLS / CLAIMS).read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+def until(there: Callable[[], Any], driver: subprocess.Popen[bytes], log: Path) -> Any:
+    deadline = time.monotonic() + 120
+    while not (found := there()):
+        assert driver.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    root = tmp_path_factory.mktemp("reference")
+    finish(start_driver(words(root), root / "log"), root / "log")
+    return root / "tiny"
+
+
+def same(run: Path, reference: Path) -> None:
+    """The same samples, each once, and the same metrics."""
+    for iteration in range(ITERATIONS):
+        ours, theirs = (trajectories(folder, iteration) for folder in (run, reference))
+        assert [r.identity for r in ours] == [r.identity for r in theirs]
+        assert len(ours) == BATCH * GROUP
+        assert [r.info["text"] for r in ours] == [r.info["text"] for r in theirs]
+    for one, other in zip(metrics(run), metrics(reference), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def trajectories(run: Path, iteration: int) -> list[Any]:
+    folder = run / "it" / f"{iteration:04d}" / "rollout"
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return list(FileReader((folder / manifest.data).glob("trajectories-r*.h5")))
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_generators_make_the_run_of_one_process(
+    reference: Path, tmp_path: Path, workers: int
+) -> None:
+    log = tmp_path / "log"
+    finish(start_driver(words(tmp_path, "cluster=local", pools(workers)), log), log)
+    same(tmp_path / "tiny", reference)
+    for iteration in range(ITERATIONS):
+        done = [
+            s
+            for r in rows(tmp_path / "tiny")
+            if r["node"] == f"rollout/{iteration}"
+            for s in r["starts"]
+        ]
+        assert sorted(done) == list(range(BATCH)), "nothing is generated twice without need"
+
+
+def test_a_generator_killed_in_the_middle_costs_nothing_but_its_claims(
+    reference: Path, tmp_path: Path
+) -> None:
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    driver = start_driver(words(tmp_path, "cluster=local", pools(2)), log)
+    row = until(lambda: rows(run), driver, log)[0]
+    os.kill(pid(run, row["worker"]), signal.SIGKILL)
+    finish(driver, log)
+    same(run, reference)
+    assert "killed by SIGKILL" in log.read_text()
+
+
+def pid(run: Path, worker: str) -> int:
+    """The process that serves as a worker."""
+    name = worker.rpartition("-r")[0]
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (entry / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "stages.pool" in argv and str(run) in argv and name in argv:
+            return int(entry.name)
+    raise AssertionError(f"{worker} is not there")
+
+
+def test_a_worker_that_is_added_takes_part_and_one_taken_away_leaves(
+    reference: Path, tmp_path: Path
+) -> None:
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    # So many iterations that the second one has the time to start.
+    long = words(tmp_path, "cluster=local", pools(1), "iterations=400")
+    driver = start_driver(long, log)
+    try:
+        until(lambda: rows(run), driver, log)
+        assert {row["worker"] for row in rows(run)} == {"pool-0w0-0-r0"}
+        scale(Run.open(run), "rollout+1")
+        until(lambda: {row["worker"] for row in rows(run)} >= {"pool-0w1-0-r0"}, driver, log)
+        second = pid(run, "pool-0w1-0-r0")
+        scale(Run.open(run), "rollout-1")
+        until(lambda: not Path(f"/proc/{second}").exists(), driver, log)
+        count = len(rows(run))
+        until(lambda: len(rows(run)) > count + 2, driver, log)
+        assert {row["worker"] for row in rows(run)[count + 1 :]} == {"pool-0w0-0-r0"}
+    finally:
+        driver.terminate()
+        driver.wait(60)

@@ -1,0 +1,121 @@
+"""What stages hand each other in memory arrives whole and once, or is known not to come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.data.record import Identity, Record
+from rlinf.errors import InputFailed, RequeueRequested
+from stages.board import Board, Output
+
+
+def record(sample: int, value: int = 0) -> Record:
+    return Record(Identity(0, sample, 0), {"actions": np.array([value])})
+
+
+def never() -> bool:
+    return False
+
+
+def values(records: list[Record] | None) -> list[tuple[int, int]]:
+    assert records is not None
+    return [(r.identity.sample, int(r.steps["actions"][0])) for r in records]
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 9), st.integers(0, 9))
+def test_a_range_is_complete_once_each_sample_is_there_in_whatever_order(
+    arrivals: list[int], start: int, count: int
+) -> None:
+    stream, there = Output().stream("x"), set[int]()
+    samples = range(start, start + count)
+    for number, sample in enumerate(arrivals):
+        stream.put(record(sample, number))
+        there.add(sample)
+        assert stream.complete(samples) == (set(samples) <= there)
+    first = {sample: arrivals.index(sample) for sample in there}
+    assert values(stream.take(samples)) == [(s, first[s]) for s in samples if s in there]
+    assert len(stream) == len(there), "what came twice counts once"
+    stream.end()
+    assert stream.complete(samples), "nothing more comes"
+
+
+def test_a_stream_ends_when_all_ranks_have_ended() -> None:
+    stream = Output().stream("x")
+    stream.end(1, 2)
+    stream.end(1, 2)
+    assert not stream.complete(range(1))
+    stream.end(0, 2)
+    assert stream.complete(range(1))
+
+
+def waiting(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    return thread, errors
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_failure_wakes_whoever_waits(whole: bool) -> None:
+    board = Board()
+    output = board.output("it/0000/train")
+    work = (
+        (lambda: output.attempt(never)) if whole else (lambda: output.records("x", range(2), never))
+    )
+    thread, errors = waiting(work)
+    board.fail("train/0 failed: no memory")
+    thread.join(5)
+    assert isinstance(errors[0], InputFailed)
+    assert "no memory" in str(errors[0])
+
+
+def test_another_attempt_adds_to_what_is_there() -> None:
+    output = Output()
+    output.stream("x").put(record(0, 1))
+    output.done("data-a")
+    output.fail("killed")
+    output.retried()
+    output.stream("x").put(record(0, 2))
+    output.stream("x").put(record(1, 2))
+    assert values(output.records("x", range(2), never)) == [(0, 1), (1, 2)]
+    asked = iter([False, True])
+    with pytest.raises(RequeueRequested):
+        output.attempt(lambda: next(asked))
+    output.done("data-b")
+    assert output.attempt(never) == "data-b"
+
+
+def test_whoever_waits_in_vain_sees_that_it_was_committed_meanwhile() -> None:
+    """The worker that made the records was lost after its commit, some of them with it."""
+    output = Output()
+    output.stream("x").put(record(0))
+    looks = iter([False, True])
+    assert output.records("x", range(2), never, lambda: next(looks)) is None
+    assert output.attempt(never, lambda: True) is None
+    assert values(output.records("x", range(1), never, lambda: True)) == [(0, 0)]
+
+
+def test_a_board_keeps_the_newest_outputs_and_the_weights_of_the_last_two() -> None:
+    board = Board()
+    for number in range(2 * Board.KEEP):
+        board.output(str(number)).objects["weights"] = number
+        board.trim(2)
+    assert "0" not in board
+    held = [n for n in range(2 * Board.KEEP) if str(n) in board and board.output(str(n)).objects]
+    assert held == [2 * Board.KEEP - 2, 2 * Board.KEEP - 1]
+    assert sum(str(n) in board for n in range(2 * Board.KEEP)) == Board.KEEP

@@ -1,0 +1,77 @@
+"""Records go to the boards of other workers; a worker that vanished holds nobody up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from rlinf.data.record import Identity, Record
+from stages.board import Board
+from stages.inbox import Inbox, Outbox
+
+TO = "it/0000/rollout:trajectories"
+SENDER = """
+import sys
+from pathlib import Path
+import numpy as np
+from rlinf.data.record import Identity, Record
+from stages.inbox import Outbox
+outbox = Outbox(Path(sys.argv[1]))
+rank = int(sys.argv[2])
+writer = outbox.writer("it/0000/rollout:trajectories", ["a"], rank, 2)
+for sample in range(rank, 6, 2):
+    steps = {"actions": np.array([sample])}
+    writer.put(Record(Identity(0, sample, 0), steps, info={"group": rank}))
+writer.close()
+outbox.close()
+"""
+
+
+def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return there()
+
+
+def test_records_and_ends_of_other_processes_arrive_on_the_board(tmp_path: Path) -> None:
+    board = Board()
+    inbox = Inbox(tmp_path, "a", board)
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    done = [
+        subprocess.run([sys.executable, "-c", SENDER, str(tmp_path), "0"], check=False),
+    ]
+    assert until(lambda: len(stream) == 3)
+    assert not stream.complete(range(6)), "the other rank has not ended"
+    done.append(subprocess.run([sys.executable, "-c", SENDER, str(tmp_path), "1"], check=False))
+    assert until(lambda: stream.complete(range(9)))
+    assert [process.returncode for process in done] == [0, 0]
+    records = stream.take(range(9))
+    assert [record.identity.sample for record in records] == list(range(6))
+    assert records[3].info == {"group": 1}, "what the way needed is not part of the record"
+    assert int(records[3].steps["actions"][0]) == 3
+    inbox.close()
+
+
+def test_a_sender_goes_on_when_an_inbox_is_not_there_or_vanishes(tmp_path: Path) -> None:
+    board = Board()
+    stays, goes = Inbox(tmp_path, "stays", board), Inbox(tmp_path, "goes", Board())
+    outbox = Outbox(tmp_path)
+    writer = outbox.writer(TO, ["stays", "goes", "never was"], 0, 1)
+    writer.put(Record(Identity(0, 0, 0), {"actions": np.array([0])}))
+    goes.close()
+    began = time.monotonic()
+    for sample in range(1, 2000):
+        writer.put(Record(Identity(0, sample, 0), {"actions": np.array([sample])}))
+    writer.close()
+    assert time.monotonic() - began < 30
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    assert until(lambda: stream.complete(range(2000)))
+    assert len(stream) == 2000
+    outbox.close()
+    stays.close()

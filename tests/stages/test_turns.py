@@ -1,0 +1,86 @@
+"""Stages of a worker take turns in an order that depends on nothing but their positions."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.turns import Position, Turn, Turns
+
+STAGES = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=1, max_size=6
+)
+"""Of each stage: iteration, parts it goes through, whether it fails in the last of them."""
+TIMEOUT_S = 10.0
+
+
+def run(stages: list[tuple[int, int, bool]], reverse: bool = False) -> list[Position]:
+    """The positions at which the stages computed; checks that it was one at a time."""
+    turns, order, computing = Turns(), list[Position](), threading.Lock()
+
+    def work(turn: Turn, parts: int, fails: bool) -> None:
+        try:
+            with turn:
+                for number in range(parts + 1):
+                    turn.part(number)
+                    assert computing.acquire(blocking=False), "two compute at once"
+                    order.append(turns.position(turn))
+                    time.sleep(0)
+                    computing.release()
+                if fails:
+                    raise ArithmeticError
+        except ArithmeticError:
+            pass
+
+    threads = []
+    for place, (iteration, parts, fails) in enumerate(stages):
+        turn = turns.enter((iteration, 0, place))
+        threads.append(threading.Thread(target=work, args=(turn, parts, fails), daemon=True))
+    for thread in reversed(threads) if reverse else threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "a stage never had its turn"
+    return order
+
+
+@settings(max_examples=40, deadline=None)
+@given(STAGES)
+def test_the_lowest_goes_first_and_all_ranks_take_the_same_turns(
+    stages: list[tuple[int, int, bool]],
+) -> None:
+    order = run(stages)
+    assert order == sorted(
+        (iteration, part, place)
+        for place, (iteration, parts, _) in enumerate(stages)
+        for part in range(parts + 1)
+    )
+    assert run(stages, reverse=True) == order
+
+
+def test_a_stage_never_goes_back_to_an_earlier_part() -> None:
+    turns = Turns()
+    with turns.enter((0, 2, 0)) as turn:
+        turn.part(1)
+        assert turns.position(turn) == (0, 2, 0)
+        turn.part(3)
+        assert turns.position(turn) == (0, 3, 0)
+
+
+def test_a_stage_that_waits_for_an_input_lets_the_one_go_that_makes_it() -> None:
+    """It was ordered late: another attempt, say."""
+    turns, made = Turns(), threading.Event()
+
+    def consume() -> None:
+        with turns.enter((0, 0, 1)):
+            assert made.wait(TIMEOUT_S)
+
+    waiting = threading.Thread(target=consume)
+    waiting.start()
+    with turns.enter((0, 0, 0)):
+        made.set()
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
