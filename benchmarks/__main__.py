@@ -56,6 +56,8 @@ ROWS = {
     "demo_wall_s": "demo",
     "cartpole_return": "demo",
     "cartpole_wall_s": "demo",
+    "embodied_overlap": "embodied",
+    "embodied_balance": "embodied",
     "noncompute_share": "pools",
     "segment_vs_stage": "pools",
     "segment_iteration_s": "pools",

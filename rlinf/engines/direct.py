@@ -17,6 +17,10 @@ from rlinf.engines.base import Engine
 from rlinf.models.base import copy_weights
 from rlinf.seeding import generator
 
+ROWS = 8
+"""Batches are filled up to a multiple. Matrix products treat rows that fill no whole tile apart,
+and round them otherwise: an answer would depend on who else is in the batch."""
+
 
 class DirectConfig(Section):
     """One forward pass per time step."""
@@ -30,7 +34,8 @@ class DirectEngine(Engine):
 
     A request holds ``sample`` and ``observation`` ``[n, D]``; ``info["time"]`` is the time step,
     below ``info["horizon"]``. Replies hold ``action`` (int64 ``[n]`` or float32 ``[n, A]``),
-    ``logprob`` and ``value``, float32 ``[n]``. Temperature 0 takes the mode.
+    ``logprob`` and ``value``, float32 ``[n]``. Temperature 0 takes the mode. A row's answer does
+    not depend on the other rows.
     """
 
     Config = DirectConfig
@@ -55,7 +60,9 @@ class DirectEngine(Engine):
         torch.set_num_threads(self._config.threads)
         temperature = float(request.info["temperature"])
         policy = self._policy
-        out, log_std, values = policy.module(torch.from_numpy(request.steps["observation"]))
+        count = len(request)
+        observed = _filled_up(request.steps["observation"])
+        out, log_std, values = policy.module(torch.from_numpy(observed))
         if temperature == 0:
             actions = out.argmax(-1) if policy.discrete else out
         else:
@@ -70,9 +77,9 @@ class DirectEngine(Engine):
             request.identity,
             steps={
                 "sample": request.steps["sample"],
-                "action": actions.numpy(),
-                "logprob": logprobs.numpy(),
-                "value": values.numpy(),
+                "action": actions[:count].numpy(),
+                "logprob": logprobs[:count].numpy(),
+                "value": values[:count].numpy(),
             },
             info={"version": self.version},
         )
@@ -96,4 +103,10 @@ class DirectEngine(Engine):
                 table = draw(size=(horizon, size)).astype(np.float32)
                 self._noise[sample] = table
             rows.append(table[time])
-        return torch.from_numpy(np.stack(rows))
+        return torch.from_numpy(_filled_up(np.stack(rows)))
+
+
+def _filled_up(rows: np.ndarray) -> np.ndarray:
+    """``rows`` with zero rows to the next multiple of :data:`ROWS`."""
+    missing = -len(rows) % ROWS
+    return np.pad(rows, ((0, missing), (0, 0))) if missing else np.array(rows)

@@ -10,14 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.models.base import Spec
+
+if TYPE_CHECKING:
+    # A simulator process loads no torch.
+    from rlinf.models.base import Spec
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,22 @@ import functools
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Environment, Episodes
+from rlinf.envs.overlap import Part, overlapped
+from rlinf.envs.processes import Processes
 from rlinf.errors import ConfigError, MissingPackageError
-from rlinf.models.base import Spec
 from rlinf.seeding import generator
+
+if TYPE_CHECKING:
+    from rlinf.models.base import Spec
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,10 @@ class GymConfig(Section):
     """``CartPole-v1``, or ``module:Name-v0`` to import the module that registers it."""
     kwargs: dict[str, Any] = {}
     """Arguments of ``gymnasium.make``."""
+    processes: int = Field(default=0, ge=0)
+    """Processes that step the environments beside the policy; 0: the stage's own does."""
+    halves: Literal[1, 2] = 1
+    """2: a process steps one half of its environments while the policy answers the other."""
 
 
 class GymEnvironment(Environment):
@@ -51,6 +59,7 @@ class GymEnvironment(Environment):
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config
         self._worlds: list[Any] = []
+        self._processes = Processes(self, config.processes) if config.processes else None
 
     @classmethod
     def describe(cls, config: GymConfig) -> Spec:
@@ -77,61 +86,39 @@ class GymEnvironment(Environment):
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        """One request per time step, of all environments still running.
+        """One request per time step, of all environments of a part still running.
 
         Besides ``actions`` and ``logprobs`` trajectories have the step columns ``observations``
         ``[T, D]``, ``values``, ``rewards``, ``terminated``, ``truncated`` and ``bootstrap``: the
         value of the state after a step at which an episode was cut off, 0 at all others.
         """
-        samples = episodes.samples()
-        starts = samples // episodes.group_size
-        worlds = self._first(len(samples))
-        ask = _Exchange(episodes, observations, actions)
-        rows = [
-            _Sample(world, episodes, int(start))
-            for world, start in zip(worlds, starts, strict=True)
-        ]
-        live = list(range(len(rows)))
-        cut: list[tuple[int, int, np.ndarray]] = []
-        for time in range(episodes.horizon):
-            if not live:
-                break
-            reply = ask(samples[live], np.stack([rows[i].seen for i in live]), time)
-            for k, i in enumerate(live):
-                row, last = rows[i], time + 1 == episodes.horizon
-                row.step(*(reply.steps[name][k] for name in ("action", "logprob", "value")))
-                if row.truncated or (last and not row.terminated):
-                    cut.append((i, time, row.seen))
-                if row.ended and not last and episodes.split == "train":
-                    row.reset()
-            if episodes.split == "test":
-                live = [i for i in live if not rows[i].ended]
-        bootstrap = [np.zeros(len(row.columns["rewards"]), np.float32) for row in rows]
-        if cut and episodes.split == "train":
-            who, after = samples[[i for i, _, _ in cut]], np.stack([seen for _, _, seen in cut])
-            reply = ask(who, after, 0, temperature=0.0)
-            for (i, at, _), value in zip(cut, reply.steps["value"], strict=True):
-                bootstrap[i][at] = value
+        if self._processes is not None:
+            yield from self._processes.collect(episodes, observations, actions)
+            return
+
+        def put(request: Record) -> None:
+            observations.put(request, weight=len(request))
+
+        records = overlapped(self.parts(episodes, episodes.samples()), put, actions.get)
         observations.close()
-        for sample, start, row, values in zip(samples, starts, rows, bootstrap, strict=True):
-            steps = {name: np.stack(column) for name, column in row.columns.items()}
-            yield Record(
-                Identity(episodes.iteration, int(sample)),
-                steps={**steps, "bootstrap": values},
-                info={
-                    "group": int(start),
-                    "policy_version": ask.version,
-                    "stop_reason": "stop" if row.returns else "length",
-                    "return": float(np.mean(row.returns or [row.running])),
-                    "episodes": len(row.returns),
-                },
-            )
+        yield from records
+
+    def parts(self, episodes: Episodes, samples: np.ndarray) -> list[Part]:
+        """The time loops of ``samples``, one or two."""
+        worlds = self._first(len(samples))
+        each = -(-len(samples) // self.config.halves) or 1
+        return [
+            _play(episodes, samples[first : first + each], worlds[first : first + each])
+            for first in range(0, len(samples), each)
+        ]
 
     def score(self, trajectories: Sequence[Record]) -> list[float]:
         """Mean return of the episodes a trajectory completed (of the open one, if none)."""
         return [float(trajectory.info["return"]) for trajectory in trajectories]
 
     def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
         for world in self._worlds:
             world.close()
         self._worlds = []
@@ -141,6 +128,73 @@ class GymEnvironment(Environment):
         while len(self._worlds) < count:
             self._worlds.append(make(self.config))
         return self._worlds[:count]
+
+
+def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Part:
+    """The time loop of ``samples``, each in a world of its own."""
+    starts = samples // episodes.group_size
+    rows = [
+        _Sample(world, episodes, int(start)) for world, start in zip(worlds, starts, strict=True)
+    ]
+    live = list(range(len(rows)))
+    cut: list[tuple[int, int, np.ndarray]] = []
+    version = 0
+    for time in range(episodes.horizon):
+        if not live:
+            break
+        reply = yield _request(episodes, samples[live], [rows[i].seen for i in live], time)
+        version = int(reply.info["version"])
+        for k, i in enumerate(live):
+            row, last = rows[i], time + 1 == episodes.horizon
+            row.step(*(reply.steps[name][k] for name in ("action", "logprob", "value")))
+            if row.truncated or (last and not row.terminated):
+                cut.append((i, time, row.seen))
+            if row.ended and not last and episodes.split == "train":
+                row.reset()
+        if episodes.split == "test":
+            live = [i for i in live if not rows[i].ended]
+    bootstrap = [np.zeros(len(row.columns["rewards"]), np.float32) for row in rows]
+    if cut and episodes.split == "train":
+        who = samples[[i for i, _, _ in cut]]
+        reply = yield _request(episodes, who, [seen for _, _, seen in cut], 0, temperature=0.0)
+        for (i, at, _), value in zip(cut, reply.steps["value"], strict=True):
+            bootstrap[i][at] = value
+    return [
+        Record(
+            Identity(episodes.iteration, int(sample)),
+            steps={
+                **{name: np.stack(column) for name, column in row.columns.items()},
+                "bootstrap": values,
+            },
+            info={
+                "group": int(start),
+                "policy_version": version,
+                "stop_reason": "stop" if row.returns else "length",
+                "return": float(np.mean(row.returns or [row.running])),
+                "episodes": len(row.returns),
+            },
+        )
+        for sample, start, row, values in zip(samples, starts, rows, bootstrap, strict=True)
+    ]
+
+
+def _request(
+    episodes: Episodes,
+    samples: np.ndarray,
+    seen: Sequence[np.ndarray],
+    time: int,
+    temperature: float | None = None,
+) -> Record:
+    """Observations for the policy to answer."""
+    return Record(
+        Identity(episodes.iteration, int(samples[0])),
+        steps={"sample": samples, "observation": np.stack(seen)},
+        info={
+            "time": time,
+            "horizon": episodes.horizon,
+            "temperature": episodes.temperature if temperature is None else temperature,
+        },
+    )
 
 
 class _Sample:
@@ -202,36 +256,6 @@ COLUMNS = (
     "terminated",
     "truncated",
 )
-
-
-@dataclass
-class _Exchange:
-    """Observations out, actions back."""
-
-    episodes: Episodes
-    observations: Channel
-    actions: Channel
-    version: int = 0
-
-    def __call__(
-        self, samples: np.ndarray, batch: np.ndarray, time: int, temperature: float | None = None
-    ) -> Record:
-        episodes = self.episodes
-        self.observations.put(
-            Record(
-                Identity(episodes.iteration, int(samples[0])),
-                steps={"sample": samples, "observation": batch},
-                info={
-                    "time": time,
-                    "horizon": episodes.horizon,
-                    "temperature": episodes.temperature if temperature is None else temperature,
-                },
-            ),
-            weight=len(samples),
-        )
-        reply = self.actions.get()
-        self.version = int(reply.info["version"])
-        return reply
 
 
 def make(config: GymConfig) -> Any:

@@ -1,0 +1,216 @@
+"""Simulator processes: the same bytes, clear errors, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.channels.base import ChannelClosed
+from rlinf.channels.reference import ReferenceChannel
+from rlinf.data.record import Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.envs.base import Episodes
+from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.processes import SimulatorError
+from rlinf.errors import InputError
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from stages.collect import collect
+
+POLICY = MLPConfig(hidden=(16,))
+CARTPOLE = GymConfig(id="CartPole-v1")
+
+
+def engine_for(task: GymConfig, folder: Path) -> DirectEngine:
+    MLPPolicy.create(POLICY, GymEnvironment.describe(task), 0, folder)
+    engine = DirectEngine(DirectConfig(), MLPPolicy, POLICY)
+    engine.load(folder, 4)
+    return engine
+
+
+@contextmanager
+def simulators(task: GymConfig, **options: Any) -> Iterator[GymEnvironment]:
+    environment = GymEnvironment(task.model_copy(update=options), None)
+    try:
+        yield environment
+    finally:
+        environment.close()
+
+
+def pids(environment: GymEnvironment) -> list[int]:
+    assert environment._processes is not None
+    return environment._processes.pids
+
+
+def gone(pid: int, within_s: float = 20.0) -> bool:
+    """Whether a process ends (one that nobody waited for stays a zombie)."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def run(
+    environment: GymEnvironment,
+    engine: DirectEngine,
+    *,
+    starts: int = 7,
+    split: str = "train",
+    horizon: int = 30,
+) -> list[Record]:
+    episodes = Episodes(1, 2, split, range(starts), starts, 1, horizon, 1.0)  # type: ignore[arg-type]
+    return list(collect(environment, engine, episodes, "rollout"))
+
+
+def contents(records: list[Record]) -> list[Any]:
+    return [
+        (r.identity, r.info, {name: (a.dtype, a.tobytes()) for name, a in r.steps.items()})
+        for r in records
+    ]
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5"])
+def test_the_division_changes_no_byte(name: str, tmp_path: Path) -> None:
+    if name == "HalfCheetah-v5":
+        pytest.importorskip("mujoco")
+    task = GymConfig(id=name)
+    engine = engine_for(task, tmp_path)
+    with simulators(task) as plain:
+        expected = [contents(run(plain, engine, split=split)) for split in ("train", "test")]
+    for options in ({"halves": 2}, {"processes": 1, "halves": 2}, {"processes": 3}):
+        with simulators(task, **options) as divided:
+            for split, wanted in zip(("train", "test"), expected, strict=True):
+                assert contents(run(divided, engine, split=split)) == wanted, (options, split)
+
+
+def test_processes_stay_between_collections_and_end_with_the_environment(tmp_path: Path) -> None:
+    engine = engine_for(CARTPOLE, tmp_path)
+    with simulators(CARTPOLE, processes=2) as environment:
+        assert pids(environment) == [], "they start with the first episodes"
+        assert run(environment, engine, starts=0) == []
+        run(environment, engine)
+        first = pids(environment)
+        run(environment, engine)
+        assert len(first) == 2
+        assert pids(environment) == first
+    assert all(gone(pid) for pid in first)
+
+
+def test_fewer_starts_than_processes_are_simulated(tmp_path: Path) -> None:
+    engine = engine_for(CARTPOLE, tmp_path)
+    with simulators(CARTPOLE, processes=3, halves=2) as environment:
+        assert [r.identity.sample for r in run(environment, engine, starts=1)] == [0]
+        assert [r.identity.sample for r in run(environment, engine, starts=4)] == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def falling(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return "failing_worlds:Falling-v0"
+
+
+def test_an_error_has_the_simulators_own_traceback(tmp_path: Path, falling: str) -> None:
+    task = GymConfig(id=falling, kwargs={"how": "raise"})
+    engine = engine_for(task, tmp_path)
+    with simulators(task, processes=2, halves=2) as environment:
+        with pytest.raises(SimulatorError, match=r"(?s)in step.*ZeroDivisionError: the third step"):
+            run(environment, engine)
+        assert pids(environment) == []
+
+
+def test_a_process_that_dies_is_named_with_its_signal(tmp_path: Path, falling: str) -> None:
+    task = GymConfig(id=falling, kwargs={"how": "die"})
+    engine = engine_for(task, tmp_path)
+    with (
+        simulators(task, processes=1) as environment,
+        pytest.raises(SimulatorError, match=r"process \d+ was killed by SIGKILL"),
+    ):
+        run(environment, engine)
+
+
+def test_the_next_attempt_starts_new_processes(tmp_path: Path) -> None:
+    engine = engine_for(CARTPOLE, tmp_path)
+    with simulators(CARTPOLE, processes=2) as environment:
+        expected = contents(run(environment, engine))
+        first = pids(environment)
+        os.kill(first[1], signal.SIGKILL)
+        with pytest.raises(SimulatorError, match=f"process {first[1]} was killed"):
+            run(environment, engine)
+        assert all(gone(pid) for pid in first)
+        assert contents(run(environment, engine)) == expected
+
+
+def test_an_error_of_the_policy_is_raised_and_ends_the_processes(tmp_path: Path) -> None:
+    engine = engine_for(CARTPOLE, tmp_path)
+    with simulators(CARTPOLE, processes=2, halves=2) as environment:
+        run(environment, engine)
+        first = pids(environment)
+        engine._policy = None
+        with pytest.raises(AttributeError):
+            run(environment, engine)
+        assert all(gone(pid) for pid in first)
+
+
+def test_a_policy_that_answers_no_more_is_not_taken_for_a_dead_simulator() -> None:
+    actions = ReferenceChannel()
+    actions.close()
+    episodes = Episodes(1, 2, "train", range(4), 4, 1, 30, 1.0)
+    with (
+        simulators(CARTPOLE, processes=2) as environment,
+        pytest.raises(ChannelClosed, match="answers no more"),
+    ):
+        list(environment.simulate(episodes, ReferenceChannel(), actions))
+
+
+def test_what_a_simulator_refuses_is_not_tried_again(tmp_path: Path) -> None:
+    engine = engine_for(CARTPOLE, tmp_path)
+    with (
+        simulators(GymConfig(id="CartPoel-v1"), processes=1) as environment,
+        pytest.raises(InputError, match=r"task\.id: cannot make 'CartPoel-v1'"),
+    ):
+        run(environment, engine)
+
+
+def test_nothing_is_left_when_the_stage_is_killed(tmp_path: Path) -> None:
+    MLPPolicy.create(POLICY, GymEnvironment.describe(CARTPOLE), 0, tmp_path)
+    program = f"""
+        import time
+        from pathlib import Path
+        from tests.rlinf.envs.test_processes import CARTPOLE, engine_for, pids, run, simulators
+        engine = engine_for(CARTPOLE, Path({str(tmp_path)!r}))
+        with simulators(CARTPOLE, processes=2) as environment:
+            run(environment, engine)
+            print(*pids(environment), flush=True)
+            time.sleep(600)
+    """
+    stage = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    assert stage.stdout is not None
+    started = [int(pid) for pid in stage.stdout.readline().split()]
+    stage.kill()
+    stage.wait()
+    stage.stdout.close()
+    assert len(started) == 2
+    assert all(gone(pid) for pid in started)
+
+
+def test_a_simulator_process_loads_no_torch() -> None:
+    program = "import sys, rlinf.envs.gym, rlinf.envs.processes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
