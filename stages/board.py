@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from rlinf.artifacts import Manifest
@@ -73,6 +74,10 @@ class Stream:
     def waiting(self) -> int:
         """Records from other workers that no stage here has taken."""
         return len(self._untaken)
+
+    def longer(self, than: int) -> bool:
+        """Whether more records are here."""
+        return len(self._records) > than
 
     def everything(self) -> list[Record]:
         """All records that are here, in the order they came."""
@@ -179,8 +184,7 @@ class Output:
         """
         stream, seen = self.stream(channel), 0
         while seen < count:
-            more = lambda: len(stream) > seen  # noqa: B023, E731 - called at once
-            self._wait(more, stopping, lambda: False)
+            self._wait(partial(stream.longer, seen), stopping)
             new = self.arrived(channel)[seen:]
             seen += len(new)
             yield from new
@@ -195,7 +199,7 @@ class Output:
         self,
         there: Callable[[], bool],
         stopping: Callable[[], bool],
-        on_disk: Callable[[], bool],
+        on_disk: Callable[[], bool] = lambda: False,
     ) -> bool:
         look = time.monotonic() + LOOK_S
         while True:
