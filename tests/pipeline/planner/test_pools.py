@@ -119,5 +119,5 @@ def test_no_driver_takes_pools_for_jobs(
 ) -> None:
     values = compose()
     values["plan"] = propose(asked).plan.dump()
-    with pytest.raises(PlanError, match="grain: segment: no driver runs pools yet"):
+    with pytest.raises(PlanError, match="pools are processes of their own"):
         prepare(values)
