@@ -34,8 +34,10 @@ BALANCED = [
     "++rollout.batch=64",
     "++rollout.horizon=24",
     "++engine.ignore_eos=true",
-    "++engine.max_rows=64",
+    "++engine.max_rows=16",
     "++trainer.threads=1",
+    # As many micro-batches of one size either way: larger ones are slower on a CPU.
+    "++trainer.token_budget=2048",
 ]
 """Rollout on one worker takes about as long as all else on the other."""
 ONE_POOL = {
