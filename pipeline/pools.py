@@ -47,8 +47,9 @@ STATUS_S = 1.0
 LEAVE_S = 10.0
 """How long workers have to leave before their jobs are cancelled."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-RENEW_S = 300.0
-"""How long before the end of its lease a pool's successor is submitted."""
+RENEW_S, RENEW_SHARE = 300.0, 0.25
+"""How long before the end of its lease a pool's successor is submitted: at most, and which share of
+a short one."""
 log = logging.getLogger("rlinf")
 
 
@@ -61,6 +62,8 @@ class Member:
     size: int
     joined: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What the workers that are there said of themselves, by rank."""
+    began: float = field(default_factory=time.time)
+    """When it was submitted, or found by this driver."""
     given: set[Node] = field(default_factory=set)
     finished: int = 0
     leaving: bool = False
@@ -74,6 +77,14 @@ class Member:
         """When its time is up, if that is known."""
         known = [about["ends"] for about in self.joined.values() if about.get("ends")]
         return min(known, default=None)
+
+    @property
+    def due(self) -> bool:
+        """Whether to submit a successor: the lease is nearly over, however long it was."""
+        if self.ends is None:
+            return False
+        length = self.ends - self.began
+        return self.ends - time.time() < min(RENEW_S, RENEW_SHARE * length)
 
     def workers(self, ranks: int) -> list[str]:
         return [worker_name(self.name, rank) for rank in range(ranks)]
@@ -558,7 +569,7 @@ class PoolExecutor:
                 if time.monotonic() >= pool.resume:
                     pool.lease += 1
                     self._submit(pool)
-            elif newest.ready and newest.ends and newest.ends - time.time() < RENEW_S:
+            elif newest.ready and newest.due:
                 pool.lease += 1
                 self._submit(pool)
             active = self._active(pool)
