@@ -38,12 +38,12 @@ class Stream:
         """By start of a range: the first sample of it that is not known to be here."""
         self._untaken: set[int] = set()
 
-    def put(self, record: Record) -> None:
-        """Add a record; one of a sample that is here already is dropped."""
+    def put(self, record: Record, digest: int | None = None) -> None:
+        """Add a record, of this digest if that is known; one of a sample already here is dropped."""
         with self._changed:
             if record.identity.sample not in self._records:
                 self._records[record.identity.sample] = record
-                self.digest ^= record.digest()
+                self.digest ^= record.digest() if digest is None else digest
                 self._changed.notify_all()
 
     def end(self, rank: int = 0, ranks: int = 1) -> None:

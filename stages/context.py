@@ -126,8 +126,9 @@ class _Both:
         self._sinks = live.sinks(channel)
 
     def put(self, record: Record, weight: int = 1) -> None:
-        self._live.digests[self._channel] ^= record.digest()
-        self._stream.put(record)
+        digest = record.digest()
+        self._live.digests[self._channel] ^= digest
+        self._stream.put(record, digest)
         self._sinks.put(record, weight)
         self._file.put(record, weight)
 

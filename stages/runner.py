@@ -202,10 +202,6 @@ class Attempt:
             module = importlib.import_module(f"stages.{ctx.stage}")
             (module.gather if self._gathers else module.run)(ctx)
             ctx.took(ctx.stage, self._start)
-            if ctx.stage == "train":
-                from stages.parts import trainer_moved
-
-                trainer_moved(ctx)
 
     def commit(self) -> Manifest:
         """Write what was put off and publish the manifest; all ranks take part.

@@ -14,7 +14,7 @@ from rlinf.data.batch import StepBatch, assemble, join
 from rlinf.data.record import Record
 from rlinf.seeding import generator
 from stages.context import Context
-from stages.parts import changing_trainer, held_trainer, make_algorithm
+from stages.parts import changing_trainer, held_trainer, make_algorithm, trainer_moved
 
 
 def run(ctx: Context) -> None:
@@ -47,6 +47,7 @@ def run(ctx: Context) -> None:
         ctx.later(lambda: trainer.save(ctx.data / "checkpoint", state))
     if ctx.world.rank == 0:
         update.report(sum(bool(row[1].info["keep"]) for row in every))
+    trainer_moved(ctx)
 
 
 Rows = list[tuple[Record, ...]]
