@@ -39,7 +39,7 @@ class Stream:
         self._untaken: set[int] = set()
 
     def put(self, record: Record, digest: int | None = None) -> None:
-        """Add a record, of this digest if that is known; one of a sample already here is dropped."""
+        """Add a record, of this digest if it is known; a sample that is here already is dropped."""
         with self._changed:
             if record.identity.sample not in self._records:
                 self._records[record.identity.sample] = record
