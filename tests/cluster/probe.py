@@ -22,18 +22,19 @@ def main() -> int:
         "node": os.environ["SLURMD_NODENAME"],
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         "shares": os.environ.get("RLINF_SHARES", ""),
-        "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
-        "time": time.time(),
     }
-    (out / f"rank-{rank}.json").write_text(json.dumps(note))
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    written = out / f".rank-{rank}"
+    written.write_text(json.dumps(note))
+    written.rename(out / f"rank-{rank}.{restart}.json")
     if what == "fail":
         print("the reason of the failure", file=sys.stderr)
         return 65
     if what == "sleep":
         time.sleep(120)
-    if what == "requeue" and note["restart"] == "0":
+    if what == "requeue" and restart == "0":
         return 75
-    if what == "warned" and note["restart"] == "0":
+    if what == "warned" and restart == "0":
         warned: list[int] = []
         signal.signal(signal.SIGUSR2, lambda number, frame: warned.append(number))
         (out / "ready").touch()
@@ -46,7 +47,7 @@ def main() -> int:
             while not stop.is_set():
                 time.sleep(0.05)
         return 75
-    if what == "last-stops" and note["restart"] == "0":
+    if what == "last-stops" and restart == "0":
         if rank == "0":
             time.sleep(60)
         return 75

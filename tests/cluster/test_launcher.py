@@ -20,8 +20,12 @@ from tests.cluster.helpers import finish, job, wait_until
 pytestmark = pytest.mark.cluster
 
 
-def notes(folder: Path) -> list[dict[str, str]]:
-    return [json.loads(p.read_text()) for p in sorted((folder / "out").glob("rank-*.json"))]
+def notes(folder: Path, ranks: int = 1, restart: int = 0) -> list[dict[str, str]]:
+    """What each rank found; a job is done with its first rank, the others may write after it."""
+    paths = [folder / "out" / f"rank-{rank}.{restart}.json" for rank in range(ranks)]
+    for path in paths:
+        wait_until(path)
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_path: Path) -> None:
@@ -35,8 +39,7 @@ def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_
         gpu_type="h100",
     )
     assert finish(launcher, launcher.submit(wanted)).state is State.DONE
-    wait_until(tmp_path / "out" / "rank-3.json")
-    found = notes(tmp_path)
+    found = notes(tmp_path, ranks=4)
     assert [note["RANK"] for note in found] == ["0", "1", "2", "3"]
     assert {note["node"] for note in found} == {"h100-1", "h100-2"}
     assert len({(n["MASTER_ADDR"], n["MASTER_PORT"], n["RLINF_ATTEMPT"]) for n in found}) == 1
@@ -56,8 +59,7 @@ def test_ranks_on_unlike_nodes_know_the_speeds_of_all(
         shares={"h100": 2.0, "a100": 1.0},
     )
     assert finish(launcher, launcher.submit(wanted)).state is State.DONE
-    wait_until(tmp_path / "out" / "rank-3.json")
-    found = notes(tmp_path)
+    found = notes(tmp_path, ranks=4)
     speeds = [2.0 if note["node"].startswith("h100") else 1.0 for note in found]
     assert sorted(speeds) == [1.0, 1.0, 2.0, 2.0]
     assert {note["shares"] for note in found} == {",".join(map(str, speeds))}
@@ -73,7 +75,7 @@ def test_a_failure_brings_its_code_and_its_words(
 
 def test_a_cancelled_job_is_noticed(launcher: SubmititLauncher, tmp_path: Path) -> None:
     identity = launcher.submit(job(tmp_path, "sleep"))
-    wait_until(tmp_path / "out" / "rank-0.json")
+    wait_until(tmp_path / "out" / "rank-0.0.json")
     subprocess.run(["scancel", identity], check=True)
     assert finish(launcher, identity).state is State.CANCELLED
 
@@ -95,7 +97,8 @@ def test_any_rank_may_be_the_first_to_stop(launcher: SubmititLauncher, tmp_path:
     """The others wait for it, so it alone can have the job requeued."""
     identity = launcher.submit(job(tmp_path, "last-stops", nodes=1, tasks_per_node=2))
     assert finish(launcher, identity, 60).state is State.DONE
-    assert [note["restart"] for note in notes(tmp_path)] == ["1", "1"]
+    first, second = notes(tmp_path, ranks=2, restart=1)
+    assert first["RLINF_ATTEMPT"] == second["RLINF_ATTEMPT"] == f"{identity}-1"
 
 
 def test_a_job_nobody_knows_has_vanished(launcher: SubmititLauncher, tmp_path: Path) -> None:
@@ -111,8 +114,7 @@ def test_a_job_that_asks_for_it_is_requeued_once(
 ) -> None:
     identity = launcher.submit(job(tmp_path, "requeue"))
     assert finish(launcher, identity, 60).state is State.DONE
-    (note,) = notes(tmp_path)
-    assert note["restart"] == "1"
+    (note,) = notes(tmp_path, restart=1)
     assert note["RLINF_ATTEMPT"] == f"{identity}-1"
 
 
@@ -121,7 +123,7 @@ def test_the_warning_signal_reaches_the_stage(launcher: SubmititLauncher, tmp_pa
     wait_until(tmp_path / "out" / "ready")
     subprocess.run(["scancel", "--signal=USR2", identity], check=True)
     assert finish(launcher, identity, 60).state is State.DONE
-    assert notes(tmp_path)[0]["restart"] == "1"
+    assert notes(tmp_path, restart=1)
 
 
 def test_a_preempted_job_runs_again(launcher: SubmititLauncher, tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_preempted_job_runs_again(launcher: SubmititLauncher, tmp_path: Path) 
     high = launcher.submit(job(tmp_path / "high", "pass", partition="a100", **where))
     assert finish(launcher, high, 60).state is State.DONE
     assert finish(launcher, low, 90).state is State.DONE
-    assert notes(tmp_path / "low")[0]["restart"] == "1"
+    assert notes(tmp_path / "low", restart=1)
 
 
 def test_what_slurm_refuses_is_said_in_its_words(

@@ -134,5 +134,5 @@ def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Pa
     mine = [piece for piece in data.pieces if piece.lane == lane]
     assert [piece.computes for piece in mine] == [False, True]
     (entry,) = [s for s in data.stages if (s["stage"], s["iteration"]) == ("train", 1)]
-    assert entry["seconds"] == pytest.approx((whole["end"] - whole["start"]) / 2)
+    assert entry["seconds"] == pytest.approx((whole["end"] - whole["start"]) / 2, abs=1e-6)
     assert lane in write_report(run).read_text()
