@@ -103,6 +103,9 @@ class RolloutSection(Section):
     staleness: int = Field(default=0, ge=0, le=64)
     """How many updates behind the weights are that collect: a rollout waits for none of the last
     ``staleness`` updates and goes on while they are made. 0: on-policy."""
+    in_flight_updates: bool = False
+    """Samples under way go on with newer weights as soon as those are there, and say of every step
+    which version chose it. What comes out depends on timing then. Needs ``staleness``."""
 
 
 class WarmStartSection(Section):
@@ -174,6 +177,14 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.temperature 0 makes all samples of a group equal; "
                 "set it above 0 or rollout.group_size=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _newer_weights(self) -> RunConfig:
+        if self.rollout.in_flight_updates and not self.rollout.staleness:
+            raise ValueError(
+                "rollout.in_flight_updates: there are no newer weights while rollout.staleness is 0"
             )
         return self
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
+from rlinf.artifacts import read_manifest, verify
 from rlinf.config import RunConfig
 from rlinf.engines import engines
 from rlinf.engines.base import Engine
 from rlinf.envs import environments
 from rlinf.envs.base import Environment
+from rlinf.errors import ArtifactError
 from rlinf.models import policies
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward
 from rlinf.trainers import trainers
 from stages.context import Context
+from stages.layout import stage_folder
 
+LOOK_S = 0.05
 WEIGHTS = "weights"
 """Folder of a policy in an output, and the name of its tensors in memory."""
 
@@ -69,11 +75,18 @@ def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
     return ctx.keep("environment", "one", make)
 
 
-def held_engine(ctx: Context, name: str, version: int) -> Engine:
-    """The engine serving the weights of an input; loaded again only when they changed."""
+def held_engine(ctx: Context, name: str, version: int, newest: int | None = None) -> Engine:
+    """The engine serving the weights of an input; loaded again only when they changed.
+
+    Args:
+        newest: one that serves this version, or one in between, goes on with it.
+    """
     entry = ctx.inputs[name]
     engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
-    served = ctx.resident.pop("engine_weights", None)
+    served = ctx.resident.get("engine_weights")
+    if newest is not None and served is not None and version < engine.version <= newest:
+        return engine
+    ctx.resident.pop("engine_weights", None)
     state = entry.state
     if served != state:
         tensors = entry.held(WEIGHTS)
@@ -85,6 +98,28 @@ def held_engine(ctx: Context, name: str, version: int) -> Engine:
                 state = entry.state
     ctx.resident["engine_weights"] = state
     return engine
+
+
+def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int] | None]:
+    """What a rollout's engine asks for weights that were committed since it began."""
+    looked = 0.0
+
+    def newer() -> tuple[Path, int] | None:
+        nonlocal looked
+        if engine.version >= ctx.iteration or time.monotonic() - looked < LOOK_S:
+            return None
+        looked = time.monotonic()
+        for version in range(ctx.iteration, engine.version, -1):
+            folder = stage_folder(ctx.run, "sync", version - 1)
+            with contextlib.suppress(ArtifactError):  # who cannot do without them says so
+                manifest = read_manifest(folder)
+                if manifest is not None:
+                    verify(folder, manifest, checksums=True)
+                    ctx.resident["engine_weights"] = f"{folder}/{manifest.data}"
+                    return folder / manifest.data / WEIGHTS, version
+        return None
+
+    return newer
 
 
 def held_trainer(ctx: Context) -> Any:

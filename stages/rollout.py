@@ -10,7 +10,7 @@ from rlinf.data.record import Record
 from rlinf.envs.base import Episodes
 from stages.collect import collect
 from stages.context import Context
-from stages.parts import WEIGHTS, held_engine, held_environment
+from stages.parts import WEIGHTS, held_engine, held_environment, newer_weights
 
 
 def run(ctx: Context) -> None:
@@ -40,7 +40,9 @@ def gather(ctx: Context) -> None:
 def collected(ctx: Context, starts: Sequence[int]) -> Iterator[Record]:
     """Trajectories of some starts of the batch, as they are complete."""
     settings = ctx.config.rollout
-    engine = held_engine(ctx, "weights", max(0, ctx.iteration - settings.staleness))
+    follows = settings.in_flight_updates
+    version = max(0, ctx.iteration - settings.staleness)
+    engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
     environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
     episodes = Episodes(
         seed=ctx.config.seed,
@@ -52,18 +54,24 @@ def collected(ctx: Context, starts: Sequence[int]) -> Iterator[Record]:
         horizon=settings.horizon,
         temperature=settings.temperature,
     )
-    with ctx.span("generate"):
-        yield from collect(environment, engine, episodes, "rollout")
+    engine.newer = newer_weights(ctx, engine) if follows else None
+    try:
+        with ctx.span("generate"):
+            yield from collect(environment, engine, episodes, "rollout")
+    finally:
+        engine.newer = None
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     """Put trajectories into the output channel and say what they are like."""
     trajectories = ctx.writer("trajectories")
-    lengths, truncated = [], 0
+    lengths, truncated, lags = [], 0, 0
     for trajectory in made:
         trajectories.put(trajectory, weight=len(trajectory))
         lengths.append(len(trajectory))
         truncated += trajectory.info["stop_reason"] == "length"
+        if "versions" in trajectory.steps:
+            lags += int((ctx.iteration - trajectory.steps["versions"]).sum())
         ctx.progress(len(lengths), total, "samples")
     trajectories.close()
     ctx.metric("samples", len(lengths), weight=0)
@@ -71,3 +79,5 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     if lengths:
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         ctx.metric("truncated_share", truncated / len(lengths), weight=len(lengths))
+        if ctx.config.rollout.in_flight_updates:
+            ctx.metric("lag_mean", lags / sum(lengths), weight=sum(lengths))

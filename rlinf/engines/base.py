@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,11 @@ class Engine(ABC):
     """
 
     Config: ClassVar[type[Section]]
+    version: int
+    """Of the weights it serves."""
+    newer: Callable[[], tuple[Path, int] | None] | None = None
+    """Asked while samples are under way: the folder and version of weights to go on with. Where it
+    is set, replies have ``steps["version"]``: the version that chose each action."""
 
     @abstractmethod
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None: ...
@@ -40,6 +45,14 @@ class Engine(ABC):
         Raises:
             DataError: they do not fit the network; it serves what it did before.
         """
+
+    def refreshed(self) -> bool:
+        """Serve newer weights, if there are any."""
+        found = self.newer() if self.newer is not None else None
+        if found is None:
+            return False
+        self.load(*found)
+        return True
 
     @abstractmethod
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:

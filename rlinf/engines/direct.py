@@ -58,6 +58,7 @@ class DirectEngine(Engine):
     @torch.inference_mode()
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
+        self.refreshed()
         temperature = float(request.info["temperature"])
         policy = self._policy
         count = len(request)
@@ -73,16 +74,15 @@ class DirectEngine(Engine):
             else:
                 actions = out + noise * log_std.exp() * temperature
         logprobs, _ = policy.judge(out, log_std, actions, temperature)
-        yield Record(
-            request.identity,
-            steps={
-                "sample": request.steps["sample"],
-                "action": actions[:count].numpy(),
-                "logprob": logprobs[:count].numpy(),
-                "value": values[:count].numpy(),
-            },
-            info={"version": self.version},
-        )
+        steps = {
+            "sample": request.steps["sample"],
+            "action": actions[:count].numpy(),
+            "logprob": logprobs[:count].numpy(),
+            "value": values[:count].numpy(),
+        }
+        if self.newer is not None:
+            steps["version"] = np.full(count, self.version)
+        yield Record(request.identity, steps, info={"version": self.version})
 
     def _draw(self, request: Record, seed: int, stage: str, size: int) -> Tensor:
         """Noise ``[n, size]`` of this time step: Gumbel for choices, normal for vectors.

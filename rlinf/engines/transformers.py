@@ -3,7 +3,8 @@
 What makes it quick: a prompt is run once and its keys and values are shared by all samples of its
 group; keys and values live in buffers allocated once; finished rows leave the batch; a token's
 log-probability comes from the forward pass that sampled it; one uniform number per token, drawn
-before decoding, makes a sample independent of its neighbours.
+before decoding, makes a sample independent of its neighbours. Newer weights may come between two
+tokens: what was cached is then computed anew from the tokens so far.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class TransformersEngine(Engine):
         logprobs = torch.zeros(len(rows), horizon, device=self._device)
         ends = torch.full((len(rows),), horizon, dtype=torch.int64, device=self._device)
         stopped = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
+        begun = self.version
+        versions = torch.zeros_like(tokens)
 
         logits, cache, attend = self._prefill(prompts, lengths, width, horizon)
         alive = torch.arange(len(rows), device=self._device)
@@ -117,6 +120,7 @@ class TransformersEngine(Engine):
             chosen, taken = sample(logits, noise[alive, step], temperature)
             tokens[alive, step] = chosen
             logprobs[alive, step] = taken
+            versions[alive, step] = self.version
             ended = torch.isin(chosen, self._stops) & running
             if bool(ended.any()):
                 finished = alive[ended]
@@ -132,20 +136,41 @@ class TransformersEngine(Engine):
                     cache.select(keep)
             if step + 1 == horizon:
                 break
+            if self.refreshed():
+                logits, cache, attend = self._again(
+                    prompts, lengths, width, horizon, alive.cpu().numpy(), tokens[alive, : step + 1]
+                )
+                continue
             attend[:, width + step] = True
             visible = attend[:, None, None, : width + step + 1] if padded else None
             logits = self._forward(chosen[:, None], (start + step)[:, None], visible, cache)
-        return Record(
-            request.identity,
-            steps={
-                "sample": samples,
-                "tokens": tokens.cpu().numpy(),
-                "logprobs": logprobs.cpu().numpy(),
-                "length": ends.cpu().numpy(),
-                "stopped": stopped.cpu().numpy(),
-            },
-            info={"version": self.version},
-        )
+        steps = {
+            "sample": samples,
+            "tokens": tokens.cpu().numpy(),
+            "logprobs": logprobs.cpu().numpy(),
+            "length": ends.cpu().numpy(),
+            "stopped": stopped.cpu().numpy(),
+        }
+        if self.newer is not None:
+            steps["version"] = versions.cpu().numpy()
+        return Record(request.identity, steps, info={"version": begun})
+
+    def _again(
+        self,
+        prompts: np.ndarray,
+        lengths: np.ndarray,
+        width: int,
+        horizon: int,
+        alive: np.ndarray,
+        made: Tensor,
+    ) -> tuple[Tensor, KeyValueCache, Tensor]:
+        """What :meth:`_prefill` gives for the rows ``alive`` with the tokens ``made`` so far."""
+        done = made.shape[1]
+        sofar = np.zeros((len(alive), width + done), dtype=np.int64)
+        for row, old, tokens in zip(sofar, alive, made.cpu().numpy(), strict=True):
+            row[: lengths[old]] = prompts[old, : lengths[old]]
+            row[lengths[old] : lengths[old] + done] = tokens
+        return self._prefill(sofar, lengths[alive] + done, width + done, horizon - done)
 
     def _prefill(
         self, prompts: np.ndarray, lengths: np.ndarray, width: int, horizon: int

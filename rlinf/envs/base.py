@@ -70,8 +70,8 @@ class Environment(ABC):
         """Collect trajectories: one record per sample, as soon as it is complete.
 
         Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (behaviour policy), and
-        ``info`` with ``group``, ``policy_version`` and ``stop_reason``. Closes ``observations``
-        when no more are coming.
+        ``info`` with ``group``, ``policy_version`` and ``stop_reason``; ``steps["versions"]`` where
+        the weights may change on the way. Closes ``observations`` when no more are coming.
         """
 
     @abstractmethod

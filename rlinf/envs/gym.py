@@ -146,6 +146,8 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Par
         version = int(reply.info["version"])
         for k, i in enumerate(live):
             row, last = rows[i], time + 1 == episodes.horizon
+            if "version" in reply.steps:
+                row.columns.setdefault("versions", []).append(reply.steps["version"][k])
             row.step(*(reply.steps[name][k] for name in ("action", "logprob", "value")))
             if row.truncated or (last and not row.terminated):
                 cut.append((i, time, row.seen))

@@ -76,12 +76,15 @@ class PromptEnvironment(Environment):
             )
             for i, sample in enumerate(reply.steps["sample"]):
                 row, length = row_of[int(sample)], int(reply.steps["length"][i])
+                steps = {
+                    "actions": reply.steps["tokens"][i, :length],
+                    "logprobs": reply.steps["logprobs"][i, :length],
+                }
+                if "version" in reply.steps:
+                    steps["versions"] = reply.steps["version"][i, :length]
                 yield Record(
                     Identity(episodes.iteration, int(sample)),
-                    steps={
-                        "actions": reply.steps["tokens"][i, :length],
-                        "logprobs": reply.steps["logprobs"][i, :length],
-                    },
+                    steps=steps,
                     context={"prompt": encoded[row]},
                     info={
                         "group": int(episodes.starts[row]),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.experiment import execute
 from pipeline.metrics import manifest_of
+from rlinf.channels.file import FileReader
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
@@ -37,3 +43,29 @@ def test_stale_rollouts_go_on_during_the_update_and_give_the_same_run(
         sync = manifest_of(tmp_path / "pools", "sync", i - 1) if i else None
         versions.append(sync is None or manifest.timing["start"] < sync.timing["end"])
     assert all(versions), "no rollout waits for the update just before it"
+
+
+def test_samples_under_way_take_on_weights_that_were_published_meanwhile(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """The weights of the update just before are there when a rollout is made late."""
+    settings = [*STALE, "rollout.in_flight_updates=true", "engine.ignore_eos=true"]
+    values = compose(*settings, "run.name=late")
+    execute(values)
+    run = tmp_path / "late"
+    # Made again, after everything else: all versions up to its own are there from the start.
+    shutil.rmtree(run / "it/0003/rollout")
+    execute(values)
+    manifest = manifest_of(run, "rollout", 3)
+    assert manifest is not None
+    folder = run / "it/0003/rollout" / manifest.data
+    seen = [r.steps["versions"].tolist() for r in FileReader(folder.glob("trajectories-r*.h5"))]
+    assert seen
+    assert all(versions[0] == 2 and versions[-1] == 3 for versions in seen)
+    assert all(versions == sorted(versions) for versions in seen)
+    assert 0 < manifest.metrics["lag_mean"] < 1
+
+
+def test_newer_weights_are_refused_where_there_can_be_none(compose: Compose) -> None:
+    with pytest.raises(ConfigError, match="in_flight_updates: there are no newer weights"):
+        validate(RunConfig, compose("rollout.in_flight_updates=true"))

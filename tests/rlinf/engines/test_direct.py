@@ -175,3 +175,23 @@ def test_it_does_not_import_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_newer_weights_answer_the_next_time_step(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    engine, other = make("box", tmp_path / "old"), make("box", tmp_path / "new")
+    policy = MLPPolicy.load(tmp_path / "new", CONFIG)
+    with torch.no_grad():
+        policy.module.policy[-1].bias.add_(1.0)
+    policy.save(tmp_path / "new", dict(policy.module.state_dict()))
+    other.load(tmp_path / "new", 3)
+    waiting = [None, (tmp_path / "new", 3)]
+    engine.newer = lambda: waiting.pop(0) if waiting else None
+    plain = make("box", tmp_path / "old")
+    for time, expected in enumerate([plain, other, other]):
+        got = ask(engine, range(3), seen(3), time)
+        assert got["version"].tolist() == [3, 3, 3]
+        np.testing.assert_array_equal(
+            got["action"], ask(expected, range(3), seen(3), time)["action"]
+        )

@@ -61,6 +61,14 @@ def rows(engine: TransformersEngine, wanted: Record) -> dict[int, dict[str, np.n
 def test_log_probs_are_those_of_the_training_stack(folder: Path, temperature: float) -> None:
     wanted = request([3, 7, 5, 3], temperature=temperature)
     got = rows(engine(folder), wanted)
+    for i, expected in judged(folder, wanted, got, temperature).items():
+        np.testing.assert_allclose(expected, got[i]["logprobs"][: len(expected)], atol=2e-5)
+
+
+def judged(
+    folder: Path, wanted: Record, got: dict[int, dict[str, np.ndarray]], temperature: float
+) -> dict[int, np.ndarray]:
+    """Log-probs of every sample's tokens under the training stack."""
     policy = CausalLM.load(folder, CONFIG)
     records = []
     for number in sorted(got):
@@ -73,10 +81,55 @@ def test_log_probs_are_those_of_the_training_stack(folder: Path, temperature: fl
         )
     with torch.no_grad():
         outputs = policy.evaluate(policy.collate(records), temperature)
-    for i, record in enumerate(records):
-        n = len(record)
-        np.testing.assert_allclose(
-            outputs.logprobs[i, :n].numpy(), got[i]["logprobs"][:n], atol=2e-5
+    return {i: outputs.logprobs[i, : len(record)].numpy() for i, record in enumerate(records)}
+
+
+@pytest.mark.parametrize("change", [1, 4, 9])
+def test_samples_go_on_with_newer_weights_from_the_next_token_on(
+    folder: Path, tmp_path: Path, change: int
+) -> None:
+    """Each token has the log-prob of the version that is said to have chosen it."""
+    CausalLM.create(CONFIG, {"alphabet": "0123456789+="}, 1, tmp_path)
+    asked = 0
+
+    def newer() -> tuple[Path, int] | None:
+        nonlocal asked
+        asked += 1
+        return (tmp_path, 4) if asked == change else None
+
+    wanted = request([3, 7, 5, 3], horizon=12)
+    going = engine(folder, ignore_eos=True)
+    going.newer = newer
+    got = rows(going, wanted)
+    assert going.version == 4
+    plain = rows(engine(folder, ignore_eos=True), wanted)
+    old, new = (judged(where, wanted, got, 1.0) for where in (folder, tmp_path))
+    for number, row in got.items():
+        assert row["version"].tolist() == [3] * change + [4] * (12 - change)
+        np.testing.assert_array_equal(row["tokens"][:change], plain[number]["tokens"][:change])
+        expected = np.concatenate([old[number][:change], new[number][change:]])
+        np.testing.assert_allclose(expected, row["logprobs"], atol=2e-5)
+
+
+def test_finished_rows_do_not_come_back_with_newer_weights(folder: Path, tmp_path: Path) -> None:
+    CausalLM.create(CONFIG, {"alphabet": "0123456789+="}, 1, tmp_path)
+    wanted, asked = request([3, 7, 5, 4, 6] * 8, horizon=40), 0
+
+    def newer() -> tuple[Path, int] | None:
+        nonlocal asked
+        asked += 1
+        return (tmp_path, 3) if asked == 20 else None
+
+    going, still = engine(folder), engine(folder)
+    going.newer = newer
+    got, plain = rows(going, wanted), rows(still, wanted)
+    early = [number for number, row in plain.items() if row["length"] <= 20]
+    assert 0 < len(early) < len(plain)
+    for number in early:
+        length = int(plain[number]["length"])
+        assert got[number]["length"] == length
+        np.testing.assert_array_equal(
+            got[number]["tokens"][:length], plain[number]["tokens"][:length]
         )
 
 
