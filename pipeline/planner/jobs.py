@@ -9,9 +9,9 @@ from pipeline.plan import Forecast, Plan, StagePlan
 from pipeline.planner import stagewise
 from pipeline.planner.given import option_of
 from pipeline.planner.options import Option
-from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, interval, what_if_bars
+from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planner.request import Request
-from pipeline.planner.work import NO_GPU
+from pipeline.planner.work import NO_GPU, interval
 
 LIKE: Mapping[str, str] = {"warm_start": "train", "evaluate": "rollout"}
 """Stages that run seldom, and the stage whose resources they get."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.planner.devices import Devices
-from pipeline.planner.work import Seconds, Work, work_items
+from pipeline.planner.work import Seconds, Work, interval, work_items
 from pipeline.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
@@ -57,6 +57,14 @@ class Option:
     def seconds(self) -> float:
         """All parts."""
         return sum(part.mean for part in self.parts.values())
+
+    @property
+    def prudent_s(self) -> float:
+        """What plans are compared by: beyond what was measured the upper end of the interval.
+
+        Devices that share a network or a node are slower together than any fit of fewer foresees.
+        """
+        return interval(self.seconds, self.spread_s)[1] if self.extrapolated else self.seconds
 
     @property
     def spread_s(self) -> float:

@@ -11,10 +11,11 @@ from pipeline.planner.jobs import LIKE, MOST_CPUS
 from pipeline.planner.predict import Prediction
 from pipeline.planner.problem import Placement, Problem
 from pipeline.planner.problem_file import dump_problem
-from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, interval, what_if_bars
+from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planner.request import Request
 from pipeline.planner.search import Solution, solve
 from pipeline.planner.segments import Tables, build, links
+from pipeline.planner.work import interval
 
 ALTERNATIVES = 4
 

@@ -11,9 +11,6 @@ from pipeline.planner.devices import with_counts
 from pipeline.planner.request import Request, parse_counts
 from rlinf.errors import PlanError
 
-QUANTILE = 1.2816
-"""Standard deviations to the 10 % and 90 % quantiles of a normal distribution."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -117,8 +114,3 @@ def forecasts(rows: Sequence[Row]) -> dict[str, StageForecast]:
         )
         for row in rows
     }
-
-
-def interval(seconds: float, spread: float) -> tuple[float, float]:
-    """The 10 % and 90 % quantiles of a normal distribution."""
-    return max(0.0, seconds - QUANTILE * spread), seconds + QUANTILE * spread

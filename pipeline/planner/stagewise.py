@@ -61,11 +61,10 @@ class Choice:
         return sum(option.seconds * option.count for option in self.options) / 3600
 
 
-def cost(option: Option, objective: Objective) -> float:
-    """What a stage adds to the objective."""
-    return objective.of_job(
-        option.seconds, option.price_per_hour, option.wait_s, option.losses_per_hour
-    )
+def cost(option: Option, objective: Objective, seconds: float | None = None) -> float:
+    """What a stage adds to the objective; if it takes so many ``seconds``."""
+    seconds = option.seconds if seconds is None else seconds
+    return objective.of_job(seconds, option.price_per_hour, option.wait_s, option.losses_per_hour)
 
 
 def choose(
@@ -144,7 +143,7 @@ def _key(objective: Objective) -> Callable[[Option], tuple[float, bool, float, i
     def key(option: Option) -> tuple[float, bool, float, int]:
         preemptible = any(own.preemptible for own in option.devices)
         # Costs that differ by rounding alone are equal.
-        rounded = float(f"{cost(option, objective):.9g}")
+        rounded = float(f"{cost(option, objective, option.prudent_s):.9g}")
         return rounded, preemptible, option.price_per_hour, len(option.devices)
 
     return key

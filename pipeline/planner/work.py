@@ -21,6 +21,8 @@ ONE_PROCESS = frozenset({"reward", "sync"})
 """Stages that gain nothing from a second process."""
 SINGLE_SPREAD = 0.1
 """Relative standard deviation of what was measured once."""
+QUANTILE = 1.2816
+"""Standard deviations to the 10 % and 90 % quantiles of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Seconds:
     mean: float
     spread: float = 0.0
     """Standard deviation."""
+
+
+def interval(seconds: float, spread: float) -> tuple[float, float]:
+    """The 10 % and 90 % quantiles of a normal distribution."""
+    return max(0.0, seconds - QUANTILE * spread), seconds + QUANTILE * spread
 
 
 class Work:
