@@ -16,11 +16,12 @@ log = logging.getLogger("rlinf")
 
 @dataclass
 class Committed:
-    """The nodes known to be done, with their manifests."""
+    """The nodes known to be done."""
 
     run: Run
     graph: Graph
-    done: dict[Node, Manifest] = field(default_factory=dict)
+    done: dict[Node, str] = field(default_factory=dict)
+    """With the digests of their contents; manifests of a long run would fill the memory."""
 
     def look(self, node: Node) -> Manifest | None:
         """The valid manifest of a node whose inputs are all done.
@@ -49,7 +50,7 @@ class Committed:
         for node in self.graph.nodes():
             manifest = self.look(node)
             if manifest is not None:
-                self.done[node] = manifest
+                self.done[node] = manifest.content
 
     def withdraw(self, node: Node) -> None:
         """Take away what stands where a node's output belongs: it belongs to other work."""
@@ -64,12 +65,10 @@ class Committed:
         for node in self.graph.nodes():
             manifest = self.look(node)
             if manifest is not None:
-                self.done[node] = manifest
+                self.done[node] = manifest.content
             elif all(source in self.done for source in self.graph.inputs(node).values()):
                 self.withdraw(node)
 
     def _key(self, node: Node) -> str:
-        contents = {
-            name: self.done[source].content for name, source in self.graph.inputs(node).items()
-        }
+        contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
         return stage_key(self.run.config, node.stage, node.iteration, contents)

@@ -248,7 +248,7 @@ class Driver:
         return again
 
     def _finish(self, node: Node, manifest: Manifest) -> None:
-        self._done[node] = manifest
+        self._done[node] = manifest.content
         for listener in self.listeners:
             listener.node_done(node, manifest)
         if node.stage == "sync":
