@@ -141,12 +141,14 @@ class Pass:
         if self.options.fresh:
             shutil.rmtree(folder, ignore_errors=True)
         end = time.time() + seconds
+        self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
+        for task in tasks:
+            load_trial(task.trial)  # a damaged one is refused before anything runs
         needs = self.stage_plan(kind, 1, 1, time_min=PATIENCE_MIN)
         log.info("%s: %d iterations of jobs on their own", kind.name, alone.ITERATIONS)
         self.alone[kind.name] = alone.measure(
             self.run, self.cluster, needs, folder, max(end, time.time() + 60 * PATIENCE_MIN)
         )
-        self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
         for number in range(ROUNDS):
             todo = [task for task in tasks if not settled(task)]
             if not todo or (number and self.share_s(tasks, end, len(todo)) < WORTHWHILE_S):

@@ -32,6 +32,7 @@ WORDS = ("cluster=local", "warm_start.max_steps=0")
 def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any spread will do: the machine that runs the tests is busy."""
     monkeypatch.setattr("pipeline.profile.trial.SPREAD", 1e9)
+    monkeypatch.setattr("pipeline.profile.alone.ITERATIONS", 2)
 
 
 def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(compose: Compose) -> None:
