@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import InputError
 from stages.board import Board
 
+AGAIN_S, PATIENCE_S = 0.5, 10.0
 TO, RANK, RANKS = "_to", "_rank", "_ranks"
 Taker = Callable[[str, Record], None]
 log = logging.getLogger("rlinf")
@@ -35,6 +37,8 @@ class Inbox:
         self, folder: Path, name: str, board: Board, takers: Mapping[str, Taker] | None = None
     ) -> None:
         self._board, self._takers = board, takers or {}
+        self.failure: str | None = None
+        """Why nothing comes any more: its worker is of no use then."""
         self._channel = SocketChannel.create(folder, name)
         self._thread = threading.Thread(target=self._work, name="inbox", daemon=True)
         self._thread.start()
@@ -46,20 +50,32 @@ class Inbox:
         self._channel.leave()
 
     def _work(self) -> None:
-        try:
-            for record in self._channel:
-                info = dict(record.info)
-                folder, _, channel = str(info.pop(TO)).rpartition(":")
-                if channel in self._takers:
-                    self._takers[channel](folder, replace(record, info=info))
-                    continue
-                stream = self._board.output(folder).stream(channel)
-                if RANKS in info:
-                    stream.end(int(info[RANK]), int(info[RANKS]))
-                else:
-                    stream.arrived(replace(record, info=info))
-        except ChannelFailed as error:
-            self._board.fail(f"records of other workers no longer arrive: {error}")
+        failures, heard = 0, time.monotonic()
+        while failures * AGAIN_S < PATIENCE_S:
+            try:
+                for record in self._channel:
+                    heard = time.monotonic()
+                    self._take(record)
+                return
+            except ChannelFailed as error:
+                # A process that rested hears nothing of its own host for a while.
+                failures = failures + 1 if time.monotonic() - heard < 2 * AGAIN_S else 1
+                heard, reason = time.monotonic(), str(error)
+                time.sleep(AGAIN_S)
+        self.failure = f"records of other workers no longer arrive: {reason}"
+        self._board.fail(self.failure)
+
+    def _take(self, record: Record) -> None:
+        info = dict(record.info)
+        folder, _, channel = str(info.pop(TO)).rpartition(":")
+        if channel in self._takers:
+            self._takers[channel](folder, replace(record, info=info))
+            return
+        stream = self._board.output(folder).stream(channel)
+        if RANKS in info:
+            stream.end(int(info[RANK]), int(info[RANKS]))
+        else:
+            stream.arrived(replace(record, info=info))
 
 
 class Outbox:
@@ -83,14 +99,22 @@ class Outbox:
     def drop(self, name: str) -> None:
         """Forget a worker that does not answer."""
         with self._lock:
-            self._open.pop(name, None)
+            channel = self._open.pop(name, None)
+        if channel is not None:
+            # Beside the stage, which need not wait until the connection has ended.
+            threading.Thread(target=_leave, args=(channel,), daemon=True).start()
 
     def close(self) -> None:
         for channel in self._open.values():
-            with contextlib.suppress(ChannelClosed, ChannelFailed):
-                channel.flush()
-            with contextlib.suppress(ChannelClosed, ChannelFailed):
-                channel.leave()
+            _leave(channel)
+
+
+def _leave(channel: Channel) -> None:
+    """Leave once all that was put is there, or at once if the channel has failed."""
+    with contextlib.suppress(ChannelClosed, ChannelFailed):
+        channel.flush()
+    with contextlib.suppress(ChannelClosed, ChannelFailed):
+        channel.leave()
 
 
 class Sender:

@@ -123,6 +123,8 @@ class Worker:
                 if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
+                if self._inbox.failure is not None:
+                    raise ChannelFailed(self._inbox.failure)
                 orders = self._link.orders(0.2)
                 if any(order["do"] == "leave" for order in orders):
                     break
@@ -142,7 +144,7 @@ class Worker:
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
-            log.warning("another worker has taken this one's place: %s", error)
+            log.warning("of no use any more: %s", error)
             code = 1
         self._end(code)
         return code

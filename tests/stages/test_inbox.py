@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rlinf.data.record import Identity, Record
+from rlinf.errors import InputFailed
 from stages.board import Board
 from stages.inbox import Inbox, Outbox
 
@@ -75,3 +77,19 @@ def test_a_sender_goes_on_when_an_inbox_is_not_there_or_vanishes(tmp_path: Path)
     assert len(stream) == 2000
     outbox.close()
     stays.close()
+
+
+def test_an_inbox_that_broke_for_good_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker must be replaced: what others send would never reach a stage."""
+    monkeypatch.setattr("stages.inbox.PATIENCE_S", 1.0)
+    board = Board()
+    inbox = Inbox(tmp_path, "a", board)
+    output = board.output("it/0000/rollout")
+    inbox._channel.fail("broken")
+    assert until(lambda: inbox.failure is not None)
+    assert "broken" in str(inbox.failure)
+    with pytest.raises(InputFailed, match="no longer arrive"):
+        output.check()
+    inbox.close()
