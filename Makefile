@@ -40,7 +40,7 @@ test-slow: install  ## What the suite leaves out: minutes each, or variants of w
 	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
 
 chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
-	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)
+	RLINF_REQUIRE_SLURM=1 RLINF_DEVCLUSTER_MODE=net $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)
 
 test-fast: install  ## Without a cluster and without slow tests
 	$(PYTEST) tests -m 'not cluster and not slow and not chaos' $(ARGS)

@@ -25,6 +25,7 @@ from tests.pipeline.helpers import start_driver
 STAGES = ("-m stages", "submitit.core._submit")
 """What the processes of stages and workers are called, on this machine and in a job."""
 PAUSE_S = (1.0, 5.0)
+CLOCK_S = (5.0, 60.0)
 PATIENCE_S = 240.0
 """How long a run may take to end once nothing strikes it any more."""
 
@@ -39,13 +40,16 @@ class Storm:
     state: Path
     """Of the dev cluster."""
     rng: random.Random
+    logs: Path
+    """Where the driver's words go."""
     stopped_s: tuple[float, float] = (2.0, 12.0)
     """How long stopped processes stand still: shorter and longer than workers may be silent."""
     struck: list[str] = field(default_factory=list)
     restarts: int = 0
 
     def __post_init__(self) -> None:
-        self._log = self.root / "log"
+        # Beside the run's filesystem, which may be full.
+        self._log = self.logs / f"{self.root.name}.log"
         self._driver = start_driver(self.words, self._log)
 
     def strike(self, faults: int, kinds: list[str]) -> None:
@@ -154,11 +158,13 @@ def node_down(storm: Storm) -> bool:
 def kill_slurmd(storm: Storm) -> bool:
     """A node's daemon dies and is started again."""
     pids = sorted((storm.state / "run").glob("slurmd-*.pid"))
-    return _daemon(storm, storm.rng.choice(pids))
+    _restart(storm.rng.choice(pids))
+    return True
 
 
 def restart_slurmctld(storm: Storm) -> bool:
-    return _daemon(storm, storm.state / "run" / "slurmctld.pid")
+    _restart(storm.state / "run" / "slurmctld.pid")
+    return True
 
 
 def corrupt_file(storm: Storm) -> bool:
@@ -180,6 +186,43 @@ def corrupt_file(storm: Storm) -> bool:
     return True
 
 
+def full_disk(storm: Storm) -> bool:
+    """The run's filesystem is full for a while; only if it is one of its own."""
+    if not storm.root.parent.is_mount():
+        return False
+    filler = storm.root.parent / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+        while stream.write(bytes(1 << 20)):
+            pass
+    time.sleep(storm.rng.uniform(*PAUSE_S))
+    filler.unlink()
+    return True
+
+
+def cut_off(storm: Storm) -> bool:
+    """A node's network is gone for a while; in mode ``net`` of the dev cluster."""
+    links = sorted(path.name for path in Path("/sys/class/net").glob("v[0-9]*"))
+    if not links:
+        return False
+    link = storm.rng.choice(links)
+    _call("ip", "link", "set", link, "down")
+    time.sleep(storm.rng.uniform(*storm.stopped_s))
+    _call("ip", "link", "set", link, "up")
+    return True
+
+
+def clock_step(storm: Storm) -> bool:
+    """The clock jumps, and back a while later."""
+    step = storm.rng.choice((-1, 1)) * storm.rng.uniform(*CLOCK_S)
+    try:
+        _step(step)
+    except PermissionError:
+        return False
+    time.sleep(storm.rng.uniform(*PAUSE_S))
+    _step(-step)
+    return True
+
+
 FAULTS: dict[str, Callable[[Storm], bool]] = {
     fault.__name__: fault
     for fault in (
@@ -192,8 +235,16 @@ FAULTS: dict[str, Callable[[Storm], bool]] = {
         kill_slurmd,
         restart_slurmctld,
         corrupt_file,
+        full_disk,
+        cut_off,
+        clock_step,
     )
 }
+
+
+def _step(seconds: float) -> None:
+    now = time.clock_gettime(time.CLOCK_REALTIME)
+    time.clock_settime(time.CLOCK_REALTIME, now + seconds)
 
 
 def _signal(storm: Storm, processes: list[psutil.Process], number: signal.Signals) -> bool:
@@ -213,15 +264,20 @@ def _job(storm: Storm, *command: str) -> bool:
     return True
 
 
-def _daemon(storm: Storm, pid_file: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+def restart_nodes(state: Path) -> None:
+    """Every node's daemon anew."""
+    _restart(*sorted((state / "run").glob("slurmd-*.pid")))
+
+
+def _restart(*pid_files: Path) -> None:
+    for pid_file in pid_files:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
     time.sleep(0.5)
     # Starts what does not run, and brings nodes back.
     subprocess.run(
         [tree.ROOT / "slurm/devcluster/up.sh"], capture_output=True, timeout=120, check=True
     )
-    return True
 
 
 def _call(*words: str) -> str:

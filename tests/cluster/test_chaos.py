@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pipeline.experiment import compose, execute
-from tests.cluster.chaos import FAULTS, Storm
+from tests.cluster.chaos import FAULTS, Storm, restart_nodes
 from tests.cluster.test_runs import PLAN, words
 from tests.pipeline.helpers import contents
 
@@ -49,10 +52,23 @@ def reference(grain: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return contents(root / "tiny")
 
 
-def storm(root: Path, state: Path, grain: str, seed: int) -> Storm:
+@pytest.fixture
+def disk(cluster: Path, tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of its own, which the nodes have too."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode == 0:
+        restart_nodes(cluster)  # each has the mounts that there were when it began
+    yield folder
+    if folder.is_mount():
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def storm(root: Path, state: Path, grain: str, seed: int, logs: Path) -> Storm:
     call = words(root, f"iterations={ITERATIONS[grain]}", "cluster=slurm", "cluster.poll_s=0.2")
     call += ["cluster.retries=30", f"plan={plan_of(grain, root)}"]
-    return Storm(call, root, state, random.Random(seed))
+    return Storm(call, root, state, random.Random(seed), logs)
 
 
 def plan_of(grain: str, folder: Path) -> Path:
@@ -66,7 +82,7 @@ def plan_of(grain: str, folder: Path) -> Path:
 def test_a_run_survives_what_strikes_it(
     cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
 ) -> None:
-    run = storm(tmp_path, cluster, grain, SEED)
+    run = storm(tmp_path, cluster, grain, SEED, tmp_path)
     run.strike(5, ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"])
     run.settle()
     assert run.struck, "the run was struck at least once"
@@ -76,19 +92,20 @@ def test_a_run_survives_what_strikes_it(
 @pytest.mark.chaos
 @pytest.mark.timeout(0)
 def test_runs_survive_hundreds_of_faults(
-    cluster: Path, reference: dict[str, str], tmp_path: Path, grain: str
+    cluster: Path, reference: dict[str, str], disk: Path, tmp_path: Path, grain: str
 ) -> None:
     wanted = int(os.environ.get("RLINF_CHAOS_FAULTS", "100"))
     struck: Counter[str] = Counter()
     number = 0
     while struck.total() < wanted:
-        root = tmp_path / str(number)
+        root = disk / str(number)
         root.mkdir()
-        run = storm(root, cluster, grain, SEED + number)
+        run = storm(root, cluster, grain, SEED + number, tmp_path)
         run.strike(wanted - struck.total(), sorted(FAULTS))
         run.settle()
         struck += Counter(run.struck)
         assert contents(root / "tiny") == reference, (number, run.struck)
         print(f"{grain}, run {number}: {run.struck}, {run.restarts} restarts", flush=True)
+        shutil.rmtree(root)
         number += 1
     print(f"{grain}: {struck.total()} faults in {number} runs: {dict(struck)}")
