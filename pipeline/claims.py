@@ -99,19 +99,25 @@ class Pace:
         average = sum(known) / len(known) if known else 1.0
         return {worker: self._speeds.get(worker, average) for worker in workers}
 
-    def least(self) -> float:
-        """The smallest claim worth its fixed time; infinite where size hardly matters."""
-        sizes = [size for size, _ in self._seen]
-        if len(set(sizes)) < 2:
-            return 1.0
-        times = [seconds for _, seconds in self._seen]
+    def line(self) -> tuple[float, float]:
+        """Seconds that a claim takes whatever its size, and those that each start adds."""
+        sizes, times = [size for size, _ in self._seen], [seconds for _, seconds in self._seen]
+        if not sizes:
+            return 0.0, 0.0
         middle, usual = sum(sizes) / len(sizes), sum(times) / len(times)
         spread = sum((size - middle) ** 2 for size in sizes)
+        if not spread:
+            return 0.0, usual / middle
         each = sum((n - middle) * (t - usual) for n, t in self._seen) / spread
-        fixed = max(0.0, usual - each * middle)
-        if each <= 0:
-            return math.inf
-        return max(1.0, fixed / each * (1 / OVERHEAD - 1))
+        each = min(max(each, 0.0), usual / middle)
+        return usual - each * middle, each
+
+    def least(self) -> float:
+        """The smallest claim worth its fixed time; infinite where size hardly matters."""
+        fixed, each = self.line()
+        if not fixed:
+            return 1.0
+        return max(1.0, fixed / each * (1 / OVERHEAD - 1)) if each else math.inf
 
 
 def hand_out(

@@ -10,8 +10,9 @@ from typing import Any
 from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
+from pipeline.leases import pool_needs
 from pipeline.plan import Plan, load_plan
-from pipeline.pools import PoolExecutor, pool_needs
+from pipeline.pools import PoolExecutor
 from pipeline.report import write_report
 from pipeline.run import Run
 from pipeline.show import Console, Trackers

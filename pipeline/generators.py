@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import secrets
-import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +17,14 @@ from typing import Any
 
 from pipeline.claims import Claim, Claims, Pace, hand_out
 from pipeline.flow import Node
-from pipeline.plan import Plan
-from pipeline.run import Run
-from rlinf.artifacts import read_manifest, write_atomic
-from rlinf.errors import EXIT_REQUEUE, InputError, PlanError, StageError
+from pipeline.scaling import Load
+from rlinf.artifacts import read_manifest
+from rlinf.errors import EXIT_REQUEUE, StageError
 from stages.layout import POOLS
 
-SCALE, CLAIMS = "scale.json", "claims.jsonl"
+CLAIMS = "claims.jsonl"
 PREPARES = -1
 """Number of the empty claim by which a worker loads its engine."""
-WISH = re.compile(r"(?P<pool>[a-z_]+)(?P<sign>[+=-])(?P<number>\d+)")
 log = logging.getLogger("rlinf")
 
 
@@ -53,6 +49,8 @@ class Generators:
     _given: dict[str, tuple[Node, str, int]] = field(default_factory=dict)
     """Of each claim on its way: rollout, worker, number."""
     _pace: Pace = field(default_factory=Pace)
+    _made: dict[Node, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Claims that each worker has done, of the newest rollouts."""
     _failures: Counter[str] = field(default_factory=Counter)
     _prepared: set[str] = field(default_factory=set)
     """Workers that have an engine: starts are not to wait until one is loaded."""
@@ -139,6 +137,24 @@ class Generators:
             orders.append((worker, self._order(of[id(claims)], worker, claim)))
         return orders
 
+    def load(
+        self, node: Node, workers: Sequence[str], rest_s: float, *, overlap: bool
+    ) -> Load | None:
+        """What an iteration cost whose rollout is over; None if not all these workers did a part.
+
+        Args:
+            rest_s: seconds of its other stages.
+            overlap: whether they run beside the next rollout.
+        """
+        made = self._made.get(node, Counter())
+        for old in [other for other in self._made if other.iteration <= node.iteration]:
+            del self._made[old]
+        if not workers or not set(workers) <= made.keys():
+            return None
+        fixed, each = self._pace.line()
+        claims = made.total() / len(made)
+        return Load(claims * fixed, each * self.batch, rest_s, overlap)
+
     def _order(self, node: Node, worker: str, claim: Claim) -> dict[str, Any]:
         name = secrets.token_hex(6)
         self._given[name] = (node, worker, claim.number)
@@ -154,55 +170,7 @@ class Generators:
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
         self._pace.seen(worker, len(claim.starts), seconds)
+        self._made[node][worker] += 1
         row = {"node": node.name, "worker": worker, "starts": claim.starts, "spans": spans}
         with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
-
-
-def wished(run: Path, plan: Plan, number: int) -> int:
-    """How many workers a pool is to have: as was asked for last, or as the plan says."""
-    try:
-        asked = json.loads((run / POOLS / SCALE).read_text(encoding="utf-8"))
-        return max(1, int(asked[str(number)]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return plan.pools[number].workers or 1
-
-
-def scale(run: Run, wish: str) -> int:
-    """Ask for more or fewer workers, as in ``rollout+2``; the driver sees to it.
-
-    Returns:
-        The number asked for.
-
-    Raises:
-        InputError: not such a wish, or fewer than one worker would be left.
-        PlanError: the run has no elastic pool of that name.
-    """
-    found = WISH.fullmatch(wish)
-    if found is None:
-        raise InputError(f"{wish!r}: expected rollout+2, rollout-1 or rollout=4")
-    plan, name = Plan.read(run.folder), found["pool"]
-    if plan.grain != "segment":
-        raise PlanError(f"{run.folder}: its plan is of grain {plan.grain}; only pools are scaled")
-    number = next((i for i, pool in enumerate(plan.pools) if name in pool.stages), None)
-    if number is None:
-        raise PlanError(f"{run.folder}: no pool of its plan holds {name!r}")
-    if plan.pools[number].workers is None:
-        raise PlanError(
-            f"{run.folder}: the pool of {name} is not elastic; say workers: 1 of it in the plan"
-        )
-    change = int(found["number"])
-    now = wished(run.folder, plan, number)
-    asked = {"+": now + change, "-": now - change, "=": change}[found["sign"]]
-    if asked < 1:
-        raise InputError(f"{wish}: a pool keeps at least one worker, and there are {now}")
-    folder = run.folder / POOLS
-    folder.mkdir(exist_ok=True)
-    others = {
-        str(i): wished(run.folder, plan, i)
-        for i, pool in enumerate(plan.pools)
-        if pool.workers is not None
-    }
-    content = {**others, str(number): asked, "time": time.time()}
-    write_atomic(folder / SCALE, json.dumps(content))
-    return asked

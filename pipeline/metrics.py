@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from rlinf.artifacts import Manifest, read_manifest, write_atomic
 from rlinf.errors import ArtifactError
+from stages.context import WAIT
 from stages.layout import METRICS, PER_ITERATION, TIMINGS, stage_folder
 
 
@@ -29,6 +31,16 @@ def manifest_of(run: Path, stage: str, iteration: int) -> Manifest | None:
         return read_manifest(stage_folder(run, stage, iteration))
     except ArtifactError:
         return None
+
+
+def busy_s(run: Path, stage: str, iteration: int) -> float:
+    """Seconds that the busiest worker of a stage instance did not wait; 0 without a manifest."""
+    manifest = manifest_of(run, stage, iteration)
+    seconds: dict[str, float] = defaultdict(float)
+    for span in manifest.timing["spans"] if manifest is not None else ():
+        sign = {stage: 1, WAIT: -1}.get(span["name"], 0)
+        seconds[span.get("worker", "")] += sign * (span["end"] - span["start"])
+    return max(seconds.values(), default=0.0)
 
 
 def row(run: Path, iteration: int) -> dict[str, Any] | None:

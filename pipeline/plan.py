@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -60,12 +61,17 @@ class Pool(Section):
     workers: PositiveInt | None = None
     """Makes the pool elastic: so many jobs of one process each, which generate in claims and may
     come and go at any time (``rlinf scale``). Null: one job."""
+    max_workers: PositiveInt | None = None
+    """Of an elastic pool: more workers are asked for, up to so many, while each shortens iterations
+    enough, and let go, down to ``workers``, where they do not. Null: their number stays."""
 
     @model_validator(mode="after")
     def _only_generators_are_elastic(self) -> Pool:
         held = set(self.stages)
         if self.workers is not None and not {"rollout"} <= held <= ELASTIC:
             raise ValueError("workers: only a pool of rollout, and evaluate, can be elastic")
+        if self.max_workers is not None and self.max_workers < (self.workers or math.inf):
+            raise ValueError("max_workers: needs workers, and no more of them")
         return self
 
 

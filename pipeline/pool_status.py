@@ -8,16 +8,22 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from rlinf.artifacts import write_atomic
 from stages.activity import COMMITS, WAITS
 from stages.layout import POOLS, STATUS
+
+if TYPE_CHECKING:  # who only reads the status loads no sockets
+    from pipeline.leases import Member, PoolState
+    from rlinf.channels.control import Seen
 
 STALE_S = 15.0
 """The driver writes every second; silent for so long it is gone or hangs."""
@@ -85,6 +91,53 @@ class PoolsStatus:
     @property
     def stale(self) -> bool:
         return self.age_s > STALE_S
+
+
+def write_pools(run: Path, pools: Sequence[PoolState], seen: Mapping[str, Seen]) -> None:
+    """Put down for others how the pools are.
+
+    Args:
+        seen: what is known of each worker that ever joined.
+    """
+    rows = [
+        _row(pool, member, rank, worker, seen.get(worker))
+        for pool in pools
+        for member in pool.members
+        for rank, worker in enumerate(member.workers(member.size))
+    ]
+    about = [
+        {
+            "pool": pool.number,
+            "stages": list(pool.stages),
+            "waiting": [node.name for node in pool.waiting],
+            "failures": pool.failures,
+            "reason": pool.reason,
+        }
+        for pool in pools
+    ]
+    (run / POOLS).mkdir(exist_ok=True)
+    content = {"time": time.time(), "pools": about, "workers": rows}
+    write_atomic(run / POOLS / STATUS, json.dumps(content))
+
+
+def _row(
+    pool: PoolState, member: Member, rank: int, worker: str, seen: Seen | None
+) -> dict[str, Any]:
+    status = seen.status if seen is not None and seen.alive else {}
+    return {
+        "pool": pool.number,
+        "worker": worker,
+        "rank": rank,
+        "job": member.job,
+        "host": member.joined.get(rank, {}).get("host", ""),
+        "ends": member.ends,
+        "alive": rank in member.joined,
+        "leaving": member.leaving,
+        "silent_s": 0.0 if seen is None else seen.age_s,
+        "doing": status.get("doing", []),
+        "version": status.get("version"),
+        "queue": status.get("queue", 0),
+    }
 
 
 def read_pools(run: Path, now: float | None = None) -> PoolsStatus | None:

@@ -8,26 +8,28 @@ memory any more (a pool was lost, or came late) is read from disk once it is com
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launchers.base import Job, Launcher, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
-from pipeline.generators import Generators, wished
+from pipeline.generators import Generators
 from pipeline.launch import ClusterConfig, resources
-from pipeline.plan import ELASTIC, SINGLE_PROCESS, Plan, StagePlan
+from pipeline.leases import Member, PoolState, pool_needs, rank_of
+from pipeline.metrics import busy_s
+from pipeline.plan import ELASTIC, SINGLE_PROCESS, Plan
+from pipeline.pool_status import write_pools
 from pipeline.run import Run
-from rlinf.artifacts import write_atomic
+from pipeline.scaling import automatic, put_down, wished
 from rlinf.channels.control import Controller, Joined, Lost, Report
-from rlinf.errors import EXIT_REQUEUE, PlanError, RequeueRequested, StageError
+from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
 from stages.layout import POOLS, STATUS
 from stages.pool import CHANNELS, worker_name
 from stages.runner import StageCall
@@ -47,76 +49,7 @@ STATUS_S = 1.0
 LEAVE_S = 10.0
 """How long workers have to leave before their jobs are cancelled."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-RENEW_S, RENEW_SHARE = 300.0, 0.25
-"""How long before the end of its lease a pool's successor is submitted: at most, and which share of
-a short one."""
 log = logging.getLogger("rlinf")
-
-
-@dataclass(eq=False)
-class Member:
-    """One lease of a pool: a job and its workers."""
-
-    name: str
-    job: str
-    size: int
-    joined: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What the workers that are there said of themselves, by rank."""
-    began: float = field(default_factory=time.time)
-    """When it was submitted, or found by this driver."""
-    given: set[Node] = field(default_factory=set)
-    finished: int = 0
-    leaving: bool = False
-
-    @property
-    def ready(self) -> bool:
-        return len(self.joined) == self.size
-
-    @property
-    def ends(self) -> float | None:
-        """When its time is up, if that is known."""
-        known = [about["ends"] for about in self.joined.values() if about.get("ends")]
-        return min(known, default=None)
-
-    @property
-    def due(self) -> bool:
-        """Whether to submit a successor: the lease is nearly over, however long it was."""
-        if self.ends is None:
-            return False
-        length = self.ends - self.began
-        return self.ends - time.time() < min(RENEW_S, RENEW_SHARE * length)
-
-    def workers(self, ranks: int) -> list[str]:
-        return [worker_name(self.name, rank) for rank in range(ranks)]
-
-
-@dataclass(eq=False)
-class PoolState:
-    """A pool of the plan and its leases, the one in use first."""
-
-    number: int
-    stages: tuple[str, ...]
-    needs: StagePlan
-    slot: int | None = None
-    """Of one generator of an elastic pool: which."""
-    members: list[Member] = field(default_factory=list)
-    waiting: dict[Node, StageCall] = field(default_factory=dict)
-    """Started by the driver, not yet ordered."""
-    since: float = 0.0
-    lease: int = 0
-    failures: int = 0
-    reason: str = ""
-    resume: float = 0.0
-    retired: bool = False
-    """Not wanted any more: it leaves once it has nothing to do."""
-
-    @property
-    def name(self) -> str:
-        return str(self.number) if self.slot is None else f"{self.number}w{self.slot}"
-
-    @property
-    def size(self) -> int:
-        return self.needs.nodes * self.needs.processes
 
 
 @dataclass
@@ -233,7 +166,7 @@ class PoolExecutor:
                 for event in self._control.events(EVENTS_S):
                     found = self._member(event.worker)
                     if isinstance(event, Lost) and found is not None:
-                        found[1].joined.pop(_rank(event.worker), None)
+                        found[1].joined.pop(rank_of(event.worker), None)
         finally:
             self.launcher.cancel([member.job for member in members])
             (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
@@ -243,7 +176,7 @@ class PoolExecutor:
     def _order(self) -> None:
         """Order what waits, in every pool that is there."""
         for pool in self._pools:
-            member = self._active(pool)
+            member = pool.active
             if member is None or not pool.waiting:
                 continue
             nodes = sorted(pool.waiting, key=self._position)
@@ -254,7 +187,7 @@ class PoolExecutor:
                 nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._places]
             self._decide(pool, member, nodes)
         for pool in self._pools:
-            member = self._active(pool)
+            member = pool.active
             if member is not None:
                 self._send(pool, member)
         self._subscribe()
@@ -368,7 +301,7 @@ class PoolExecutor:
             if not names:
                 continue
             pool = self._of[target.stage]
-            owner = next((m for m in pool.members if target in m.given), self._active(pool))
+            owner = next((m for m in pool.members if target in m.given), pool.active)
             if owner is not None and not (owner is member and member.size == 1):
                 for name in names:
                     sinks[name] |= set(owner.workers(self._ranks(target)))
@@ -401,7 +334,7 @@ class PoolExecutor:
 
     def _claim(self) -> None:
         """Keep all generators busy."""
-        members = [m for pool in self._slots() if (m := self._active(pool)) is not None]
+        members = [m for pool in self._slots() if (m := pool.active) is not None]
         workers = [m.workers(1)[0] for m in members if not m.given]
         for worker, order in self._generators.orders(workers):
             self._control.send(worker, order)
@@ -433,18 +366,40 @@ class PoolExecutor:
         for pool in slots[count:]:
             pool.retired = True
 
+    def _follow(self, iteration: int) -> None:
+        """Have as many generators as pay after what an iteration cost, if that is left to us."""
+        first, folder = self._elastic, self.run.folder
+        if first is None or not automatic(folder, self.plan, first.number):
+            return
+        slots = [pool for pool in self._slots() if not pool.retired]
+        there = [m.workers(1)[0] for pool in slots if (m := pool.active) is not None]
+        if len(there) < len(slots):
+            return  # the queue has not given yet what was asked for
+        stages = [stage for stage in self._graph.flow.stages if stage not in ("rollout", "sync")]
+        rest = sum(busy_s(folder, stage, iteration) for stage in stages)
+        overlap = self.run.config.rollout.staleness > 0
+        load = self._generators.load(Node("rollout", iteration), there, rest, overlap=overlap)
+        if load is None:
+            return
+        pool = self.plan.pools[first.number]
+        best = load.best(len(there), pool.workers or 1, pool.max_workers or len(there))
+        if best != len(there):
+            log.info(
+                "pool %s: %d workers instead of %d; iterations are to take %.3g s, not %.3g s",
+                first.number,
+                best,
+                len(there),
+                load.iteration_s(best),
+                load.iteration_s(len(there)),
+            )
+            put_down(folder, first.number, best, by_hand=False)
+
     # Workers and their jobs
 
     def _open(self, pool: PoolState) -> None:
         known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
         pool.lease = max(known, default=0)
         self._submit(pool)
-
-    def _active(self, pool: PoolState) -> Member | None:
-        """The newest lease whose workers are all there."""
-        if pool.retired:
-            return None
-        return next((m for m in reversed(pool.members) if m.ready and not m.leaving), None)
 
     def _member(self, worker: str) -> tuple[PoolState, Member] | None:
         for pool in self._pools:
@@ -480,7 +435,7 @@ class PoolExecutor:
             self._generators.arrived(node, event.content["there"])
             return
         code = int(event.content["code"])
-        if code == 0 and _rank(event.worker):
+        if code == 0 and rank_of(event.worker):
             return  # rank 0 speaks for all when a stage went well
         member.given.discard(node)
         self._live.pop(node, None)
@@ -488,6 +443,8 @@ class PoolExecutor:
         if code == 0:
             member.finished += 1
             pool.failures = 0
+            if node.stage == "train":
+                self._follow(node.iteration)
         elif member.size > 1:
             # The other ranks may wait for this one in the middle of a collective, or for its next
             # attempt with the files of this one. The driver counts it, as the stage's failure.
@@ -499,7 +456,7 @@ class PoolExecutor:
         if found is None:
             return
         pool, member = found
-        member.joined.pop(_rank(event.worker), None)
+        member.joined.pop(rank_of(event.worker), None)
         if event.reason == "left":
             self._hand_back(member, f"pool {pool.name} stopped", ended)
         else:
@@ -572,7 +529,7 @@ class PoolExecutor:
             elif newest.ready and newest.due:
                 pool.lease += 1
                 self._submit(pool)
-            active = self._active(pool)
+            active = pool.active
             for member in pool.members[:-1]:
                 if member is not active and not self._busy(member) and not member.leaving:
                     self._let_go(member)
@@ -616,64 +573,10 @@ class PoolExecutor:
             return
         self._told = time.monotonic()
         workers = self._control.workers()
-        rows = []
         for pool in self._pools:
             for member in pool.members:
-                for rank, worker in enumerate(member.workers(member.size)):
-                    seen = workers.get(worker)
-                    status = dict(seen.status) if seen is not None and seen.alive else {}
-                    for row in status.get("doing", ()):
-                        if rank == 0 and row["total"] and row["took_s"] is None:
-                            self.progress(*(row[key] for key in PROGRESS))
-                    rows.append(
-                        {
-                            "pool": pool.number,
-                            "worker": worker,
-                            "rank": rank,
-                            "job": member.job,
-                            "host": member.joined.get(rank, {}).get("host", ""),
-                            "ends": member.ends,
-                            "alive": rank in member.joined,
-                            "leaving": member.leaving,
-                            "silent_s": 0.0 if seen is None else seen.age_s,
-                            "doing": status.get("doing", []),
-                            "version": status.get("version"),
-                            "queue": status.get("queue", 0),
-                        }
-                    )
-        pools = [
-            {
-                "pool": pool.number,
-                "stages": list(pool.stages),
-                "waiting": [node.name for node in pool.waiting],
-                "failures": pool.failures,
-                "reason": pool.reason,
-            }
-            for pool in self._pools
-        ]
-        content = {"time": time.time(), "pools": pools, "workers": rows}
-        folder = self.run.folder / POOLS
-        folder.mkdir(exist_ok=True)
-        write_atomic(folder / STATUS, json.dumps(content))
-
-
-def _rank(worker: str) -> int:
-    return int(worker.rpartition("-r")[2])
-
-
-def pool_needs(plan: Plan, number: int) -> StagePlan:
-    """What the job of a pool asks for: the most that one of its stages does.
-
-    Raises:
-        PlanError: the pool has devices of several kinds, which no one asks of Slurm.
-    """
-    pool = plan.pools[number]
-    stages = [plan.of(stage) for stage in pool.stages]
-    needs = max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
-    if len(pool.gpus) > 1 and needs.constraint is None:
-        raise PlanError(
-            f"plan.pools[{number}].gpus: {', '.join(pool.gpus)}: a pool is one job; give its "
-            "stages a partition that has both and a constraint such as [a100*1&h100*1], or make "
-            "two pools"
-        )
-    return needs
+                seen = workers.get(member.workers(1)[0])
+                for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
+                    if row["total"] and row["took_s"] is None:
+                        self.progress(*(row[key] for key in PROGRESS))
+        write_pools(self.run.folder, self._pools, workers)

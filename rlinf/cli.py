@@ -85,11 +85,11 @@ def status(
 @app.command()
 def scale(
     folder: RunFolder,
-    wish: Annotated[str, typer.Argument(help="rollout+2, rollout-1 or rollout=4")],
+    wish: Annotated[str, typer.Argument(help="rollout+2, rollout-1, rollout=4 or rollout=auto")],
 ) -> None:
     """Ask for more or fewer workers of an elastic pool, while the run goes on or before it does."""
-    from pipeline.generators import scale as ask
     from pipeline.run import Run
+    from pipeline.scaling import scale as ask
 
     typer.echo(f"{ask(Run.open(folder), wish)} workers asked for")
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.generators import CLAIMS, scale
+from pipeline.generators import CLAIMS
 from pipeline.run import Run
+from pipeline.scaling import scale
 from rlinf.artifacts import read_manifest
 from rlinf.channels.file import FileReader
 from stages.layout import POOLS
@@ -153,6 +154,19 @@ def test_a_worker_that_is_added_takes_part_and_one_taken_away_leaves(
         count = len(rows(run))
         until(lambda: len(rows(run)) > count + 2, driver, log)
         assert {row["worker"] for row in rows(run)[count + 1 :]} == {"pool-0w0-0-r0"}
+    finally:
+        driver.terminate()
+        driver.wait(60)
+
+
+def test_the_pool_grows_by_itself_where_that_pays(tmp_path: Path) -> None:
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    generates = ["rollout.horizon=48", "engine.ignore_eos=true", "engine.max_rows=8"]
+    plan = pools(1).replace("workers: 1", "workers: 1, max_workers: 2")
+    driver = start_driver(words(tmp_path, "cluster=local", plan, "iterations=400", *generates), log)
+    try:
+        until(lambda: {row["worker"] for row in rows(run)} >= {"pool-0w1-0-r0"}, driver, log)
+        assert "2 workers instead of 1" in log.read_text()
     finally:
         driver.terminate()
         driver.wait(60)

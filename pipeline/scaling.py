@@ -1,0 +1,137 @@
+"""How many workers an elastic pool should have: as a person asked, or as many as still pay."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.plan import Plan, Pool
+from pipeline.run import Run
+from rlinf.artifacts import write_atomic
+from rlinf.errors import InputError, PlanError
+from stages.layout import POOLS
+
+SCALE = "scale.json"
+WISH = re.compile(r"(?P<pool>[a-z_]+)(?:(?P<sign>[+=-])(?P<number>\d+)|=auto)")
+GAIN = 0.05
+"""The share of an iteration's time that one more worker must save."""
+LOSS = 0.02
+"""The share that one fewer may cost; less than :data:`GAIN`, so that none comes and goes."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the stages of an iteration cost."""
+
+    fixed_s: float
+    """Of rollout, on every worker, however many there are."""
+    shared_s: float
+    """Of rollout, on one worker; n workers share it."""
+    rest_s: float
+    """Of all other stages."""
+    overlap: bool
+    """They run beside the next rollout (staleness)."""
+
+    def iteration_s(self, workers: int) -> float:
+        """Seconds of an iteration with so many workers."""
+        rollout = self.fixed_s + self.shared_s / workers
+        return max(rollout, self.rest_s) if self.overlap else rollout + self.rest_s
+
+    def best(self, workers: int, least: int, most: int) -> int:
+        """How many workers to have next: not more than twice as many as now.
+
+        From one call to the next the number only rises or only falls while the load stays the same.
+        """
+        most = min(most, 2 * workers)
+        best = max(workers, least)
+        while best < most and self._saved(best) > GAIN:
+            best += 1
+        while best > least and best <= workers and self._saved(best - 1) < LOSS:
+            best -= 1
+        return min(best, most)
+
+    def _saved(self, workers: int) -> float:
+        """The share of an iteration's time that one worker more than these saves."""
+        now = self.iteration_s(workers)
+        return (now - self.iteration_s(workers + 1)) / now if now else 0.0
+
+
+def wished(run: Path, plan: Plan, number: int) -> int:
+    """How many workers a pool is to have: as was asked for last, or as the plan says."""
+    return _said(run, number)[0] or plan.pools[number].workers or 1
+
+
+def automatic(run: Path, plan: Plan, number: int) -> bool:
+    """Whether the number of a pool's workers follows the load."""
+    return plan.pools[number].max_workers is not None and not _said(run, number)[1]
+
+
+def scale(run: Run, wish: str) -> int:
+    """Ask for more or fewer workers, as in ``rollout+2``; the driver sees to it.
+
+    Returns:
+        The number asked for; with ``=auto`` the present one.
+
+    Raises:
+        InputError: not such a wish, or fewer than one worker would be left.
+        PlanError: the run has no elastic pool of that name, or none that may scale by itself.
+    """
+    found = WISH.fullmatch(wish)
+    if found is None:
+        raise InputError(f"{wish!r}: expected rollout+2, rollout-1, rollout=4 or rollout=auto")
+    plan, name = Plan.read(run.folder), found["pool"]
+    number, pool = _elastic(plan, name, run.folder)
+    now = wished(run.folder, plan, number)
+    if found["sign"] is None:
+        if pool.max_workers is None:
+            raise PlanError(f"{run.folder}: say max_workers of the pool of {name} in the plan")
+        put_down(run.folder, number, now, by_hand=False)
+        return now
+    change = int(found["number"])
+    asked = {"+": now + change, "-": now - change, "=": change}[found["sign"]]
+    if asked < 1:
+        raise InputError(f"{wish}: a pool keeps at least one worker, and there are {now}")
+    put_down(run.folder, number, asked, by_hand=True)
+    return asked
+
+
+def put_down(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
+    """Put down how many workers a pool is to have; a number put down by hand stays."""
+    folder = run / POOLS
+    folder.mkdir(exist_ok=True)
+    said = {"workers": workers, "by_hand": by_hand, "time": time.time()}
+    write_atomic(folder / SCALE, json.dumps({**_read(run), str(number): said}))
+
+
+def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, Pool]:
+    if plan.grain != "segment":
+        raise PlanError(f"{folder}: its plan is of grain {plan.grain}; only pools are scaled")
+    for number, pool in enumerate(plan.pools):
+        if name in pool.stages:
+            if pool.workers is None:
+                raise PlanError(
+                    f"{folder}: the pool of {name} is not elastic; say workers: 1 of it in the plan"
+                )
+            return number, pool
+    raise PlanError(f"{folder}: no pool of its plan holds {name!r}")
+
+
+def _said(run: Path, number: int) -> tuple[int | None, bool]:
+    """The number of workers that was put down last, if any, and whether by hand."""
+    try:
+        said = _read(run)[str(number)]
+        return max(1, int(said["workers"])), bool(said["by_hand"])
+    except (ValueError, KeyError, TypeError):
+        return None, False
+
+
+def _read(run: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((run / POOLS / SCALE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
