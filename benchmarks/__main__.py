@@ -63,6 +63,11 @@ ROWS = {
     "segment_iteration_s": "pools",
     "pipeline_speedup": "pools",
     "pipeline_balance": "pools",
+    "memory_10k_operations_mib": "memory",
+    "memory_200_iterations_mib": "memory",
+    "scale_up_s": "elastic",
+    "loss_of_one_of_four": "elastic",
+    "loss_after_replacement": "elastic",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 

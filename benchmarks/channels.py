@@ -9,7 +9,7 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +54,7 @@ def _shm_vs_memcpy(size: int) -> list[float]:
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         channel = SharedMemoryChannel.create(Path(folder), "c", size=max(8 * size, 64 * MIB))
-        with _other(_read_shared, folder):
+        with other_process(_read_shared, folder):
 
             def put() -> None:
                 channel.put(record)
@@ -102,7 +102,7 @@ def _through_channel(count: int, size: int) -> float:
     """Seconds from the first to the last record at the consumer."""
     with tempfile.TemporaryDirectory() as folder:
         channel = SocketChannel.create(Path(folder), "c", interface="127.0.0.1")
-        with _other(_write_socket, folder, count, size):
+        with other_process(_write_socket, folder, count, size):
             channel.get()
             start = time.perf_counter()
             for _ in range(count):
@@ -125,7 +125,7 @@ def _through_raw() -> float:
     """Seconds of as many bytes as ``LARGE`` records over one plain loopback connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        _other(_write_raw, listener.getsockname()[1]),
+        other_process(_write_raw, listener.getsockname()[1]),
     ):
         connection, _ = listener.accept()
         buffer = bytearray(MIB)
@@ -148,14 +148,14 @@ def _write_raw(port: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def _other(function: Callable[..., None], *arguments: Any) -> Any:
-    """The other process, which says when it is ready."""
+def other_process(function: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """The other process, which says when it is ready; yields the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(*arguments, theirs), daemon=True)
     process.start()
     ours.recv()
     try:
-        yield
+        yield ours
     finally:
         process.join(60)

@@ -6,6 +6,7 @@ from one rollout's begin to the next one's. The first ones do not count.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -31,15 +32,17 @@ DEMO = [
     "++log.trackers=[]",
 ]
 BALANCED = [
-    "++rollout.batch=64",
+    "++rollout.batch=66",
     "++rollout.horizon=24",
     "++engine.ignore_eos=true",
-    "++engine.max_rows=16",
     "++trainer.threads=1",
     # As many micro-batches of one size either way: larger ones are slower on a CPU.
-    "++trainer.token_budget=2048",
+    "++trainer.token_budget=1536",
 ]
-"""Rollout on one worker takes about as long as all else on the other."""
+CHUNKS = 11
+"""Parts of 48 samples."""
+ROWS = (12, 16, 24, 48)
+"""Samples decoded at once: with one of these rollout takes about as long as all else."""
 ONE_POOL = {
     "grain": "segment",
     "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"cpu": 1}}],
@@ -82,20 +85,34 @@ def overhead(root: Path) -> list[Row]:
 def pipelining(root: Path) -> list[Row]:
     """Two workers, with the batch passed on whole and in parts."""
     gains, balances = [], []
+    words = [*DEMO, *BALANCED, f"++engine.max_rows={balanced_rows(root)}"]
     for number in range(ROUNDS):
-        whole = run(root, f"whole-{number}", "local", TWO_POOLS, 8, [*DEMO, *BALANCED])
-        parts = run(
-            root, f"parts-{number}", "local", TWO_POOLS | {"chunks": 8}, 8, [*DEMO, *BALANCED]
-        )
+        whole = run(root, f"whole-{number}", "local", TWO_POOLS, 8, words)
+        parts = run(root, f"parts-{number}", "local", TWO_POOLS | {"chunks": CHUNKS}, 8, words)
         sequential = statistics.median(seconds(whole, 8))
         gains.append(sequential / statistics.median(seconds(parts, 8)))
-        rollout = statistics.median(compute(whole, i, ("rollout",)) for i in range(WARM, 8))
-        rest = statistics.median(compute(whole, i, PER_ITERATION[1:]) for i in range(WARM, 8))
-        balances.append(rollout / rest)
+        balances.append(balance(whole, 8))
     return [
         median_row("pipeline_speedup", gains, "x", 1.7, "higher"),
         median_row("pipeline_balance", balances, "x", None, "higher"),
     ]
+
+
+def balanced_rows(root: Path) -> int:
+    """With how many samples at once rollout takes as long as all else on this machine."""
+    found = {}
+    for rows in ROWS:
+        words = [*DEMO, *BALANCED, f"++engine.max_rows={rows}"]
+        folder = run(root, f"rows-{rows}", "local", TWO_POOLS, WARM + 2, words)
+        found[rows] = abs(math.log(balance(folder, WARM + 2)))
+    return min(found, key=lambda rows: found[rows])
+
+
+def balance(folder: Path, iterations: int) -> float:
+    """What rollout takes over what all else does."""
+    rollout = statistics.median(compute(folder, i, ("rollout",)) for i in range(WARM, iterations))
+    rest = statistics.median(compute(folder, i, PER_ITERATION[1:]) for i in range(WARM, iterations))
+    return rollout / rest
 
 
 def run(

@@ -1,0 +1,30 @@
+"""The driver of a run in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf import tree
+
+LOG = "log"
+
+
+def start_driver(
+    root: Path, plan: Mapping[str, Any], words: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """Start a run below ``root``; what the driver says is in ``root/log``."""
+    (root / "plan.yaml").write_text(yaml.safe_dump(dict(plan)))
+    where = [f"run.root={root}", f"plan={root}/plan.yaml"]
+    with (root / LOG).open("wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlinf.launch", *words, *where],
+            cwd=tree.ROOT,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
