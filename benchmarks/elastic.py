@@ -43,6 +43,8 @@ SETTINGS = [
     "rollout.staleness=1",
     "rollout.batch=64",
     "rollout.group_size=8",
+    # Generating takes longer than all else, even with four workers.
+    "engine.max_rows=16",
     "algorithm.drop_equal_groups=false",
     "log.trackers=[]",
     "cluster=slurm",
@@ -66,6 +68,7 @@ def scale_up() -> float:
     """Seconds from the start of a new worker's job to its first sample."""
     with driven("cpu", workers=1, duty=1.0) as live:
         known = live.workers(1)
+        live.first_of(*known)
         scale(Run.open(live.folder), "rollout+1")
         (name,) = live.workers(2).keys() - known.keys()
         first = live.first_of(name)

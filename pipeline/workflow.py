@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from stages.layout import CONFIG, PLAN
 from stages.runner import StageCall
 
 DEFAULT_EXPERIMENT = "arithmetic_grpo"
+
+log = logging.getLogger("rlinf")
 
 
 def prepare(settings: Mapping[str, Any]) -> Workflow:
@@ -56,6 +59,11 @@ class Workflow:
 
     def withdraw_stale(self) -> None:
         """Withdraw outputs of another configuration, which Snakemake would take for this one's."""
+        if self._plan.grain == "segment":
+            log.warning(
+                "the plan has pools (grain: segment), which Snakemake does not use: every stage "
+                "becomes a job; rlinf run gives them to the pools"
+            )
         Committed(self._run, self._graph).withdraw_stale()
 
     def output(self, stage: str) -> str:
