@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers.base import Job, State, Status, tail
-from rlinf import threads
+from rlinf import machine
 from rlinf.errors import PlanError
 from rlinf.trainers.world import SHARES
 from rlinf.tree import python_path
@@ -54,7 +54,7 @@ class LocalLauncher:
         for rank in range(size):
             environment = {
                 **os.environ,
-                **threads.environment(),
+                **machine.environment(),
                 **job.resources.env,
                 **({SHARES: ",".join(map(str, shares))} if shares else {}),
                 "PYTHONPATH": python_path(),

@@ -13,7 +13,7 @@ from typing import Any
 
 from launchers.base import Job, Resources
 from launchers.job import ModuleCall
-from rlinf import threads
+from rlinf import machine
 from rlinf.errors import SlurmError
 from rlinf.tree import python_path
 from slurm.deadline import MARGIN
@@ -68,7 +68,7 @@ def parameters(name: str, needs: Resources, path: tuple[str, ...]) -> dict[str, 
         # Before Python runs the signal would kill the job; and a short job gets something done.
         delay_s = min(delay_s, (60 * needs.time_min - EARLY_S) // 2)
     env = {
-        **threads.environment(),
+        **machine.environment(),
         "PYTHONPATH": os.pathsep.join(path),
         MARGIN: str(delay_s),
         **needs.env,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlinf import __version__, threads, tree
+from rlinf import __version__, machine, tree
 from rlinf.errors import RlinfError
 
 app = typer.Typer(
@@ -293,7 +293,7 @@ def simulate(
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()
-    threads.apply()
+    machine.apply()
     try:
         return app(args=argv, prog_name="rlinf")
     except RlinfError as error:

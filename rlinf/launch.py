@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rlinf import threads, tree
+from rlinf import machine, tree
 from rlinf.errors import ConfigError, RlinfError
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -21,7 +21,7 @@ BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     tree.activate()
-    threads.apply()
+    machine.apply()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         refuse_lone_launcher(words)

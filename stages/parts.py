@@ -102,10 +102,12 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
 
 def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int] | None]:
     """What a rollout's engine asks for weights that were committed since it began."""
-    looked = 0.0
+    looked, states = 0.0, dict[int, str]()
 
     def newer() -> tuple[Path, int] | None:
         nonlocal looked
+        if engine.version in states:  # loaded, since it asks again
+            ctx.resident["engine_weights"] = states.pop(engine.version)
         if engine.version >= ctx.iteration or time.monotonic() - looked < LOOK_S:
             return None
         looked = time.monotonic()
@@ -115,7 +117,8 @@ def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int]
                 manifest = read_manifest(folder)
                 if manifest is not None:
                     verify(folder, manifest, checksums=True)
-                    ctx.resident["engine_weights"] = f"{folder}/{manifest.data}"
+                    ctx.resident.pop("engine_weights", None)
+                    states[version] = f"{folder}/{manifest.data}"
                     return folder / manifest.data / WEIGHTS, version
         return None
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlinf import threads
+from rlinf import machine
 from rlinf.channels.base import ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.config import RunConfig
@@ -56,7 +56,7 @@ def worker_name(pool: str, rank: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to leave (0), or asked to stop by Slurm (75)."""
-    threads.apply()
+    machine.apply()
     parser = argparse.ArgumentParser(prog="python -m stages.pool", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")

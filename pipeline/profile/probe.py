@@ -11,10 +11,10 @@ from pathlib import Path  # noqa: E402
 
 def main(argv: list[str]) -> int:
     """Measure what the task file says; returns the exit code (see ``rlinf.errors``)."""
-    from rlinf import threads
+    from rlinf import machine
     from rlinf.errors import RlinfError
 
-    threads.apply()
+    machine.apply()
     # What a stage's process imports before its work begins.
     import stages.rollout
     import stages.runner

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlinf import threads
+from rlinf import machine
 from rlinf.channels.base import Channel, ChannelClosed
 from rlinf.channels.wire import decode, encode
 from rlinf.data.record import Identity, Record
@@ -201,7 +201,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    **threads.environment(),
+                    **machine.environment(),
                     # A task may come from a module that only this process's path finds.
                     "PYTHONPATH": os.pathsep.join(part or str(Path.cwd()) for part in sys.path),
                 },

@@ -1,0 +1,45 @@
+"""What a process is told of its machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rlinf import machine
+
+FAULTS = """
+import resource, sys
+if sys.argv[1] == "kept":
+    from rlinf import machine
+    machine.keep_freed()
+import torch
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(1 << 20) for _ in range(64)]
+    del blocks
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
+    )
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_a_step_touches_the_pages_of_the_one_before() -> None:
+    """256 MiB are 65,536 pages; clearing them takes longer than many a step."""
+    given_back, kept = faults("given back"), faults("kept")
+    assert given_back[-1] > 10_000
+    assert kept[-1] < given_back[-1] / 10
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    told = machine.environment()
+    assert told["OMP_NUM_THREADS"] == "7"
+    assert told["OMP_WAIT_POLICY"] == "PASSIVE"
