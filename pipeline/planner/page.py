@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.planner.proposal import Proposal
+from pipeline.planner.proposal import Proposal, Row
 from pipeline.report.style import COLOURS, GRID, finish, inline, render
 
 PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
@@ -47,10 +48,10 @@ def page(proposal: Proposal, title: str) -> str:
 
 def gantt(proposal: Proposal) -> Figure:
     """Each stage on its lane, its parts in shades; the whisker is the 10 % to 90 % interval."""
-    lanes = list(dict.fromkeys((row.place, row.size) for row in proposal.rows))
+    lanes = lanes_of(proposal.rows)
     figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
-    for row in proposal.rows:
-        at, start = lanes.index((row.place, row.size)), row.start_s
+    for at, row in ((at, row) for at, lane in enumerate(lanes) for row in lane):
+        start = row.start_s
         opacity = [*PART_SHADES[: len(row.parts_s) - 1], PART_SHADES[-1]]
         for (name, length), shade in zip(row.parts_s.items(), opacity, strict=False):
             axis.barh(at, length, 0.6, start, color=COLOURS[row.stage], alpha=shade, label=name)
@@ -63,7 +64,7 @@ def gantt(proposal: Proposal) -> Figure:
             lw=1,
             capsize=3,
         )
-    axis.set_yticks(range(len(lanes)), [f"{place}  {size}" for place, size in lanes])
+    axis.set_yticks(range(len(lanes)), [f"{lane[0].place}  {lane[0].size}" for lane in lanes])
     axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
     handles = [Patch(color=COLOURS[row.stage], label=row.stage) for row in proposal.rows]
@@ -82,6 +83,21 @@ def gantt(proposal: Proposal) -> Figure:
         handlelength=1.2,
     )
     return finish(figure)
+
+
+def lanes_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by place and size; those that run side by side are on lanes of their own."""
+    lanes: list[list[Row]] = []
+    for row in rows:
+        for lane in lanes:
+            last = lane[-1]
+            free = last.start_s + last.seconds <= row.start_s + 1e-9
+            if (last.place, last.size) == (row.place, row.size) and free:
+                lane.append(row)
+                break
+        else:
+            lanes.append([row])
+    return sorted(lanes, key=lambda lane: rows.index(lane[0]))
 
 
 def what_if(proposal: Proposal) -> Figure:
