@@ -2,7 +2,8 @@
 
 On the dev cluster with ``a100`` nodes at half the speed of ``h100`` nodes: a profile pass, the plan
 it leads to, five runs of that plan, and one of each of ten other valid plans drawn at random, in
-turns. Iterations are those of the real driver, from one publication of weights to the next.
+turns. Iterations are those of the real driver, from one publication of weights to the next. More
+processes than this machine has cores would only take turns, so none of the ten has more in a stage.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rlinf.config import validate
 
 RUNS = 5
 OTHERS = 10
+CORES = 2
 ITERATIONS = 3
 """Of each run; the first does not count."""
 SETTINGS = [
@@ -50,7 +52,7 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         run = named([*SETTINGS, f"run.root={root}"])
-        measured = profile(run, Options(("a100", "h100"), minutes=4, processes=2))
+        measured = profile(run, Options(("a100", "h100"), minutes=4, processes=CORES))
         measured.save(root / "profile.json")
         sources = Sources(profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu"))
         asked = request(run.config, sources)
@@ -89,8 +91,9 @@ def drawn(
 ) -> list[list[Option]]:
     """Other plans: for each stage any of its options."""
     rng, found, seen = random.Random(seed), [], {tuple(chosen)}
+    fitting = [[o for o in every if o.count <= CORES] for every in options.values()]
     while len(found) < OTHERS:
-        plan = [rng.choice(every) for every in options.values()]
+        plan = [rng.choice(every) for every in fitting]
         key = tuple(option.size + option.place for option in plan)
         if key not in seen:
             seen.add(key)
