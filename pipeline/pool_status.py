@@ -17,6 +17,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.durations import duration
 from rlinf.artifacts import write_atomic
 from stages.activity import COMMITS, WAITS
 from stages.layout import POOLS, STATUS
@@ -178,7 +179,7 @@ def mark_slow(workers: list[WorkerStatus]) -> None:
 
 def pool_table(status: PoolsStatus) -> Table:
     """A row for every pool and one for each of its workers."""
-    ago = _duration(status.age_s)
+    ago = duration(status.age_s)
     title = f"pools, {ago} ago: the driver is gone or hangs" if status.stale else "pools"
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     if status.stale:
@@ -191,7 +192,7 @@ def pool_table(status: PoolsStatus) -> Table:
         head = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
         out.add_row(head, Text() if pool.workers else _absent(pool))
         for worker in pool.workers:
-            lease = "" if worker.lease_left_s is None else _duration(worker.lease_left_s)
+            lease = "" if worker.lease_left_s is None else duration(worker.lease_left_s)
             version = "" if worker.version is None or worker.version < 0 else str(worker.version)
             queue = str(worker.queue) if worker.alive else ""
             out.add_row(_who(worker), _now(worker), version, queue, lease)
@@ -208,7 +209,7 @@ def _now(worker: WorkerStatus) -> Text:
         return Text("not there yet: queued or starting", style="yellow")
     lines = []
     if worker.silent_s > SILENT_S:
-        lines.append(Text(f"silent for {_duration(worker.silent_s)}", style="red"))
+        lines.append(Text(f"silent for {duration(worker.silent_s)}", style="red"))
     lines += [_stage(stage) for stage in worker.now if stage.doing != WAITS or stage.slow]
     later = [stage.node for stage in worker.now if stage.doing == WAITS and not stage.slow]
     if later:
@@ -227,7 +228,7 @@ def _stage(stage: StageNow) -> Text:
         full = round(BAR * min(1.0, stage.done / stage.total))
         line.append("━" * full, style="green").append("─" * (BAR - full), style="dim")
         line.append(f" {stage.done} of {stage.total} {stage.what}, ")
-    line.append(f"{stage.doing}, {_duration(stage.for_s)}")
+    line.append(f"{stage.doing}, {duration(stage.for_s)}")
     if stage.slow:
         line.append(" slower than the other ranks", style="bold red")
     return line
@@ -287,10 +288,3 @@ def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
             for stage in row["doing"]
         ],
     )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

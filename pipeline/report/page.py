@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.actuals import compare
+from pipeline.durations import duration
 from pipeline.report.data import ReportData, read
 from pipeline.report.idle import idle
 from rlinf.artifacts import write_atomic
@@ -63,8 +64,8 @@ def tiles(data: ReportData) -> list[tuple[str, str]]:
             ("best held-out score", f"{best:.3g}"),
         ]
     if data.wall_s:
-        found.append(("wall time", _duration(data.wall_s)))
-        found.append(("time in stages", _duration(data.busy_s)))
+        found.append(("wall time", duration(data.wall_s)))
+        found.append(("time in stages", duration(data.busy_s)))
     steps = sum(row.get("rollout/steps", 0.0) for row in data.rows)
     if steps:
         found.append(("steps collected", f"{steps:,.0f}"))
@@ -93,9 +94,3 @@ def stage_table(data: ReportData) -> list[dict[str, Any]]:
         }
         for stage, row in table.items()
     ]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

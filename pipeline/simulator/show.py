@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.durations import duration
 from pipeline.plan import read_plan
 from pipeline.planner.predict import Predictor
 from pipeline.planner.problem import Placement, Problem
@@ -106,7 +107,7 @@ def summary(trace: Trace) -> str:
         f"{trace.placement.mode}, {trace.placement.chunks} micro-batches",
         f"iteration: {seconds.mean():.1f} s (q10 {low:.1f}, q90 {high:.1f}); "
         f"predicted {predicted:.1f}",
-        f"{len(seconds)} iterations: {_duration(trace.total_s)} from submission to end, "
+        f"{len(seconds)} iterations: {duration(trace.total_s)} from submission to end, "
         f"{trace.gpu_hours:,.1f} GPU-hours, price {trace.cost:,.1f}",
     ]
     if trace.losses or trace.renewals:
@@ -125,8 +126,3 @@ def rows(trace: Trace) -> list[tuple[str, ...]]:
         waits = [f"{what} {share:.0%}" for what, share in trace.waits_most(pool) if share >= 0.005]
         out.append((stages, gpus, f"{trace.idle(pool):.0%}", ", ".join(waits[:WAITS_SHOWN])))
     return out
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
