@@ -47,19 +47,14 @@ class Input:
         """Its commit; waits for that."""
         if self.committed is None:
             with self.waiting():
-                self.committed = self._commit()
+                while not self.on_disk():
+                    if self.stopping():
+                        raise RequeueRequested(f"asked to stop while waiting for {self.folder}")
+                    if self.output is not None:
+                        self.output.check()
+                    time.sleep(COMMIT_LOOK_S)
+        assert self.committed is not None
         return self.committed
-
-    def _commit(self) -> Manifest:
-        while True:
-            if self.stopping():
-                raise RequeueRequested(f"asked to stop while waiting for {self.folder}")
-            if self.output is not None:
-                self.output.check()
-            manifest = read_manifest(self.folder)
-            if manifest is not None:
-                return manifest
-            time.sleep(COMMIT_LOOK_S)
 
     def on_disk(self) -> bool:
         """Whether it is committed by now."""
