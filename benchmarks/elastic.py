@@ -1,7 +1,7 @@
 """Elastic rollout pools: how soon a new worker counts, and what the loss of one of four costs.
 
 Real runs on the dev cluster with staleness 1, so that there is always something to generate. For
-the second figure the generators' nodes run a tenth of the time: four of them and the trainer then
+the second figure the generators' nodes run a fifth of the time: four of them and the trainer then
 fit the machine, and none gains by the loss of another.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 ROUNDS = 3
 WINDOW_S = 20.0
 PATIENCE_S = 180.0
-DUTY = 0.1
+DUTY = 0.2
 SETTINGS = [
     "experiment=arithmetic_grpo",
     "iterations=100000",
@@ -71,8 +71,9 @@ def scale_up() -> float:
         live.first_of(*known)
         scale(Run.open(live.folder), "rollout+1")
         (name,) = live.workers(2).keys() - known.keys()
-        first = live.first_of(name)
-        return first - _started(live.workers(2)[name])
+        seconds = live.first_of(name) - _started(live.workers(2)[name])
+        print(f"  the second worker's first sample after {seconds:.1f} s")
+        return seconds
 
 
 def loss() -> tuple[list[float], list[float]]:
@@ -95,11 +96,12 @@ def loss() -> tuple[list[float], list[float]]:
                 without = live.rate()
             finally:
                 _partition("a100", "UP")
-            (name,) = live.workers(4, but=lost).keys() - known.keys()
-            live.first_of(name)
+            for name in live.workers(4, but=lost).keys() - known.keys():
+                live.first_of(name)
             replaced = live.rate()
             during.append(1 - without() / whole())
             after.append(1 - replaced() / whole())
+            print(f"  missing without one: {during[-1]:.2f}, replaced: {after[-1]:.2f}")
     return during, after
 
 
