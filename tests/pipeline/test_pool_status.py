@@ -76,7 +76,7 @@ def test_a_worker_says_what_it_does_and_how_far_it_is(tmp_path: Path) -> None:
     assert (now.node, now.done, now.total, now.for_s) == ("rollout/3", 16, 32, 20)
     shown = text(look(tmp_path))
     assert "pool 0: rollout rank 0 on n1, job 17" in shown
-    assert "16 of 32 samples, computes, 20 s 3 5 2.0 h" in shown
+    assert "16 of 32 samples, computes, 20 s 3 5 2 h 0 min" in shown
 
 
 def test_stages_that_wait_for_their_turn_share_a_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ if sys.argv[1] == "kept":
 import torch
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(1 << 20) for _ in range(64)]
+    blocks = [torch.ones(16 << 20) for _ in range(4)]
     del blocks
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -31,7 +31,10 @@ def faults(how: str) -> list[int]:
 
 
 def test_a_step_touches_the_pages_of_the_one_before() -> None:
-    """256 MiB are 65,536 pages; clearing them takes longer than many a step."""
+    """256 MiB are 65,536 pages; clearing them takes longer than many a step.
+
+    Of smaller blocks glibc keeps some by itself, depending on what else is allocated.
+    """
     given_back, kept = faults("given back"), faults("kept")
     assert given_back[-1] > 10_000
     assert kept[-1] < given_back[-1] / 10
