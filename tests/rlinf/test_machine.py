@@ -15,7 +15,7 @@ if sys.argv[1] == "kept":
     from rlinf import machine
     machine.keep_freed()
 import torch
-for _ in range(3):
+for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     blocks = [torch.ones(16 << 20) for _ in range(4)]
     del blocks
