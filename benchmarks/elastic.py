@@ -179,7 +179,7 @@ def driven(partition: str, workers: int, duty: float) -> Iterator[Live]:
         where = {"partition": partition, "gpu_type": partition, "gpus": 1}
         plan = {
             "grain": "segment",
-            "defaults": {"partition": "h100", "mem_mb": 1500, "cpus": 1},
+            "defaults": {"partition": "h100", "mem_mb": 1500, "cpus": 1, "time_min": 60},
             "pools": [
                 {"stages": ["rollout"], "workers": workers, "gpus": {partition: 1}},
                 {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},

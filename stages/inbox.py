@@ -105,7 +105,9 @@ class Outbox:
             threading.Thread(target=_leave, args=(channel,), daemon=True).start()
 
     def close(self) -> None:
-        for channel in self._open.values():
+        with self._lock:
+            channels, self._open = list(self._open.values()), {}
+        for channel in channels:
             _leave(channel)
 
 
