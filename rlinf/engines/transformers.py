@@ -108,8 +108,7 @@ class TransformersEngine(Engine):
         logprobs = torch.zeros(len(rows), horizon, device=self._device)
         ends = torch.full((len(rows),), horizon, dtype=torch.int64, device=self._device)
         stopped = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
-        begun = self.version
-        versions = torch.zeros_like(tokens)
+        versions = np.full(horizon, self.version)
 
         logits, cache, attend = self._prefill(prompts, lengths, width, horizon)
         alive = torch.arange(len(rows), device=self._device)
@@ -120,7 +119,6 @@ class TransformersEngine(Engine):
             chosen, taken = sample(logits, noise[alive, step], temperature)
             tokens[alive, step] = chosen
             logprobs[alive, step] = taken
-            versions[alive, step] = self.version
             ended = torch.isin(chosen, self._stops) & running
             if bool(ended.any()):
                 finished = alive[ended]
@@ -137,6 +135,7 @@ class TransformersEngine(Engine):
             if step + 1 == horizon:
                 break
             if self.refreshed():
+                versions[step + 1 :] = self.version
                 logits, cache, attend = self._again(
                     prompts, lengths, width, horizon, alive.cpu().numpy(), tokens[alive, : step + 1]
                 )
@@ -152,8 +151,8 @@ class TransformersEngine(Engine):
             "stopped": stopped.cpu().numpy(),
         }
         if self.newer is not None:
-            steps["version"] = versions.cpu().numpy()
-        return Record(request.identity, steps, info={"version": begun})
+            steps["version"] = np.tile(versions, (len(rows), 1))
+        return Record(request.identity, steps, info={"version": int(versions[0])})
 
     def _again(
         self,
