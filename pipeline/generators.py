@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.claims import Claim, Claims, Pace, hand_out
+from pipeline.claims import REMEMBERED, Claim, Claims, Pace, hand_out
 from pipeline.flow import Node
 from pipeline.scaling import Load
 from rlinf.artifacts import read_manifest
@@ -147,8 +147,6 @@ class Generators:
             overlap: whether they run beside the next rollout.
         """
         made = self._made.get(node, Counter())
-        for old in [other for other in self._made if other.iteration <= node.iteration]:
-            del self._made[old]
         if not workers or not set(workers) <= made.keys():
             return None
         fixed, each = self._pace.line()
@@ -171,6 +169,8 @@ class Generators:
         seconds = sum(end - start for start, end in times)
         self._pace.seen(worker, len(claim.starts), seconds)
         self._made[node][worker] += 1
+        while len(self._made) > REMEMBERED:
+            del self._made[next(iter(self._made))]
         row = {"node": node.name, "worker": worker, "starts": claim.starts, "spans": spans}
         with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
