@@ -8,7 +8,6 @@ fit the machine, and none gains by the loss of another.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import tempfile
@@ -215,7 +214,5 @@ def _partition(name: str, state: str) -> None:
 
 
 def _squeue(*words: str) -> list[str]:
-    done = subprocess.run(
-        ["squeue", "-h", *words], env=os.environ, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["squeue", "-h", *words], capture_output=True, text=True, check=False)
     return done.stdout.split()

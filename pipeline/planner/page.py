@@ -97,7 +97,7 @@ def lanes_of(rows: Sequence[Row]) -> list[list[Row]]:
                 break
         else:
             lanes.append([row])
-    return sorted(lanes, key=lambda lane: rows.index(lane[0]))
+    return lanes
 
 
 def what_if(proposal: Proposal) -> Figure:
