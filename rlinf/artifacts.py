@@ -169,20 +169,30 @@ def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:
     Raises:
         ArtifactError: a file is missing, has another size, or another checksum.
     """
-    for name, entry in manifest.files.items():
-        path = out / manifest.data / name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            reason = "removed by the retention policy" if is_pruned(out) else "missing"
-            raise ArtifactError(f"{path}: {reason}", out / MANIFEST) from None
+    folder = out / manifest.data
+    try:
+        check_files(folder, manifest.files, checksums=checksums)
+    except FileNotFoundError as error:
+        reason = "removed by the retention policy" if is_pruned(out) else "missing"
+        raise ArtifactError(f"{error.filename}: {reason}", out / MANIFEST) from None
+    except ValueError as error:
+        raise ArtifactError(str(error), out / MANIFEST) from None
+
+
+def check_files(folder: Path, files: Mapping[str, FileEntry], *, checksums: bool) -> None:
+    """Check files below ``folder`` against what :func:`describe_files` said of them.
+
+    Raises:
+        FileNotFoundError: one is missing.
+        ValueError: one has another size or checksum.
+    """
+    for name, entry in files.items():
+        path = folder / name
+        size = path.stat().st_size
         if size != entry.size:
-            raise ArtifactError(
-                f"{path}: truncated or altered ({size} bytes, committed {entry.size})",
-                out / MANIFEST,
-            )
+            raise ValueError(f"{path}: truncated or altered ({size} bytes, committed {entry.size})")
         if checksums and checksum(path) != entry.checksum:
-            raise ArtifactError(f"{path}: altered (checksum differs)", out / MANIFEST)
+            raise ValueError(f"{path}: altered (checksum differs)")
 
 
 def is_pruned(out: Path) -> bool:

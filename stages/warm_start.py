@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from rlinf.algorithms.base import AlgorithmConfig, step_weights
-from rlinf.artifacts import write_atomic
+from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
 from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs, pad
 from rlinf.seeding import torch_seed
@@ -26,6 +28,8 @@ from stages.parts import (
     new_trainer,
     policy_class,
 )
+
+log = logging.getLogger(__name__)
 
 PROGRESS = "progress"
 """Folder beside the attempts; removed when the stage commits."""
@@ -118,23 +122,35 @@ def save_progress(ctx: Context, trainer: Any, curve: list[dict[str, float | None
     trainer.save(step)
     if ctx.world.rank == 0:
         old = [path for path in folder.glob("step-*") if path != step]
+        files = {name: asdict(entry) for name, entry in describe_files(step).items()}
         # The curve is written last and names the step: without it the checkpoint does not count.
-        write_atomic(folder / "curve.json", json.dumps({"key": ctx.key, "curve": curve}))
+        held = {"key": ctx.key, "curve": curve, "files": files}
+        write_atomic(folder / "curve.json", json.dumps(held))
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def load_progress(ctx: Context, trainer: Any) -> list[dict[str, float | None]]:
-    """Take up the state of an interrupted attempt; returns its curve, empty when there is none."""
+    """Take up the state of an interrupted attempt; returns its curve, empty when there is none.
+
+    A damaged one counts as none: the same steps are done again.
+    """
     folder = ctx.out / PROGRESS
     try:
         held = json.loads((folder / "curve.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return []
     if held["key"] != ctx.key:
         return []
     curve: list[dict[str, float | None]] = held["curve"]
-    trainer.load(folder / f"step-{len(curve)}")
+    step = folder / f"step-{len(curve)}"
+    files = {name: FileEntry(**entry) for name, entry in held["files"].items()}
+    try:
+        check_files(step, files, checksums=True)
+    except (OSError, ValueError) as error:
+        log.warning("the state of the fine-tuning cannot be used, it begins anew: %s", error)
+        return []
+    trainer.load(step)
     return curve
 
 

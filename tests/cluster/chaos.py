@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 
 from rlinf import tree
+from rlinf.artifacts import read_manifest
+from rlinf.errors import ArtifactError
 from tests.pipeline.helpers import start_driver
 
 STAGES = ("-m stages", "submitit.core._submit")
@@ -169,7 +171,7 @@ def restart_slurmctld(storm: Storm) -> bool:
 
 def corrupt_file(storm: Storm) -> bool:
     """A bit of a committed file changes."""
-    files = [p for p in storm.root.rglob("data-*/**/*") if p.suffix in {".h5", ".safetensors"}]
+    files = [file for out in storm.root.rglob("manifest.json") for file in _committed(out.parent)]
     if not files:
         return False
     path = storm.rng.choice(sorted(files)[-6:])
@@ -184,6 +186,18 @@ def corrupt_file(storm: Storm) -> bool:
     except OSError:
         return False
     return True
+
+
+def _committed(out: Path) -> list[Path]:
+    """The data of an output: a change before the commit nobody could tell from the result."""
+    with contextlib.suppress(OSError, ArtifactError):
+        if manifest := read_manifest(out):
+            return [
+                out / manifest.data / name
+                for name in manifest.files
+                if name.endswith((".h5", ".safetensors"))
+            ]
+    return []
 
 
 def full_disk(storm: Storm) -> bool:

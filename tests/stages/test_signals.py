@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Pat
     assert not list(out.glob("data-*")), "a stopped attempt leaves no partial output"
 
 
-def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -> None:
+def stopped_fine_tuning(compose: Compose) -> tuple[StageCall, int]:
+    """A warm start of eight steps that was asked to stop, and how many it finished."""
     run = prepare(compose("warm_start.max_steps=8", "warm_start.evaluate_every=2"))
     out = stage_folder(run.folder, "warm_start", 0)
     call = StageCall("warm_start", run.folder / CONFIG, out)
@@ -59,8 +61,18 @@ def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -
     with pytest.raises(RequeueRequested):
         # Each step looks once, each evaluation once per held-out sample.
         run_stage(call, stopping=lambda: next(looks) > 24)
-    held = json.loads((out / "progress" / "curve.json").read_text())["curve"]
-    assert 0 < len(held) < 8
+    done = len(json.loads((out / "progress" / "curve.json").read_text())["curve"])
+    assert 0 < done < 8
+    return call, done
+
+
+def undisturbed(call: StageCall) -> str:
+    """Content of the same stage when nothing stops it."""
+    return run_stage(replace(call, out=call.out.with_name("undisturbed"))).content
+
+
+def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -> None:
+    call, done = stopped_fine_tuning(compose)
     seen: list[int] = []
     resident = {
         "progress": lambda stage, done, total, what: (
@@ -68,7 +80,24 @@ def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -
         )
     }
     resumed = run_stage(call, resident=resident)
-    assert min(seen) == len(held) + 1, "finished steps are not done again"
-    assert not (out / "progress").exists()
-    other = run.folder / "undisturbed"
-    assert run_stage(StageCall("warm_start", run.folder / CONFIG, other)).content == resumed.content
+    assert min(seen) == done + 1, "finished steps are not done again"
+    assert not (call.out / "progress").exists()
+    assert undisturbed(call) == resumed.content
+
+
+@pytest.mark.parametrize("damage", ["bit", "missing", "curve"])
+def test_a_damaged_state_of_a_fine_tuning_is_not_gone_on_from(
+    compose: Compose, damage: str
+) -> None:
+    call, done = stopped_fine_tuning(compose)
+    step = call.out / "progress" / f"step-{done}"
+    shards = sorted(step.glob("*.distcp"))
+    if damage == "bit":
+        data = bytearray(shards[0].read_bytes())
+        data[len(data) // 2] ^= 1
+        shards[0].write_bytes(data)
+    elif damage == "missing":
+        shards[0].unlink()
+    else:
+        (call.out / "progress" / "curve.json").write_bytes(b"{")
+    assert run_stage(call).content == undisturbed(call)
