@@ -73,6 +73,9 @@ class Job:
     logs: Path
     resources: Resources = Resources()
     module: str = "stages"
+    requeues: bool = True
+    """Whether it has Slurm run it again when it is asked to stop; Slurm waits minutes before it
+    does."""
 
 
 class State(Enum):

@@ -39,6 +39,8 @@ class ModuleCall:
     """Folder for exit notes: what a job ended with, for a driver without accounting."""
     shares: tuple[tuple[str, float], ...] = ()
     """Relative speeds by kind of node; or of each process, with empty names."""
+    requeues: bool = True
+    """See :class:`launchers.base.Job`."""
 
     def __call__(self) -> None:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
@@ -47,7 +49,7 @@ class ModuleCall:
         code = run_module(self.module, self.argv)
         sys.stdout.flush()
         sys.stderr.flush()
-        if code == EXIT_REQUEUE:
+        if code == EXIT_REQUEUE and self.requeues:
             # Whoever stops first has the job requeued, which ends the others; of hundreds that stop
             # together not all ask at once.
             time.sleep(rank * SPREAD_S)

@@ -48,7 +48,9 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
     executor.update_parameters(**at_once | parameters(first.name, needs, path))
     shares = needs.shares or ()
     pairs = tuple(shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares))
-    calls = [ModuleCall(job.module, job.argv, path, str(job.logs), pairs) for job in jobs]
+    calls = [
+        ModuleCall(job.module, job.argv, path, str(job.logs), pairs, job.requeues) for job in jobs
+    ]
     configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
     try:
         # Inside another job, sbatch would inherit that job's settings.

@@ -31,7 +31,7 @@ from pipeline.scaling import automatic, put_down, wished
 from rlinf.channels.control import Controller, Joined, Lost, Report
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
 from stages.layout import POOLS, STATUS
-from stages.pool import CHANNELS, worker_name
+from stages.pool import CHANNELS
 from stages.runner import StageCall
 
 STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
@@ -83,8 +83,8 @@ class PoolExecutor:
         self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
-        self._subscribed: set[tuple[Node, str, str]] = set()
-        """Who has been told to send weights for a stage, and to whom."""
+        self._subscribed: dict[Node, set[tuple[str, str, str]]] = defaultdict(set)
+        """Of a stage that was ordered: inputs, who has been told to send them, and to whom."""
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
@@ -200,43 +200,54 @@ class PoolExecutor:
             live: dict[str, Node] = {}
             for name, source in self._graph.inputs(node).items():
                 here = source in member.given or source in pool.waiting
-                coming = any(source in other.waiting for other in self._pools)
-                # Weights can still be asked for while their stage is under way.
-                sent = coming if name in STREAMS else not here and self._publishes(source, name)
-                if (here and (member.size == 1 or coming)) or (
-                    sent and self._sent_live(source, node)
-                ):
+                sent = name in STREAMS or (source.stage, name) == PUBLISHED
+                if here or (sent and self._under_way(source) and self._sent_live(source, node)):
                     live[name] = source
             self._live[node] = live
 
-    def _publishes(self, source: Node, name: str) -> bool:
-        """Whether an input is weights that a pool makes now or soon."""
-        return (source.stage, name) == PUBLISHED and any(
-            source in pool.waiting or any(source in m.given for m in pool.members)
+    def _under_way(self, node: Node) -> bool:
+        """Whether a pool makes it now or soon."""
+        return any(
+            node in pool.waiting or any(node in m.given for m in pool.members)
             for pool in self._pools
         )
 
     def _subscribe(self) -> None:
-        """Tell who makes weights which workers elsewhere wait for them; again if they changed."""
+        """Tell who makes something which workers elsewhere wait for it; again if they changed.
+
+        Those that come late are sent what was made before.
+        """
         members = [m for pool in self._pools for m in pool.members]
         for target, live in self._live.items():
-            source = live.get(PUBLISHED[1])
-            if source is None:
-                continue
-            maker = next((m for m in members if source in m.given), None)
             taker = next((m for m in members if target in m.given), None)
-            if maker is None or taker is None or maker is taker:
+            if taker is None:
                 continue
-            mark = (target, maker.name, taker.name)
-            if mark in self._subscribed:
-                continue
-            self._subscribed.add(mark)
-            order = {
-                "do": "send",
-                "out": self._relative(self._graph.folder(self.run.folder, source)),
-                "to": self._ways(source, target, maker, taker),
-            }
-            self._control.send(worker_name(maker.name, 0), order)
+            for name, source in live.items():
+                maker = next((m for m in members if source in m.given), None)
+                # One worker has it in its memory; so has each rank its own part of what is
+                # no stream.
+                if maker is None or (maker is taker and (name not in STREAMS or maker.size == 1)):
+                    continue
+                mark = (name, maker.name, taker.name)
+                if mark in self._subscribed[target]:
+                    continue
+                self._subscribed[target].add(mark)
+                order = {
+                    "do": "send",
+                    "out": self._relative(self._graph.folder(self.run.folder, source)),
+                    "channel": name,
+                    "to": self._ways(source, target, maker, taker),
+                }
+                for worker in maker.workers(self._ranks(source) if name in STREAMS else 1):
+                    self._control.send(worker, order)
+
+    def _renew(self, maker: str, taker: str) -> None:
+        """A connection broke: what was sent by it is sent again, as long as both are there."""
+        makers, takers = self._member(maker), self._member(taker)
+        if makers is not None and takers is not None:
+            ends = (makers[1].name, takers[1].name)
+            for target, marks in self._subscribed.items():
+                self._subscribed[target] = {mark for mark in marks if mark[1:] != ends}
 
     def _ways(self, source: Node, target: Node, maker: Member, taker: Member) -> dict[str, str]:
         """How weights get to each worker of a stage: shared memory only on the sender's node."""
@@ -266,7 +277,7 @@ class PoolExecutor:
                 "node": node.name,
                 "stage": node.stage,
                 "iteration": node.iteration,
-                "position": self._position(node),
+                "position": self._turn(node),
                 "out": self._relative(call.out),
                 "attempt": secrets.token_hex(6),
                 "ranks": ranks,
@@ -274,7 +285,6 @@ class PoolExecutor:
                     name: [self._relative(folder), name in self._live[node]]
                     for name, folder in call.inputs.items()
                 },
-                "sinks": self._sinks(node, member),
                 "gathers": self._elastic is not None and node.stage == "rollout",
                 "queued": pool.slot is not None,
             }
@@ -293,27 +303,11 @@ class PoolExecutor:
         given = {other for pool in self._pools for m in pool.members for other in m.given}
         return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
 
-    def _sinks(self, node: Node, member: Member) -> dict[str, list[str]]:
-        """Workers that wait for the records of a stage, by channel."""
-        sinks: dict[str, set[str]] = defaultdict(set)
-        for target, live in self._live.items():
-            names = [name for name, source in live.items() if source == node and name in STREAMS]
-            if not names:
-                continue
-            pool = self._of[target.stage]
-            owner = next((m for m in pool.members if target in m.given), pool.active)
-            if owner is not None and not (owner is member and member.size == 1):
-                for name in names:
-                    sinks[name] |= set(owner.workers(self._ranks(target)))
-        return {name: sorted(workers) for name, workers in sinks.items()}
-
     def _position(self, node: Node) -> tuple[int, int, int]:
         """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
         if node.stage in self._graph.flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._places:
-            if node.stage in self._graph.flow.offline:
-                return (node.iteration, 0, -2)  # no two have the same place
             # Just before the rollout with the same weights: it must hold up none with older ones.
             return (node.iteration + self.run.config.rollout.staleness, 0, -1)
         sources = self._graph.flow.stages[node.stage]
@@ -326,6 +320,12 @@ class PoolExecutor:
         if node.stage in SINGLE_PROCESS or (self._elastic is not None and node.stage in ELASTIC):
             return 1
         return self._of[node.stage].size
+
+    def _turn(self, node: Node) -> tuple[int, int, int]:
+        """Where it takes its turns: after all parts of its batch where it reads them from disk."""
+        iteration, part, place = self._position(node)
+        streams = STREAMS & set(self._graph.inputs(node))
+        return (iteration, part if streams <= set(self._live[node]) else self.plan.chunks, place)
 
     def _relative(self, folder: Path) -> str:
         return folder.relative_to(self.run.folder).as_posix()
@@ -340,7 +340,9 @@ class PoolExecutor:
             self._control.send(worker, order)
 
     def _over(self, node: Node) -> None:
-        """A rollout has ended: whatever its generators still do for it is in vain."""
+        """An attempt has ended: whatever generators still do for it is in vain."""
+        self._live.pop(node, None)
+        self._subscribed.pop(node, None)
         for worker in self._generators.end(node):
             self._drop(worker)
 
@@ -426,6 +428,9 @@ class PoolExecutor:
             if found is not None and done:
                 found[0].failures, found[1].finished = 0, found[1].finished + 1
             return
+        if "cut" in event.content:
+            self._renew(event.worker, str(event.content["cut"]))
+            return
         stage, _, iteration = str(event.content["node"]).partition("/")
         node = Node(stage, int(iteration))
         if found is None or node not in found[1].given:
@@ -438,7 +443,6 @@ class PoolExecutor:
         if code == 0 and rank_of(event.worker):
             return  # rank 0 speaks for all when a stage went well
         member.given.discard(node)
-        self._live.pop(node, None)
         self._over(node)
         if code == 0:
             member.finished += 1
@@ -465,7 +469,6 @@ class PoolExecutor:
     def _hand_back(self, member: Member, reason: str, ended: dict[Node, Outcome]) -> None:
         """What a member had to do must be started again; that is nobody's failure."""
         for node in member.given:
-            self._live.pop(node, None)
             self._over(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
         member.given.clear()
@@ -510,9 +513,10 @@ class PoolExecutor:
                 status = statuses.get(member.job)
                 if status is None or status.state.active:
                     continue
+                what = f"job {member.job} {status.state.value}: {status.reason}".strip()
                 if status.exit_code == EXIT_REQUEUE:
                     member.finished = max(1, member.finished)
-                what = f"job {member.job} {status.state.value}: {status.reason}".strip()
+                    what = f"job {member.job} stopped for Slurm, at the end of its time say"
                 self._give_up(pool, member, what, ended)
 
     def _keep_up(self) -> None:
@@ -561,7 +565,7 @@ class PoolExecutor:
         argv = ("--run", str(self.run.folder), "--name", name, "--parts", str(self.plan.chunks))
         needs = resources(pool.needs, self.cluster)
         logs = self.run.folder / "logs" / POOLS
-        job = Job(f"pool/{name}", argv, out, logs, needs, "stages.pool")
+        job = Job(f"pool/{name}", argv, out, logs, needs, "stages.pool", requeues=False)
         pool.members.append(Member(name, self.launcher.submit(job), pool.size))
 
     def _folder(self, pool: PoolState) -> Path:

@@ -22,6 +22,7 @@ from rlinf.trainers.world import World
 from stages.activity import COMPUTES, TURN
 from stages.board import Output
 from stages.identity import stage_key
+from stages.turns import Aside, Turn
 
 T = TypeVar("T")
 COMMIT_LOOK_S = 0.02
@@ -100,7 +101,7 @@ class Live:
     def __init__(
         self,
         output: Output,
-        turn: Callable[[int], None],
+        turn: Turn | Aside,
         sinks: Callable[[str], Writer],
         parts: int,
     ) -> None:
@@ -191,8 +192,8 @@ class Context:
     def turn(self, part: int) -> None:
         """Let other stages of this worker have theirs; waits for its own."""
         if self.live is not None:
-            with self.waiting(TURN):
-                self.live.turn(part)
+            with self._timed(TURN):
+                self.live.turn.part(part)
 
     def records(self, channel: str, samples: range) -> list[Record]:
         """The records that input ``channel`` has of these samples, by sample number.
@@ -274,7 +275,14 @@ class Context:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Time a wait, as a span of that name, unless it is too short to matter."""
+        """Wait for an input: others may compute meanwhile. Begins and ends in this one's turn."""
+        rest = contextlib.nullcontext() if self.live is None else self.live.turn.resting()
+        with self._timed(what), rest:
+            yield
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        """Time a wait, as a span, unless it is too short to matter."""
         before, self.doing = self.doing, f"waits for {what}"
         start = time.time()
         try:

@@ -10,9 +10,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
 from rlinf.channels.socket import SocketChannel
@@ -79,27 +80,66 @@ class Inbox:
 
 
 class Outbox:
-    """Opens the inboxes of other workers, each once."""
+    """Sends records to the boards of other workers; opens the inbox of each once.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        cut: told of a worker that does not take records any more.
+    """
+
+    KEEP = 64
+    """Outputs that can still be asked for; older ones are on disk."""
+
+    def __init__(self, folder: Path, cut: Callable[[str], None] = lambda _: None) -> None:
+        self._folder, self._cut = folder, cut
         self._open: dict[str, Channel] = {}
+        self._wanted: dict[str, set[str]] = {}
+        self._senders: dict[str, Sender] = {}
         self._lock = threading.Lock()
 
-    def writer(self, to: str, workers: Iterable[str], rank: int, ranks: int) -> Sender:
-        """Sends the records of output ``to`` to the boards of some workers."""
-        channels = {}
-        for name in workers:
-            with contextlib.suppress(InputError, ChannelFailed), self._lock:
-                if name not in self._open:
-                    self._open[name] = SocketChannel.open(self._folder, name)
-                channels[name] = self._open[name]
-        return Sender(to, channels, self, rank, ranks, whole=set(channels) == set(workers))
+    def stream(self, to: str, rank: int, ranks: int, made: Callable[[], list[Record]]) -> Sender:
+        """For records made here, to whoever wants them or will (:meth:`want`).
+
+        Args:
+            to: output and channel.
+            made: the records that were made already.
+        """
+        with self._lock:
+            sender = self._senders[to] = Sender(to, self, rank, ranks, made)
+            wanted = self._wanted.get(to, ())
+            _forget(self._senders, self.KEEP)
+        for name in sorted(wanted):
+            sender.admit(name)
+        return sender
+
+    def want(self, to: str, workers: Collection[str]) -> None:
+        """Workers that want what an output holds, made or still to be made. Returns at once."""
+        with self._lock:
+            self._wanted.setdefault(to, set()).update(workers)
+            _forget(self._wanted, self.KEEP)
+            sender = self._senders.get(to)
+        if sender is not None:
+            # Beside the stage and the worker's orders, which need not wait for it.
+            threading.Thread(target=sender.admit, args=sorted(workers), daemon=True).start()
+
+    def writer(self, to: str, workers: Collection[str], rank: int, ranks: int) -> Sender:
+        """Sends records to these workers."""
+        sender = Sender(to, self, rank, ranks)
+        sender.admit(*workers)
+        return sender
+
+    def open(self, name: str) -> Channel | None:
+        """The inbox of a worker; None: it has none, or none that answers."""
+        with contextlib.suppress(InputError, ChannelFailed), self._lock:
+            if name not in self._open:
+                self._open[name] = SocketChannel.open(self._folder, name)
+            return self._open[name]
+        return None
 
     def drop(self, name: str) -> None:
         """Forget a worker that does not answer."""
         with self._lock:
             channel = self._open.pop(name, None)
+        self._cut(name)
         if channel is not None:
             # Beside the stage, which need not wait until the connection has ended.
             threading.Thread(target=_leave, args=(channel,), daemon=True).start()
@@ -111,6 +151,12 @@ class Outbox:
             _leave(channel)
 
 
+def _forget(held: dict[str, Any], keep: int) -> None:
+    """Keep the newest entries."""
+    while len(held) > keep:
+        del held[next(iter(held))]
+
+
 def _leave(channel: Channel) -> None:
     """Leave once all that was put is there, or at once if the channel has failed."""
     with contextlib.suppress(ChannelClosed, ChannelFailed):
@@ -120,29 +166,54 @@ def _leave(channel: Channel) -> None:
 
 
 class Sender:
-    """A worker that is gone is left out: who takes its place reads what is on disk."""
+    """A worker that is gone is left out: it or who takes its place asks anew, or reads the disk.
+
+    One that comes late is sent what was made before.
+    """
 
     def __init__(
         self,
         to: str,
-        channels: dict[str, Channel],
         outbox: Outbox,
         rank: int,
         ranks: int,
-        *,
-        whole: bool,
+        made: Callable[[], list[Record]] = list,
     ) -> None:
-        self._to, self._channels, self._outbox = to, channels, outbox
-        self._rank, self._ranks, self._whole = rank, ranks, whole
+        self._to, self._outbox, self._made = to, outbox, made
+        self._channels: dict[str, Channel] = {}
+        # No record may come between those made before and the next one, or after the end.
+        self._lock = threading.Lock()
+        self._whole = True
+        info: dict[str, Scalar] = {TO: to, RANK: rank, RANKS: ranks}
+        self._end = Record(Identity(0, -1, 0), info=info)
+        self._ended = False
+
+    def admit(self, *workers: str) -> None:
+        """Send to further workers: what was made so far, and what will be."""
+        for name in workers:
+            with self._lock:
+                if name in self._channels:
+                    continue
+                channel = self._outbox.open(name)
+                if channel is None:
+                    self._whole = False
+                    continue
+                self._channels[name] = channel
+                before = [self._addressed(record) for record in self._made()]
+                self._send(name, [*before, self._end] if self._ended else before)
 
     def put(self, record: Record, weight: int = 1) -> None:
-        if self._channels:
-            self._send([replace(record, info={**record.info, TO: self._to})], weight)
+        with self._lock:
+            if self._channels:
+                addressed = self._addressed(record)
+                for name in list(self._channels):
+                    self._send(name, [addressed], weight)
 
     def close(self) -> None:
-        info: dict[str, Scalar] = {TO: self._to, RANK: self._rank, RANKS: self._ranks}
-        if self._channels:
-            self._send([Record(Identity(0, -1, 0), info=info)], 1)
+        with self._lock:
+            self._ended = True
+            for name in list(self._channels):
+                self._send(name, [self._end])
 
     def flush(self) -> bool:
         """Wait until all that was put is in the inboxes; whether every worker has everything."""
@@ -151,11 +222,13 @@ class Sender:
                 channel.flush()
         return self._whole
 
-    def _send(self, records: Sequence[Record], weight: int) -> None:
-        for name, channel in list(self._channels.items()):
-            with self._leaving_out(name):
-                for record in records:
-                    channel.put(record, weight)
+    def _addressed(self, record: Record) -> Record:
+        return replace(record, info={**record.info, TO: self._to})
+
+    def _send(self, name: str, records: Sequence[Record], weight: int = 1) -> None:
+        with self._leaving_out(name):
+            for record in records:
+                self._channels[name].put(record, weight)
 
     @contextlib.contextmanager
     def _leaving_out(self, name: str) -> Iterator[None]:

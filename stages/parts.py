@@ -86,8 +86,9 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
     served = ctx.resident.get("engine_weights")
     if newest is not None and served is not None and version < engine.version <= newest:
         return engine
-    ctx.resident.pop("engine_weights", None)
     state = entry.state
+    # Only now: while this one waited for it, another stage may have loaded other weights.
+    served = ctx.resident.pop("engine_weights", None)
     if served != state:
         tensors = entry.held(WEIGHTS)
         with ctx.span("load"):

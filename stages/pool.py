@@ -9,6 +9,7 @@ worker can begin, end or be replaced at any time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import logging
 import os
@@ -19,11 +20,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlinf import machine
-from rlinf.channels.base import ChannelFailed
+from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, RlinfError
@@ -37,7 +39,7 @@ from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CONFIG
 from stages.runner import Attempt, StageCall, load_config, withdrawing
-from stages.turns import Aside, Turns
+from stages.turns import Aside, Turn, Turns
 
 CHANNELS = "channels"
 """Folder of the run for keys and addresses."""
@@ -95,7 +97,7 @@ class Worker:
 
         arrivals = Arrivals(self._board, config.rollout.staleness)
         self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})
-        self._outbox = Outbox(run / CHANNELS)
+        self._outbox = Outbox(run / CHANNELS, self._cut)
         self._publisher = Publisher(self._outbox)
         self._generator = Generator(
             run, config, self._outbox, self._resident, self._tell_of_claim, self._stopping
@@ -130,7 +132,7 @@ class Worker:
                     break
                 for order in orders:
                     if order["do"] == "send":
-                        self._publisher.want(str(order["out"]), order["to"])
+                        self._wanted(str(order["out"]), str(order["channel"]), order["to"])
                 # All places are taken before any stage begins: all ranks see the same order.
                 begun = [stage for order in orders for stage in order.get("stages", ())]
                 for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
@@ -173,6 +175,20 @@ class Worker:
         if environment is not None:
             environment[1].close()
 
+    def _cut(self, worker: str) -> None:
+        """Another worker does not take records any more: the driver knows what that means."""
+        with contextlib.suppress(ChannelClosed, ChannelFailed):
+            self._link.report({"cut": worker})
+
+    def _wanted(self, out: str, channel: str, to: Mapping[str, str]) -> None:
+        """Other workers wait for something that is made here."""
+        from stages.parts import WEIGHTS
+
+        if channel == WEIGHTS:
+            self._publisher.want(out, to)
+        else:
+            self._outbox.want(f"{out}:{channel}", set(to) - {self._name})
+
     def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
         node = str(order["node"])
@@ -192,12 +208,12 @@ class Worker:
         self._tell()
         return thread
 
-    def _work(self, order: Mapping[str, Any], turn: Any) -> None:
+    def _work(self, order: Mapping[str, Any], turn: Turn | Aside) -> None:
         output = self._board.output(str(order["out"]))
         try:
             with withdrawing(self._world):
                 with turn:
-                    attempt = self._attempt(order, output, turn.part)
+                    attempt = self._attempt(order, output, turn)
                     self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
                     attempt.compute()
                     self._activity.computed(str(order["node"]))
@@ -217,7 +233,7 @@ class Worker:
         except BaseException as error:
             self._failed(order, output, error)
 
-    def _attempt(self, order: Mapping[str, Any], output: Output, turn: Any) -> Attempt:
+    def _attempt(self, order: Mapping[str, Any], output: Output, turn: Turn | Aside) -> Attempt:
         world = self._world if order["ranks"] > 1 else World()
         out = str(order["out"])
         inputs = {}
@@ -226,8 +242,8 @@ class Worker:
             inputs[name] = Input(self._run / folder, None, source, self._stopping)
 
         def sinks(channel: str) -> Writer:
-            workers = [name for name in order["sinks"].get(channel, ()) if name != self._name]
-            return self._outbox.writer(f"{out}:{channel}", workers, world.rank, world.size)
+            made = partial(output.arrived, channel)
+            return self._outbox.stream(f"{out}:{channel}", world.rank, world.size, made)
 
         now = time.time()
         return Attempt(

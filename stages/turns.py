@@ -2,14 +2,17 @@
 
 A position is (iteration, part of the batch, place in the flow). The lowest one of all stages that
 are under way has its turn, and keeps it while it waits for an input: whatever it waits for has a
-lower position still, here or in another pool, so some stage of the run can always go on. Positions
-depend on nothing that is measured, so all ranks of a pool take the same turns, as collectives need.
+lower position still, here or in another pool, so some stage of the run can always go on. One that
+comes late with a lower position (another attempt, say) has its turn when the present one is through
+with its part or waits: stages share engines and trainers, so never do two compute. Positions depend
+on nothing that is measured, so all ranks of a pool take the same turns, as collectives need.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 
 Position = tuple[int, int, int]
@@ -21,6 +24,7 @@ class Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[Turn, Position] = {}
+        self._computes: Turn | None = None
 
     def enter(self, position: Position) -> Turn:
         """A place in the order, to be left by its context manager."""
@@ -33,15 +37,35 @@ class Turns:
         with self._changed:
             if position is None:
                 self._waiting.pop(turn, None)
+                self._release(turn)
             else:
                 self._waiting[turn] = position
             self._changed.notify_all()
 
     def wait(self, turn: Turn) -> None:
-        """Wait until no other stage is before this one."""
+        """Wait until no other stage is before this one, and none computes."""
         with self._changed:
-            while self._waiting and min(self._waiting.values()) < self._waiting[turn]:
+            self._release(turn)
+            while self._computes or min(self._waiting.values()) < self._waiting[turn]:
                 self._changed.wait()
+            self._computes = turn
+
+    @contextlib.contextmanager
+    def resting(self, turn: Turn) -> Iterator[None]:
+        """While a stage that has its turn waits, others before it may compute."""
+        with self._changed:
+            had = self._release(turn)
+        yield
+        if had:
+            self.wait(turn)
+
+    def _release(self, turn: Turn) -> bool:
+        """Whether it computed until now."""
+        if self._computes is not turn:
+            return False
+        self._computes = None
+        self._changed.notify_all()
+        return True
 
     def position(self, turn: Turn) -> Position:
         return self._waiting[turn]
@@ -52,6 +76,10 @@ class Aside(contextlib.nullcontext[None]):
 
     def part(self, number: int) -> None:
         """Go on to a part of the batch: nobody is in the way."""
+
+    def resting(self) -> contextlib.AbstractContextManager[None]:
+        """While it waits for an input."""
+        return contextlib.nullcontext()
 
 
 class Turn:
@@ -65,6 +93,10 @@ class Turn:
         iteration, part, place = self._turns.position(self)
         self._turns.place(self, (iteration, max(part, number), place))
         self._turns.wait(self)
+
+    def resting(self) -> contextlib.AbstractContextManager[None]:
+        """While it waits for an input; ends with its turn again."""
+        return self._turns.resting(self)
 
     def __enter__(self) -> Turn:
         self._turns.wait(self)

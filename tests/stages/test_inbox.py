@@ -79,6 +79,66 @@ def test_a_sender_goes_on_when_an_inbox_is_not_there_or_vanishes(tmp_path: Path)
     stays.close()
 
 
+def number(sample: int) -> Record:
+    return Record(Identity(0, sample, 0), {"actions": np.array([sample])})
+
+
+def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path) -> None:
+    """A stage that is started again while its input is still being made need not wait for all."""
+    mine, boards = Board().output("it/0000/rollout").stream("trajectories"), [Board(), Board()]
+    inboxes = [Inbox(tmp_path, name, board) for name, board in zip("ab", boards, strict=True)]
+    streams = [board.output("it/0000/rollout").stream("trajectories") for board in boards]
+    outbox = Outbox(tmp_path)
+    outbox.want(TO, ["a"])
+    writer = outbox.stream(TO, 0, 1, mine.everything)
+    for sample in range(100):
+        mine.put(number(sample))
+        writer.put(number(sample))
+        if sample == 50:
+            outbox.want(TO, ["b"])
+    for stream in streams:
+        assert until(lambda stream=stream: stream.complete(range(100)))
+        assert not stream.complete(range(101))
+    writer.close()
+    late = Board()
+    inboxes.append(Inbox(tmp_path, "c", late))
+    streams.append(late.output("it/0000/rollout").stream("trajectories"))
+    outbox.want(TO, ["c"])
+    for stream in streams:
+        assert until(lambda stream=stream: stream.complete(range(101))), "the end comes too"
+        assert [r.identity.sample for r in stream.take(range(101))] == list(range(100))
+    outbox.close()
+    for inbox in inboxes:
+        inbox.close()
+
+
+def test_a_connection_that_broke_is_told_and_can_be_made_again(tmp_path: Path) -> None:
+    mine, board = Board().output("it/0000/rollout").stream("trajectories"), Board()
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    cut: list[str] = []
+    outbox = Outbox(tmp_path, cut.append)
+    first = Inbox(tmp_path, "a", Board())
+    outbox.want(TO, ["a"])
+    writer = outbox.stream(TO, 0, 1, mine.everything)
+    mine.put(number(0))
+    writer.put(number(0))
+    first.close()
+    sample = 1
+    while not cut and sample < 5000:
+        mine.put(number(sample))
+        writer.put(number(sample))
+        sample += 1
+        time.sleep(0.01)
+    assert cut == ["a"]
+    again = Inbox(tmp_path, "a", board)
+    outbox.want(TO, ["a"])
+    writer.close()
+    assert until(lambda: stream.complete(range(sample)))
+    assert len(stream) == sample, "what went to the other connection is sent again"
+    outbox.close()
+    again.close()
+
+
 def test_an_inbox_that_broke_for_good_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

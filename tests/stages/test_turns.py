@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,16 +72,39 @@ def test_a_stage_never_goes_back_to_an_earlier_part() -> None:
 
 
 def test_a_stage_that_waits_for_an_input_lets_the_one_go_that_makes_it() -> None:
-    """It was ordered late: another attempt, say."""
-    turns, made = Turns(), threading.Event()
+    """It was ordered late: another attempt, say. Until the first one waits, it computes alone."""
+    turns, made, seen = Turns(), threading.Event(), list[str]()
+    first = turns.enter((0, 0, 1))
+    began = threading.Event()
 
     def consume() -> None:
-        with turns.enter((0, 0, 1)):
-            assert made.wait(TIMEOUT_S)
+        with first:
+            began.set()
+            time.sleep(0.2)
+            seen.append("computed")
+            with first.resting():
+                assert made.wait(TIMEOUT_S)
+            seen.append("has its turn again")
 
     waiting = threading.Thread(target=consume)
     waiting.start()
+    assert began.wait(TIMEOUT_S)
     with turns.enter((0, 0, 0)):
         made.set()
+        time.sleep(0.2)
+        seen.append("made")
     waiting.join(TIMEOUT_S)
     assert not waiting.is_alive()
+    assert seen == ["computed", "made", "has its turn again"]
+
+
+def test_a_wait_that_fails_or_comes_after_the_last_turn_needs_none() -> None:
+    turns = Turns()
+    with pytest.raises(ArithmeticError), turns.enter((0, 0, 1)) as turn:
+        before = turns.enter((0, 0, 0))
+        with turn.resting():
+            raise ArithmeticError
+    with turn.resting():
+        pass
+    with before:
+        pass

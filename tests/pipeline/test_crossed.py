@@ -1,0 +1,101 @@
+"""Pools that wait for each other's records go on whatever is read from disk and whoever dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from stages.layout import POOLS, STATUS
+from tests.conftest import TINY
+from tests.pipeline.helpers import start_driver
+from tests.pipeline.test_pools import MOVING, assert_like, samples
+
+Compose = Callable[..., dict[str, Any]]
+PLAN = {
+    "grain": "segment",
+    "chunks": 4,
+    "pools": [
+        {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
+        {"stages": ["inference"], "gpus": {"local": 1}},
+    ],
+}
+"""Training waits for records of the second pool, which are made from those of the first."""
+
+
+def words(root: Path, *more: str) -> list[str]:
+    small = [word.removeprefix("++") for word in (*TINY, *MOVING)]
+    return ["experiment=arithmetic_grpo", f"run.root={root}", "log.trackers=[]", *small, *more]
+
+
+def start(root: Path, **more: Any) -> subprocess.Popen[bytes]:
+    (root / "plan.yaml").write_text(yaml.safe_dump({**PLAN, **more}))
+    return start_driver(words(root, "cluster=local", f"plan={root}/plan.yaml"), root / "log")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run with each stage whole, one after the other."""
+    root = tmp_path_factory.mktemp("reference")
+    driver = start_driver(words(root), root / "log")
+    assert driver.wait(timeout=120) == 0, (root / "log").read_text()
+    return root / "tiny"
+
+
+def doing(run: Path, node: str) -> str | None:
+    """What a worker says of a node; None while none has got it."""
+    try:
+        rows = json.loads((run / POOLS / STATUS).read_text())["workers"]
+    except (OSError, ValueError):
+        return None
+    return next((now["doing"] for r in rows for now in r["doing"] if now["node"] == node), None)
+
+
+def worker(run: Path, pool: str) -> psutil.Process:
+    """The process of a pool's first lease."""
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if str(run) in line and pool in line:
+            return process
+    raise AssertionError(f"{pool} does not run")
+
+
+def until(there: Callable[[], Any], driver: subprocess.Popen[bytes], log: Path) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := there()):
+        assert driver.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found
+
+
+def test_an_input_read_from_disk_holds_up_nothing_it_is_made_from(
+    reference: Path, tmp_path: Path
+) -> None:
+    """Training has its turn after the rollout, though its first part would be before the last."""
+    driver = start(tmp_path, transports={"inference -> train": "file"})
+    assert driver.wait(timeout=120) == 0, (tmp_path / "log").read_text()
+    assert_like(tmp_path / "tiny", reference)
+
+
+def test_a_stage_started_again_gets_the_parts_that_were_made_before(
+    reference: Path, tmp_path: Path
+) -> None:
+    """Rollout waits for its turn behind training, and training for the worker that died."""
+    run, log = tmp_path / "tiny", tmp_path / "log"
+    driver = start(tmp_path)
+    until(lambda: doing(run, "inference/0"), driver, log)
+    inference = worker(run, "pool-1-0")
+    inference.suspend()
+    until(lambda: doing(run, "train/0") == "waits for logprobs", driver, log)
+    inference.kill()
+    assert driver.wait(timeout=120) == 0, log.read_text()
+    assert_like(run, reference)
+    assert samples(run, 0) == list(range(16)), "none lost, none twice"
