@@ -6,6 +6,7 @@ get claims on its starts and send what comes of them there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -108,7 +109,7 @@ class Generators:
             return False
         claim = rollout.claims.finished(worker, number)
         if claim is not None:
-            self._note(node, worker, claim, content["spans"])
+            self._note(node, worker, claim, content)
         return True
 
     def orders(self, workers: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -163,14 +164,38 @@ class Generators:
             rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
         return rollout.there
 
-    def _note(self, node: Node, worker: str, claim: Claim, spans: Sequence[Any]) -> None:
-        """Keep who did what and when."""
+    def _note(self, node: Node, worker: str, claim: Claim, said: dict[str, Any]) -> None:
+        """Keep who did what, when and where."""
+        spans = said["spans"]
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
         self._pace.seen(worker, len(claim.starts), seconds)
         self._made[node][worker] += 1
         while len(self._made) > REMEMBERED:
             del self._made[next(iter(self._made))]
-        row = {"node": node.name, "worker": worker, "starts": claim.starts, "spans": spans}
+        about = {"node": node.name, "worker": worker, "host": said["host"]}
+        row = {**about, "starts": claim.starts, "spans": spans}
         with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
+
+
+def claimed(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """When generators were at work, by iteration, as spans of the rollout: whole claims and parts.
+
+    A line that is being written is left out.
+    """
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    try:
+        lines = (run / POOLS / CLAIMS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError):
+            row = json.loads(line)
+            times = [time for _, *pair in row["spans"] for time in pair]
+            who = {"worker": row["worker"], "rank": 0, "host": row["host"]}
+            spans = [*row["spans"], ["rollout", min(times), max(times)]]
+            found[int(row["node"].partition("/")[2])] += [
+                {**who, "name": name, "start": start, "end": end} for name, start, end in spans
+            ]
+    return found

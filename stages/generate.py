@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from rlinf.config import RunConfig
@@ -78,7 +79,8 @@ class Generator:
             log.warning("%s, claim %s: %s", order["node"], claim, reason)
         if claim in self._waiting:
             self._waiting.discard(claim)
-            self._report({"claim": claim, "code": code, "reason": reason[-8000:], "spans": spans})
+            said = {"code": code, "reason": reason[-8000:], "spans": spans, "host": gethostname()}
+            self._report({"claim": claim, **said})
 
     def _send(self, ctx: Context, order: Mapping[str, Any]) -> None:
         """

@@ -9,7 +9,7 @@ import numpy as np
 from rlinf.data.record import Record
 from rlinf.envs.base import Episodes
 from stages.collect import collect
-from stages.context import Context
+from stages.context import WAIT, Context
 from stages.parts import WEIGHTS, held_engine, held_environment, newer_weights
 
 
@@ -30,10 +30,9 @@ def gather(ctx: Context) -> None:
 
     What came twice was dropped on arrival, so all who read the channel see the same ones.
     """
-    with ctx.span("wait"):
-        _ = ctx.inputs["weights"].manifest
+    _ = ctx.inputs["weights"].manifest
     total = ctx.config.rollout.batch * ctx.config.rollout.group_size
-    with ctx.span("generate"):
+    with ctx.span(WAIT):
         hand_on(ctx, ctx.arriving("trajectories", total), total)
 
 

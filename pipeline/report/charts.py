@@ -108,8 +108,8 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
     lanes = in_order(span.lane for span in spans)
     origin = min(span.start for span in spans)
     last = max((s.iteration for s in spans if s.stage in PER_ITERATION), default=0)
-    recent = [s for s in spans if s.stage in PER_ITERATION and s.iteration > last - newest]
-    since = min((s.start for s in recent), default=origin)
+    # Not their first stage: in pools stages are ordered ahead, and samples made.
+    since, _ = windows(data.spans).get(last - newest + 1, (origin, origin))
     until = max(s.end for s in spans)
     height = max(1.2, 0.32 * len(lanes) + 0.9)
     figure, axes = plt.subplots(2, 1, figsize=(10, 2 * height + 0.4), squeeze=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.generators import claimed
 from pipeline.metrics import collect, iterations, manifest_of
 from pipeline.report.idle import Piece, Span, pieces
 from pipeline.run import Run
@@ -72,16 +73,17 @@ def read(folder: Path) -> ReportData:
     instances += [(stage, i) for i in iterations(run.folder) for stage in PER_ITERATION]
     versions = sorted(int(p.name) for p in (run.folder / "evaluate").glob("[0-9]*"))
     instances += [("evaluate", version) for version in versions]
+    generated = claimed(run.folder)
     for stage, iteration in instances:
         manifest = manifest_of(run.folder, stage, iteration)
         if manifest is None:
             continue
         if stage == "evaluate":
             data.scores.append((iteration, manifest.metrics["score"]))
-        spans = [
-            Span(stage, s["name"], iteration, _lane(s), s["start"], s["end"])
-            for s in manifest.timing["spans"]
-        ]
+        known = manifest.timing["spans"]
+        if stage == "rollout":
+            known = known + generated[iteration]
+        spans = [Span(stage, s["name"], iteration, _lane(s), s["start"], s["end"]) for s in known]
         data.spans += spans
         data.stages.append(
             {
@@ -99,10 +101,11 @@ def read(folder: Path) -> ReportData:
 
 def _lane(span: dict[str, Any]) -> str:
     """Workers of a pool keep theirs from one lease to the next."""
-    pool = re.fullmatch(r"pool-(\d+)-\d+-r\d+", span.get("worker", ""))
+    pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r\d+", span.get("worker", ""))
     if pool is None:
         return f"{span['host']} · rank {span['rank']}"
-    return f"pool {pool[1]} · rank {span['rank']} · {span['host']}"
+    who = f"rank {span['rank']}" if pool[2] is None else f"worker {pool[2]}"
+    return f"pool {pool[1]} · {who} · {span['host']}"
 
 
 def _seconds(manifest: Manifest, spans: list[Span]) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.generators import CLAIMS
+from pipeline.report.data import read
 from pipeline.run import Run
 from pipeline.scaling import scale
 from rlinf.artifacts import read_manifest
@@ -109,6 +110,13 @@ def test_generators_make_the_run_of_one_process(
             for s in r["starts"]
         ]
         assert sorted(done) == list(range(BATCH)), "nothing is generated twice without need"
+    shown = read(tmp_path / "tiny")
+    for worker in range(workers):
+        mine = [p for p in shown.pieces if p.lane.startswith(f"pool 0 · worker {worker} · ")]
+        assert {"rollout"} == {p.stage for p in mine if p.computes} - {"evaluate"}
+    gathers = [p for p in shown.pieces if p.lane.startswith("pool 1") and p.stage == "rollout"]
+    assert gathers, "the rollout is seen where it is ordered"
+    assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
 
 
 def test_a_generator_killed_in_the_middle_costs_nothing_but_its_claims(
