@@ -51,10 +51,12 @@ class StageNow:
 
 @dataclass
 class WorkerStatus:
-    """One rank of a pool."""
+    """One rank of a pool, or one worker of an elastic one."""
 
     pool: int
     name: str
+    slot: int | None
+    """Which of an elastic pool."""
     rank: int
     job: str
     host: str
@@ -106,18 +108,18 @@ def write_pools(run: Path, pools: Sequence[PoolState], seen: Mapping[str, Seen])
         for member in pool.members
         for rank, worker in enumerate(member.workers(member.size))
     ]
-    about = [
-        {
-            "pool": pool.number,
-            "stages": list(pool.stages),
-            "waiting": [node.name for node in pool.waiting],
-            "failures": pool.failures,
-            "reason": pool.reason,
-        }
-        for pool in pools
-    ]
+    about: dict[int, dict[str, Any]] = {}
+    for pool in pools:
+        one = about.setdefault(
+            pool.number, {"pool": pool.number, "stages": [], "waiting": [], "failures": 0}
+        )
+        # Each worker of an elastic pool is a pool for itself; the first knows its stages.
+        one["stages"] += pool.stages
+        one["waiting"] += [node.name for node in pool.waiting]
+        if pool.failures >= one["failures"]:
+            one |= {"failures": pool.failures, "reason": pool.reason}
     (run / POOLS).mkdir(exist_ok=True)
-    content = {"time": time.time(), "pools": about, "workers": rows}
+    content = {"time": time.time(), "pools": list(about.values()), "workers": rows}
     write_atomic(run / POOLS / STATUS, json.dumps(content))
 
 
@@ -128,6 +130,7 @@ def _row(
     return {
         "pool": pool.number,
         "worker": worker,
+        "slot": pool.slot,
         "rank": rank,
         "job": member.job,
         "host": member.joined.get(rank, {}).get("host", ""),
@@ -201,7 +204,8 @@ def pool_table(status: PoolsStatus) -> Table:
 
 def _who(worker: WorkerStatus) -> str:
     where = f" on {worker.host}" if worker.host else ""
-    return f"rank {worker.rank}{where}, job {worker.job}"
+    which = f"rank {worker.rank}" if worker.slot is None else f"worker {worker.slot}"
+    return f"{which}{where}, job {worker.job}"
 
 
 def _now(worker: WorkerStatus) -> Text:
@@ -266,6 +270,7 @@ def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
     return WorkerStatus(
         pool=int(row["pool"]),
         name=str(row["worker"]),
+        slot=row["slot"],
         rank=int(row["rank"]),
         job=str(row["job"]),
         host=str(row["host"]),

@@ -581,6 +581,8 @@ class PoolExecutor:
             for member in pool.members:
                 seen = workers.get(member.workers(1)[0])
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
-                    if row["total"] and row["took_s"] is None:
+                    # Of a claim on a part of the batch the whole tells: who gathers it.
+                    part = pool.slot is not None and row["stage"] == "rollout"
+                    if row["total"] and row["took_s"] is None and not part:
                         self.progress(*(row[key] for key in PROGRESS))
         write_pools(self.run.folder, self._pools, workers)

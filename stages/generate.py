@@ -17,6 +17,7 @@ from typing import Any
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, InputFailed, RequeueRequested, RlinfError
 from rlinf.trainers.world import World
+from stages.activity import Activity
 from stages.context import Context, Input
 from stages.inbox import Outbox
 from stages.rollout import collected
@@ -34,11 +35,12 @@ class Generator:
         config: RunConfig,
         outbox: Outbox,
         resident: dict[str, Any],
+        activity: Activity,
         report: Callable[[dict[str, Any]], None],
         stopping: Callable[[], bool],
     ) -> None:
         self._run, self._config, self._outbox, self._resident = run, config, outbox, resident
-        self._report, self._stopping = report, stopping
+        self._activity, self._report, self._stopping = activity, report, stopping
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
         """Claims that are to be done; one that is dropped is not."""
@@ -65,6 +67,9 @@ class Generator:
         if claim not in self._waiting:
             return
         ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
+        node = str(order["node"])
+        self._activity.ordered(node, ctx.stage)
+        self._activity.begins(node, lambda: ctx.doing)
         try:
             with withdrawing(ctx.world):
                 self._send(ctx, order)
@@ -75,8 +80,9 @@ class Generator:
             code, reason = error.exit_code, str(error)
         except BaseException as error:
             code, reason = 1, "".join(traceback.format_exception(error))
+        self._activity.ended(node)
         if code:
-            log.warning("%s, claim %s: %s", order["node"], claim, reason)
+            log.warning("%s, claim %s: %s", node, claim, reason)
         if claim in self._waiting:
             self._waiting.discard(claim)
             said = {"code": code, "reason": reason[-8000:], "spans": spans, "host": gethostname()}

@@ -100,7 +100,13 @@ class Worker:
         self._outbox = Outbox(run / CHANNELS, self._cut)
         self._publisher = Publisher(self._outbox)
         self._generator = Generator(
-            run, config, self._outbox, self._resident, self._tell_of_claim, self._stopping
+            run,
+            config,
+            self._outbox,
+            self._resident,
+            self._activity,
+            self._tell_of_claim,
+            self._stopping,
         )
         left = stop_in()
         about = {

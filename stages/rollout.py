@@ -9,7 +9,7 @@ import numpy as np
 from rlinf.data.record import Record
 from rlinf.envs.base import Episodes
 from stages.collect import collect
-from stages.context import WAIT, Context
+from stages.context import Context
 from stages.parts import WEIGHTS, held_engine, held_environment, newer_weights
 
 
@@ -32,7 +32,7 @@ def gather(ctx: Context) -> None:
     """
     _ = ctx.inputs["weights"].manifest
     total = ctx.config.rollout.batch * ctx.config.rollout.group_size
-    with ctx.span(WAIT):
+    with ctx.waiting("samples"):
         hand_on(ctx, ctx.arriving("trajectories", total), total)
 
 

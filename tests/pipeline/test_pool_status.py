@@ -11,7 +11,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.experiment import prepare
-from pipeline.pool_status import PoolsStatus, pool_table, read_pools
+from pipeline.leases import Member, PoolState
+from pipeline.plan import StagePlan
+from pipeline.pool_status import PoolsStatus, pool_table, read_pools, write_pools
 from pipeline.status import page, read_status
 
 NOW = 1_000_000.0
@@ -32,6 +34,7 @@ def worker(rank: int = 0, *stages: dict[str, Any], **values: Any) -> dict[str, A
     return {
         "pool": 0,
         "worker": f"pool-0-1-r{rank}",
+        "slot": None,
         "rank": rank,
         "job": "17",
         "host": "n1",
@@ -99,6 +102,25 @@ def test_a_pool_without_a_job_says_why(tmp_path: Path) -> None:
     write(tmp_path, waiting=["rollout/4"], failures=2, reason="job 17 FAILED: NonZeroExit\nmore")
     shown = text(look(tmp_path))
     assert "failed 2 times: job 17 FAILED: NonZeroExit); rollout/4 waiting" in shown
+
+
+def test_workers_of_an_elastic_pool_stand_under_its_stages(tmp_path: Path) -> None:
+    needs = StagePlan()
+    pools = [
+        PoolState(0, ("rollout", "evaluate"), needs, 0, [Member("pool-0w0-0", "17", 1)]),
+        PoolState(1, ("train",), needs, None, [Member("pool-1-0", "18", 1)]),
+        PoolState(0, (), needs, 1, [Member("pool-0w1-0", "19", 1)], failures=1, reason="lost"),
+    ]
+    write_pools(tmp_path, pools, {})
+    status = read_pools(tmp_path)
+    assert status is not None
+    assert [(p.number, p.stages, p.failures, p.reason) for p in status.pools] == [
+        (0, ["rollout", "evaluate"], 1, "lost"),
+        (1, ["train"], 0, ""),
+    ]
+    shown = text(status)
+    assert shown.index("pool 0: rollout, evaluate") < shown.index("worker 0, job 17")
+    assert shown.index("worker 1, job 19") < shown.index("pool 1: train")
 
 
 @pytest.mark.parametrize(
