@@ -139,10 +139,14 @@ class Outbox:
         """Forget a worker that does not answer."""
         with self._lock:
             channel = self._open.pop(name, None)
-        self._cut(name)
+        # Beside the stage, which need not wait until the connection has ended.
+        threading.Thread(target=self._leave, args=(name, channel), daemon=True).start()
+
+    def _leave(self, name: str, channel: Channel | None) -> None:
         if channel is not None:
-            # Beside the stage, which need not wait until the connection has ended.
-            threading.Thread(target=_leave, args=(channel,), daemon=True).start()
+            _leave(channel)
+        time.sleep(AGAIN_S)
+        self._cut(name)
 
     def close(self) -> None:
         with self._lock:
@@ -197,6 +201,7 @@ class Sender:
                 channel = self._outbox.open(name)
                 if channel is None:
                     self._whole = False
+                    self._outbox.drop(name)
                     continue
                 self._channels[name] = channel
                 before = [self._addressed(record) for record in self._made()]

@@ -45,7 +45,8 @@ from rlinf.channels.curve import (
     Door,
     client_socket,
     host_socket,
-    outward_address,
+    listen,
+    reachable,
     routing_id,
     stopped_s,
     write_pointer,
@@ -142,8 +143,8 @@ class Controller:
     Args:
         folder: the run's folder for channels; made with mode 0700, holds the keys and
             ``control.json``. A new controller takes the workers of the last one over.
-        interface: IP address to listen on; by default the one that leads out of this node. The
-            kernel chooses the port.
+        interface: IP address to listen on; by default all of this node. The kernel chooses the
+            port.
         timeout_s: how long a worker may be silent before it counts as lost.
     """
 
@@ -174,9 +175,8 @@ class Controller:
         self._socket = host_socket(self._context, keys, timeout_s=timeout_s, max_bytes=CUT_BYTES)
         self._pointer = folder / POINTER
         try:
-            self._socket.bind(f"tcp://{interface or outward_address()}:*")
-            address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            write_pointer(self._pointer, {"address": address, "token": self._token})
+            addresses = listen(self._socket, interface)
+            write_pointer(self._pointer, {"addresses": addresses, "token": self._token})
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -603,12 +603,18 @@ class Link:
         pointer = _read_pointer(self._pointer)
         if pointer is None or pointer.token == self._token:
             return
+        try:
+            address = reachable(pointer.addresses)
+        except (ValueError, OSError):
+            return
+        if address is None:
+            return
         fresh = client_socket(
             self._context, self._keys, self._id, timeout_s=LINK_TIMEOUT_S, max_bytes=CUT_BYTES
         )
         fresh.immediate = True  # nothing piles up for a controller that is gone
         try:
-            fresh.connect(pointer.address)
+            fresh.connect(address)
         except zmq.ZMQError:
             fresh.close(linger=0)
             return
@@ -689,7 +695,7 @@ class Link:
 
 
 class _Pointer(NamedTuple):
-    address: str
+    addresses: list[str]
     token: str
 
 
@@ -700,10 +706,12 @@ def _read_pointer(path: Path) -> _Pointer | None:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        pointer = _Pointer(values["address"], values["token"])
+        pointer = _Pointer(values["addresses"], values["token"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return pointer if all(type(value) is str for value in pointer) else None
+    addresses = pointer.addresses
+    whole = type(addresses) is list and all(type(a) is str for a in [*addresses, pointer.token])
+    return pointer if whole and addresses else None
 
 
 def _pack(what: str, content: Mapping[str, Any], limit: int) -> bytes:

@@ -6,13 +6,18 @@ pointer file in the run's folder says where the host listens.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import secrets
+import selectors
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import zmq
 from zmq.utils import z85
 
@@ -20,6 +25,8 @@ from rlinf.artifacts import write_atomic
 from rlinf.channels.keys import Keys
 
 HEARTBEAT_S = 0.5
+ANSWER_S = 1.0
+"""How long a host has to answer at one of its addresses."""
 ZAP_DOMAIN = b"rlinf"
 LINGER_MS = 1000
 
@@ -88,14 +95,82 @@ def routing_id() -> bytes:
     return b"c" + secrets.token_bytes(15)
 
 
-def outward_address() -> str:
-    """The address of the interface that leads out of this node; nothing is sent to learn it."""
+def listen(host: zmq.Socket[bytes], interface: str | None) -> list[str]:
+    """Bind at a port that the kernel chooses; returns the addresses by which others may try.
+
+    Args:
+        interface: IP address of the one interface to listen on; None: on all. A login node often
+            has one to the world and another to the compute nodes, which may have none to the world.
+    """
+    host.bind(f"tcp://{interface or '0.0.0.0'}:*")
+    port = host.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return [f"tcp://{ip}:{port}" for ip in ([interface] if interface else own_addresses())]
+
+
+def own_addresses() -> list[str]:
+    """IPv4 addresses of this node's interfaces: the one that leads out first, loopback last."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = {
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family == socket.AF_INET
+    }
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+            outward = str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
+            outward = ""
+    order = sorted(found, key=lambda ip: (ip.startswith("127."), ip != outward, ip))
+    return order or ["127.0.0.1"]
+
+
+def reachable(addresses: Sequence[str], timeout_s: float = ANSWER_S) -> str | None:
+    """The first of a host's addresses where it answers; None: at none of them now.
+
+    Addresses that this node has too come last: on another node they are another machine's, such as
+    that of a bridge for containers.
+    """
+    if len(addresses) == 1:
+        return addresses[0]
+    own = set(own_addresses())
+    ends = [(address, *address.removeprefix("tcp://").rsplit(":", 1)) for address in addresses]
+    ends.sort(key=lambda end: end[1] in own)
+    waiting = selectors.DefaultSelector()
+    answers: dict[str, bool] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(waiting)
+        for address, ip, port in ends:
+            probe = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.setblocking(False)
+            if probe.connect_ex((ip, int(port))) in (0, errno.EINPROGRESS):
+                waiting.register(probe, selectors.EVENT_READ, address)
+            else:
+                answers[address] = False  # no network of this node leads there
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # The first that did not refuse; it may still answer.
+            best = next((address for address, *_ in ends if answers.get(address, True)), None)
+            if best is None or best in answers:
+                return best
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return next((address for address, *_ in ends if answers.get(address)), None)
+            for key, _ in waiting.select(left):
+                answers[key.data] = _greets(cast(socket.socket, key.fileobj))
+                waiting.unregister(key.fileobj)
+
+
+def _greets(probe: socket.socket) -> bool:
+    """Whether a ZeroMQ socket is at the other end, which speaks first; a firewall may only accept.
+
+    A greeting begins with %xFF (https://rfc.zeromq.org/spec/37/).
+    """
+    try:
+        return probe.recv(1) == b"\xff"
+    except OSError:
+        return False
 
 
 def write_pointer(pointer: Path, values: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from rlinf.channels.curve import HEARTBEAT_S, Door, host_socket, stopped_s
+from rlinf.channels.curve import HEARTBEAT_S, Door, host_socket, listen, stopped_s
 from rlinf.channels.keys import Keys
 from rlinf.channels.queue import Batch, Entry, KeyedQueue, Seen
 from rlinf.channels.wire import join, split
@@ -78,8 +78,9 @@ class Hub:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         keys: Keys,
-        endpoints: list[str],
+        inside: str,
         *,
+        interface: str | None,
         capacity: int,
         unique: bool,
         fail_on_death: bool,
@@ -104,10 +105,8 @@ class Hub:
         # What is under way is bounded by the clients' windows and requests; a limit here would
         # drop messages without a word.
         self._socket.set_hwm(0)
-        self.endpoints = []
-        for endpoint in endpoints:
-            self._socket.bind(endpoint)
-            self.endpoints.append(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._socket.bind(inside)
+        self.addresses = listen(self._socket, interface)
         self._handlers: dict[str, Callable[..., None]] = {
             "put": self._put,
             "get": self._get,

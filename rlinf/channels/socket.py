@@ -28,7 +28,7 @@ from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed, ChannelFail
 from rlinf.channels.curve import (
     HEARTBEAT_S,
     client_socket,
-    outward_address,
+    reachable,
     routing_id,
     write_pointer,
 )
@@ -99,8 +99,8 @@ class SocketChannel(Channel):
             unique: drop a record whose (iteration, sample) was already accepted.
             fail_on_death: fail for everybody when a participant falls silent, instead of waiting
                 for another to do its work.
-            interface: IP address to listen on; by default the one that leads out of this node. The
-                kernel chooses the port.
+            interface: IP address to listen on; by default all of this node. The kernel chooses the
+                port.
             timeout_s: how long a participant may be silent before it counts as dead.
             max_bytes: the largest message; longer ones end the connection they come by.
         """
@@ -110,7 +110,8 @@ class SocketChannel(Channel):
         hub = Hub(
             context,
             keys,
-            [inside, f"tcp://{interface or outward_address()}:*"],
+            inside,
+            interface=interface,
             capacity=capacity,
             unique=unique,
             fail_on_death=fail_on_death,
@@ -118,9 +119,9 @@ class SocketChannel(Channel):
             max_bytes=max_bytes,
         )
         pointer = folder / f"{name}.socket.json"
-        values = {"address": hub.endpoints[1], "timeout_s": timeout_s, "max_bytes": max_bytes}
+        values = {"addresses": hub.addresses, "timeout_s": timeout_s, "max_bytes": max_bytes}
         write_pointer(pointer, values)
-        channel = cls(context, {**values, "address": inside}, keys, pointer)
+        channel = cls(context, inside, values, keys, pointer)
         channel.hub = hub
         return channel
 
@@ -130,6 +131,7 @@ class SocketChannel(Channel):
 
         Raises:
             InputError: there is no such channel (yet), or its files are not this user's alone.
+            ChannelFailed: its host does not answer.
         """
         pointer = folder / f"{name}.socket.json"
         try:
@@ -138,11 +140,15 @@ class SocketChannel(Channel):
             raise InputError(
                 f"{pointer}: no such channel; its host has not started or has ended"
             ) from None
-        return cls(zmq.Context(), values, run_keys(folder), pointer)
+        keys, address = run_keys(folder), reachable(values["addresses"])
+        if address is None:
+            raise ChannelFailed(f"{pointer.name}: no answer at {', '.join(values['addresses'])}")
+        return cls(zmq.Context(), address, values, keys, pointer)
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
         values: dict[str, Any],
         keys: Keys,
         pointer: Path,
@@ -150,7 +156,7 @@ class SocketChannel(Channel):
         self.malformed = 0
         self.hub: Hub | None = None
         self._pointer = pointer
-        self._address, self._timeout_s = values["address"], values["timeout_s"]
+        self._address, self._timeout_s = address, values["timeout_s"]
         self._max_bytes = values["max_bytes"]
         self._context = context
         self._socket = client_socket(

@@ -26,7 +26,7 @@ from tests.pipeline.helpers import start_driver
 
 STAGES = ("-m stages", "submitit.core._submit")
 """What the processes of stages and workers are called, on this machine and in a job."""
-PAUSE_S = (1.0, 5.0)
+PAUSE_S = (1.0, 8.0)
 CLOCK_S = (5.0, 60.0)
 PATIENCE_S = 240.0
 """How long a run may take to end once nothing strikes it any more."""

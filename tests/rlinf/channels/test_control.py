@@ -123,7 +123,7 @@ def member(folder: Path) -> zmq.Socket[bytes]:
         zmq.Context.instance(), run_keys(folder), routing_id(), timeout_s=5, max_bytes=1 << 20
     )
     socket.linger = 0
-    socket.connect(pointer(folder)["address"])
+    socket.connect(pointer(folder)["addresses"][0])
     return socket
 
 
@@ -160,10 +160,10 @@ def test_orders_answer_orders_while_both_are_idle(tmp_path: Path, controller: Co
 
 def test_cut_connections_lose_and_repeat_nothing(tmp_path: Path, controller: Controller) -> None:
     values = pointer(tmp_path)
-    host, port = values["address"].removeprefix("tcp://").split(":")
+    host, port = values["addresses"][0].removeprefix("tcp://").split(":")
     proxy = Proxy((host, int(port)), cut_after=200_000)
     address = f"tcp://127.0.0.1:{proxy.port}"
-    write_pointer(tmp_path / POINTER, {**values, "address": address})
+    write_pointer(tmp_path / POINTER, {**values, "addresses": [address]})
     link = Link(tmp_path, "w", {})
     for i in range(600):
         controller.send("w", {"i": i, "fill": "x" * 1000})
@@ -257,7 +257,7 @@ def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) 
     stale.curve_secretkey = keys.host_secret.encode()
     stale.bind("tcp://127.0.0.1:*")
     address = stale.getsockopt_string(zmq.LAST_ENDPOINT)
-    write_pointer(tmp_path / POINTER, {"address": address, "token": "present"})
+    write_pointer(tmp_path / POINTER, {"addresses": [address], "token": "present"})
     link = Link(tmp_path, "w", {})
     assert stale.poll(int(WAIT_S * 1000))
     name, hello = stale.recv_multipart()
@@ -434,7 +434,7 @@ def test_strangers_get_nothing_and_stop_nothing(tmp_path: Path, controller: Cont
     values = pointer(tmp_path)
     empty = msgpack.packb({})
     for outsider in outsiders:
-        outsider.connect(values["address"])
+        outsider.connect(values["addresses"][0])
         hello = msgpack.packb(("hello", values["token"], "w", empty, empty))
         with contextlib.suppress(zmq.Again):
             outsider.send(hello, zmq.NOBLOCK)
@@ -554,9 +554,11 @@ def test_the_largest_messages_arrive(tmp_path: Path, controller: Controller) -> 
         '{"addr',
         "[]",
         "null",
-        '{"address": 5, "token": "x"}',
-        '{"address": "nonsense", "token": "x"}',
-        '{"address": "tcp://127.0.0.1:9", "token": "dead"}',
+        '{"addresses": 5, "token": "x"}',
+        '{"addresses": [], "token": "x"}',
+        '{"addresses": ["nonsense"], "token": "x"}',
+        '{"addresses": ["nonsense", "tcp://more:x"], "token": "x"}',
+        '{"addresses": ["tcp://127.0.0.1:9"], "token": "dead"}',
     ],
 )
 def test_a_worker_waits_for_a_pointer_that_leads_to_a_driver(tmp_path: Path, text: str) -> None:

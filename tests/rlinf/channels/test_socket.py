@@ -68,7 +68,7 @@ def samples(channel: SocketChannel, count: int, key: str = "") -> list[int]:
 
 
 def address(folder: Path) -> str:
-    return str(json.loads((folder / "c.socket.json").read_text())["address"])
+    return str(json.loads((folder / "c.socket.json").read_text())["addresses"][0])
 
 
 def stranger(folder: Path, **options: bytes) -> zmq.Socket[bytes]:
@@ -353,7 +353,7 @@ def test_cut_connections_lose_and_repeat_nothing(tmp_path: Path) -> None:
     proxy = Proxy((ip, int(port)), cut_after=300_000)
     pointer = tmp_path / "c.socket.json"
     values = json.loads(pointer.read_text())
-    pointer.write_text(json.dumps({**values, "address": f"tcp://127.0.0.1:{proxy.port}"}))
+    pointer.write_text(json.dumps({**values, "addresses": [f"tcp://127.0.0.1:{proxy.port}"]}))
     source, sink = SocketChannel.open(tmp_path, "c"), SocketChannel.open(tmp_path, "c")
 
     def produce() -> None:

@@ -1,0 +1,131 @@
+"""Hosts are found on whichever network the other end has: nodes have several, or hardly any."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from rlinf.channels.control import Controller, Joined
+from rlinf.channels.curve import own_addresses, reachable
+from rlinf.channels.socket import SocketChannel
+from rlinf.data.record import Identity, Record
+
+NODE = """
+import sys
+from pathlib import Path
+from rlinf.channels.control import Link
+from rlinf.channels.socket import SocketChannel
+folder = Path(sys.argv[1])
+mine = SocketChannel.create(folder, "node")
+link = Link(folder, "w", {})
+(record,) = list(SocketChannel.open(folder, "outside"))
+mine.put(record)
+while not link.orders(0.2):
+    pass
+mine.close()
+link.close()
+mine.leave()
+"""
+
+
+@contextmanager
+def listening(ip: str = "127.0.0.1") -> Iterator[str]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as host:
+        host.bind(f"tcp://{ip}:*")
+        yield host.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """Takes connections, as some firewalls do for everybody, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed() -> str:
+    with listening() as address:
+        return address
+
+
+def test_the_first_address_that_answers_is_taken() -> None:
+    with listening() as one, listening() as other, silent() as firewall:
+        assert reachable([one, other], 5) == one
+        assert reachable([closed(), other], 5) == other
+        assert reachable([firewall, one], 0.3) == one
+
+
+def test_nobody_there_is_told_and_a_single_address_is_not_tried() -> None:
+    assert reachable([closed(), closed()], 5) is None
+    with silent() as firewall:
+        assert reachable([firewall, closed()], 0.3) is None
+    assert reachable([gone := closed()]) == gone
+
+
+def test_addresses_of_this_node_come_last() -> None:
+    """127.0.0.1 of another node is not this one's."""
+    assert own_addresses()[-1] == "127.0.0.1"
+    with listening() as mine, listening("127.0.0.2") as other:
+        assert reachable([mine, other], 5) == other
+
+
+def test_a_node_without_a_way_out_serves_and_is_served(tmp_path: Path) -> None:
+    with namespace() as name, closing(Controller(tmp_path)) as controller:
+        outside = SocketChannel.create(tmp_path, "outside")
+        outside.put(Record(Identity(0, 1, 2), {"actions": np.arange(3)}))
+        outside.close()
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", NODE, str(tmp_path)]
+        with subprocess.Popen(command) as node:
+            events = []
+            while not events and node.poll() is None:
+                events = controller.events(1)
+            assert isinstance(events[0], Joined)
+            channel = open_soon(tmp_path, "node")
+            assert channel.get().identity == Identity(0, 1, 2)
+            controller.send("w", {"do": "leave"})
+            assert node.wait(30) == 0
+        channel.leave()
+        outside.leave()
+
+
+def open_soon(folder: Path, name: str) -> SocketChannel:
+    while not (folder / f"{name}.socket.json").exists():
+        time.sleep(0.05)
+    return SocketChannel.open(folder, name)
+
+
+@contextmanager
+def namespace() -> Iterator[str]:
+    """A network with this machine and nothing else in it, as compute nodes have."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    name = f"rlt{os.getpid()}"
+    pair = [f"{name}a", f"{name}b"]
+    steps = [
+        f"ip netns add {name}",
+        f"ip link add {pair[0]} type veth peer name {pair[1]} netns {name}",
+        f"ip addr add 10.213.7.1/24 dev {pair[0]}",
+        f"ip link set {pair[0]} up",
+        f"ip -n {name} addr add 10.213.7.2/24 dev {pair[1]}",
+        f"ip -n {name} link set {pair[1]} up",
+        f"ip -n {name} link set lo up",
+    ]
+    try:
+        for step in steps:
+            done = subprocess.run(step.split(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"{step}: {done.stderr.strip()}")
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", pair[0]], capture_output=True, check=False)
