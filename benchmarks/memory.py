@@ -68,7 +68,8 @@ def measure() -> list[Row]:
 def through(kind: type[SharedMemoryChannel] | type[SocketChannel]) -> list[float]:
     """MiB by which consumer and producer grow over as many records."""
     with tempfile.TemporaryDirectory() as folder:
-        channel = kind.create(Path(folder), "c")
+        # Bounded: what waits for a slow consumer is no growth.
+        channel = kind.create(Path(folder), "c", capacity=100)
         with other_process(_produce, folder, kind) as pipe:
             marks, number = [], 0
             for count in (WARM, OPERATIONS):

@@ -140,9 +140,9 @@ class Outbox:
         with self._lock:
             channel = self._open.pop(name, None)
         # Beside the stage, which need not wait until the connection has ended.
-        threading.Thread(target=self._leave, args=(name, channel), daemon=True).start()
+        threading.Thread(target=self._parted, args=(name, channel), daemon=True).start()
 
-    def _leave(self, name: str, channel: Channel | None) -> None:
+    def _parted(self, name: str, channel: Channel | None) -> None:
         if channel is not None:
             _leave(channel)
         time.sleep(AGAIN_S)
@@ -195,10 +195,10 @@ class Sender:
     def admit(self, *workers: str) -> None:
         """Send to further workers: what was made so far, and what will be."""
         for name in workers:
+            channel = self._outbox.open(name)
             with self._lock:
                 if name in self._channels:
                     continue
-                channel = self._outbox.open(name)
                 if channel is None:
                     self._whole = False
                     self._outbox.drop(name)
