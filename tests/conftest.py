@@ -12,10 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rlinf import tree
 
 tree.activate()
+# How long an example takes depends on what else the machine does.
+settings.register_profile("rlinf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rlinf")
 
 
 @pytest.fixture
