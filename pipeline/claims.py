@@ -11,6 +11,7 @@ import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 IN_FLIGHT = 2
@@ -51,16 +52,25 @@ class Claims:
     def take(self, worker: str, size: int) -> Claim:
         """Give the lowest starts that are left to a worker; there must be one."""
         starts = tuple(heapq.heappop(self._left) for _ in range(min(size, len(self._left))))
-        claim = Claim(self._next, starts)
-        self._next += 1
-        self._held[worker][claim.number] = claim
-        return claim
+        return self._hold(worker, starts)
 
     def finished(self, worker: str, number: int) -> Claim | None:
         """A worker has done a claim; None if that is not (or no longer) its claim."""
         claim = self._held[worker].pop(number, None)
         if claim is not None:
             self.done.update(claim.starts)
+        return claim
+
+    def handed_over(self, claim: Claim, rest: Iterable[int], heir: str) -> Claim:
+        """Some starts of a finished claim are not done after all: ``heir`` holds them now."""
+        starts = tuple(start for start in claim.starts if start in set(rest))
+        self.done.difference_update(starts)
+        return self._hold(heir, starts)
+
+    def _hold(self, worker: str, starts: tuple[int, ...]) -> Claim:
+        claim = Claim(self._next, starts)
+        self._next += 1
+        self._held[worker][claim.number] = claim
         return claim
 
     def back(self, worker: str, number: int) -> None:
@@ -121,21 +131,29 @@ class Pace:
 
 
 def hand_out(
-    batches: Sequence[Claims], speeds: Mapping[str, float], least: float
+    batches: Sequence[Claims],
+    speeds: Mapping[str, float],
+    least: float,
+    only: Mapping[str, int] = MappingProxyType({}),
 ) -> list[tuple[Claims, str, Claim]]:
     """Claims for all workers that have fewer than :data:`IN_FLIGHT`, from the first batch on.
 
     A worker is given half of its fair share of what is left, so that claims get smaller towards the
     end and all come to it at about the same time; no less than is worth it, and no more than its
     share.
+
+    Args:
+        only: of workers that may not do every batch: how many of the first ones.
     """
     given = []
     total = sum(speeds.values())
     for held in range(IN_FLIGHT):
-        for batch in batches:
+        for number, batch in enumerate(batches):
             left = batch.left
             for worker, speed in speeds.items():
                 if not batch.left or sum(len(b.held(worker)) for b in batches) > held:
+                    continue
+                if number >= only.get(worker, len(batches)):
                     continue
                 share = math.ceil(left * speed / total)
                 size = max(1, min(share, max(math.ceil(share / 2), least)))

@@ -1,7 +1,9 @@
 """The driver's side of elastic pools: rollouts under way, and the claims of their generators.
 
 A rollout is ordered from the worker that consumes it, which gathers the trajectories; generators
-get claims on its starts and send what comes of them there.
+get claims on its starts and send what comes of them there. Helpers, the workers of pools that have
+other stages besides, get claims as well until nothing is left to give out: generators then go on
+with the tails of what helpers have begun.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ import json
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from pipeline.claims import REMEMBERED, Claim, Claims, Pace, hand_out
 from pipeline.flow import Node
+from pipeline.leases import rank_of
 from pipeline.scaling import Load
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, StageError
+from stages.generate import unfinished
 from stages.layout import POOLS
 
 CLAIMS = "claims.jsonl"
@@ -39,6 +44,27 @@ class _Rollout:
     """Its weights."""
 
 
+class _Given(NamedTuple):
+    """A claim on its way."""
+
+    node: Node
+    """Its rollout."""
+    worker: str
+    number: int
+    begun: int | None
+    """Number of the claim in which another worker has begun its samples."""
+
+
+class _Left(NamedTuple):
+    """A claim whose samples another worker has begun, for the one that is to go on with them."""
+
+    node: Node
+    heir: str
+    claim: Claim
+    begun: dict[str, Any]
+    """Where these samples are, how many, and of which claim, for the order."""
+
+
 @dataclass
 class Generators:
     """Gives out the starts of all rollouts under way, the earliest iteration first."""
@@ -47,18 +73,25 @@ class Generators:
     batch: int
     retries: int
     _rollouts: dict[Node, _Rollout] = field(default_factory=dict)
-    _given: dict[str, tuple[Node, str, int]] = field(default_factory=dict)
-    """Of each claim on its way: rollout, worker, number."""
+    _given: dict[str, _Given] = field(default_factory=dict)
+    _heirs: dict[str, str] = field(default_factory=dict)
+    """Who is to go on with the tail of a claim that is on its way."""
+    _left: list[_Left] = field(default_factory=list)
+    """Not ordered yet."""
     _pace: Pace = field(default_factory=Pace)
     _made: dict[Node, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Claims that each worker has done, of the newest rollouts."""
+    _starts: dict[Node, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Starts in them."""
     _failures: Counter[str] = field(default_factory=Counter)
     _prepared: set[str] = field(default_factory=set)
     """Workers that have an engine: starts are not to wait until one is loaded."""
 
-    def begin(self, node: Node, out: str, weights: str, to: str) -> None:
-        """A rollout was ordered from the gatherer ``to``."""
-        order = {"do": "claim", "node": node.name, "iteration": node.iteration}
+    def begin(
+        self, node: Node, out: str, weights: str, to: str, position: tuple[int, int, int]
+    ) -> None:
+        """A rollout was ordered from the gatherer ``to``; helpers generate in ``position``."""
+        order = {"do": "claim", "iteration": node.iteration, "position": position}
         self._rollouts[node] = _Rollout({**order, "out": out, "weights": weights, "to": to})
 
     def arrived(self, node: Node, starts: Sequence[int]) -> None:
@@ -69,19 +102,20 @@ class Generators:
     def end(self, node: Node) -> set[str]:
         """A rollout is over; returns the workers that still do something for it."""
         self._rollouts.pop(node, None)
-        stale = {claim: worker for claim, (of, worker, _) in self._given.items() if of == node}
-        for claim in stale:
-            del self._given[claim]
+        self._left = [left for left in self._left if left.node != node]
+        stale = {name: given.worker for name, given in self._given.items() if given.node == node}
+        for name in stale:
+            self._forget(name)
         return set(stale.values())
 
     def busy(self, worker: str) -> bool:
-        return any(of == worker for _, of, _ in self._given.values())
+        return any(given.worker == worker for given in self._given.values())
 
     def lost(self, worker: str) -> None:
         """A worker is gone; what it had not finished others do."""
         self._prepared.discard(worker)
-        for claim in [claim for claim, (_, of, _) in self._given.items() if of == worker]:
-            del self._given[claim]
+        for name in [name for name, given in self._given.items() if given.worker == worker]:
+            self._forget(name)
         for rollout in self._rollouts.values():
             if rollout.claims is not None:
                 rollout.claims.lost(worker)
@@ -92,11 +126,13 @@ class Generators:
         Raises:
             StageError: a claim failed more often than is allowed.
         """
-        node, _, number = self._given.pop(str(content["claim"]), (None, "", 0))
-        rollout = self._rollouts.get(node) if node is not None else None
-        if node is None or rollout is None or rollout.claims is None:
+        name = str(content["claim"])
+        given, heir = self._given.get(name), self._heirs.get(name, "")
+        self._forget(name)
+        rollout = self._rollouts.get(given.node) if given is not None else None
+        if given is None or rollout is None or rollout.claims is None:
             return False
-        code = int(content["code"])
+        node, number, code = given.node, given.number, int(content["code"])
         if number == PREPARES and not code:
             self._prepared.add(worker)
             return False
@@ -108,34 +144,88 @@ class Generators:
                 raise StageError(f"{node.name} failed on {worker}: {content['reason']}")
             return False
         claim = rollout.claims.finished(worker, number)
-        if claim is not None:
-            self._note(node, worker, claim, content)
+        if claim is None:
+            return True
+        if "rest" in content:
+            rest = rollout.claims.handed_over(claim, content["rest"], heir)
+            begun = {
+                "claim": number,
+                "channel": unfinished(name),
+                "samples": int(content["samples"]),
+            }
+            self._left.append(_Left(node, heir, rest, begun))
+            claim = Claim(number, tuple(s for s in claim.starts if s not in rest.starts))
+        self._note(given, claim, content)
         return True
 
-    def orders(self, workers: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-        """Claims for those of ``workers`` that are about to have nothing to do.
+    def orders(
+        self, workers: Sequence[str], helpers: Mapping[str, int] = MappingProxyType({})
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Orders for those who are about to have nothing to do, or something better.
 
-        None whose weights are still to come: it would stand in the way of others they come of.
+        No claim whose weights are still to come: it would stand in the way of others they come of.
+
+        Args:
+            workers: the generators that are there.
+            helpers: and the workers that generate beside other stages, with the earliest iteration
+                that these are of: until it is trained they generate for no later one.
         """
+        orders = self._wills(workers)
         open_ = {
             node: rollout.claims
             for node, rollout in sorted(self._rollouts.items(), key=lambda item: item[0].iteration)
             if rollout.claims is not None and self._weights_there(rollout)
         }
         if not open_:
-            return []
-        fresh = [w for w in workers if w not in self._prepared]
-        workers = [w for w in workers if w in self._prepared]
+            return orders
         first = next(iter(open_))
-        orders = [
+        only = {
+            worker: sum(node.iteration <= latest for node in open_)
+            for worker, latest in helpers.items()
+        }
+        able = [*workers, *(worker for worker, batches in only.items() if batches)]
+        orders += [
             (worker, self._order(first, worker, Claim(PREPARES, ())))
-            for worker in fresh
-            if not self.busy(worker)
+            for worker in able
+            if worker not in self._prepared and not self.busy(worker)
         ]
         of = {id(claims): node for node, claims in open_.items()}
-        speeds = self._pace.speeds(workers)
-        for claims, worker, claim in hand_out(list(open_.values()), speeds, self._pace.least()):
+        speeds = self._pace.speeds([worker for worker in able if worker in self._prepared])
+        batches = list(open_.values())
+        for claims, worker, claim in hand_out(batches, speeds, self._pace.least(), only):
             orders.append((worker, self._order(of[id(claims)], worker, claim)))
+        heirs = [worker for worker in workers if worker in self._prepared]
+        return orders + (self._hand_over(helpers, heirs) if heirs else [])
+
+    def _hand_over(
+        self, helpers: Mapping[str, int], heirs: Sequence[str]
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Name a generator that goes on with what a helper has begun when nothing is left."""
+        orders = []
+        for name, given in self._given.items():
+            claims = self._rollouts[given.node].claims
+            if given.worker not in helpers or name in self._heirs or given.number == PREPARES:
+                continue
+            if claims is not None and not claims.left:
+                held = Counter(given.worker for given in self._given.values())
+                held.update(self._heirs.values())
+                self._heirs[name] = min(heirs, key=lambda worker: held[worker])
+                order = {"do": "hand_over", "claim": name, "to": self._heirs[name]}
+                orders.append((given.worker, order))
+        return orders
+
+    def _wills(self, workers: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+        """Have heirs go on with what was left to them; of those who are gone others begin anew."""
+        orders = []
+        for node, heir, claim, begun in self._left:
+            claims = self._rollouts[node].claims
+            if claims is None or claim not in claims.held(heir):
+                continue
+            if heir in workers:
+                orders.append((heir, self._order(node, heir, claim, begun)))
+            else:
+                claims.back(heir, claim.number)
+        self._left.clear()
         return orders
 
     def load(
@@ -152,29 +242,46 @@ class Generators:
             return None
         fixed, each = self._pace.line()
         claims = made.total() / len(made)
-        return Load(claims * fixed, each * self.batch, rest_s, overlap)
+        starts = sum(self._starts[node][worker] for worker in workers)
+        return Load(claims * fixed, each * starts, rest_s, overlap)
 
-    def _order(self, node: Node, worker: str, claim: Claim) -> dict[str, Any]:
+    def _order(
+        self, node: Node, worker: str, claim: Claim, begun: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         name = secrets.token_hex(6)
-        self._given[name] = (node, worker, claim.number)
-        return {**self._rollouts[node].order, "claim": name, "starts": list(claim.starts)}
+        self._given[name] = _Given(node, worker, claim.number, begun["claim"] if begun else None)
+        return {
+            **self._rollouts[node].order,
+            "claim": name,
+            "name": node.name if claim.number == PREPARES else f"{node.name} claim {claim.number}",
+            "starts": list(claim.starts),
+            "begun": begun,
+        }
+
+    def _forget(self, name: str) -> None:
+        self._given.pop(name, None)
+        self._heirs.pop(name, None)
 
     def _weights_there(self, rollout: _Rollout) -> bool:
         if not rollout.there:
             rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
         return rollout.there
 
-    def _note(self, node: Node, worker: str, claim: Claim, said: dict[str, Any]) -> None:
+    def _note(self, given: _Given, claim: Claim, said: dict[str, Any]) -> None:
         """Keep who did what, when and where."""
-        spans = said["spans"]
+        spans, node, worker = said["spans"], given.node, given.worker
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
-        self._pace.seen(worker, len(claim.starts), seconds)
+        rest = said.get("rest", [])
+        if given.begun is None and not rest:
+            self._pace.seen(worker, len(claim.starts), seconds)
         self._made[node][worker] += 1
-        while len(self._made) > REMEMBERED:
-            del self._made[next(iter(self._made))]
-        about = {"node": node.name, "worker": worker, "host": said["host"]}
-        row = {**about, "starts": claim.starts, "spans": spans}
+        self._starts[node][worker] += len(claim.starts)
+        for kept in (self._made, self._starts):
+            while len(kept) > REMEMBERED:
+                del kept[next(iter(kept))]
+        about = {"node": node.name, "worker": worker, "host": said["host"], "claim": claim.number}
+        row = {**about, "starts": claim.starts, "rest": rest, "begun": given.begun, "spans": spans}
         with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
@@ -193,7 +300,8 @@ def claimed(run: Path) -> dict[int, list[dict[str, Any]]]:
         with contextlib.suppress(ValueError, KeyError):
             row = json.loads(line)
             times = [time for _, *pair in row["spans"] for time in pair]
-            who = {"worker": row["worker"], "rank": 0, "host": row["host"]}
+            worker = str(row["worker"])
+            who = {"worker": worker, "rank": rank_of(worker), "host": row["host"]}
             spans = [*row["spans"], ["rollout", min(times), max(times)]]
             found[int(row["node"].partition("/")[2])] += [
                 {**who, "name": name, "start": start, "end": end} for name, start, end in spans

@@ -63,6 +63,8 @@ class PoolState:
     needs: StagePlan
     slot: int | None = None
     """Of one generator of an elastic pool: which."""
+    helps: bool = False
+    """It generates in claims beside its stages."""
     members: list[Member] = field(default_factory=list)
     waiting: dict[Node, StageCall] = field(default_factory=dict)
     """Started by the driver, not yet ordered."""

@@ -64,6 +64,9 @@ class Pool(Section):
     max_workers: PositiveInt | None = None
     """Of an elastic pool: more workers are asked for, up to so many, while each shortens iterations
     enough, and let go, down to ``workers``, where they do not. Null: their number stays."""
+    helps_rollout: bool = False
+    """Beside an elastic pool: its workers generate too until nothing is left to give out, hand the
+    long tail over to the elastic pool, and go back to their own stages."""
 
     @model_validator(mode="after")
     def _only_generators_are_elastic(self) -> Pool:
@@ -72,6 +75,8 @@ class Pool(Section):
             raise ValueError("workers: only a pool of rollout, and evaluate, can be elastic")
         if self.max_workers is not None and self.max_workers < (self.workers or math.inf):
             raise ValueError("max_workers: needs workers, and no more of them")
+        if self.helps_rollout and "rollout" in self.stages:
+            raise ValueError("helps_rollout: this pool holds rollout; say it of another one")
         return self
 
 
@@ -167,6 +172,16 @@ class Plan(Section):
             raise ValueError(f"pools: stage {twice!r} is in two pools")
         if bool(self.pools) != (self.grain == "segment"):
             raise ValueError("pools belong to grain: segment, and that needs some")
+        return self
+
+    @model_validator(mode="after")
+    def _helpers_have_an_heir(self) -> Plan:
+        for i, pool in enumerate(self.pools):
+            if pool.helps_rollout and not any(other.workers for other in self.pools):
+                raise ValueError(
+                    f"pools[{i}].helps_rollout: needs an elastic pool (workers: 1) that goes on "
+                    "with what this one leaves"
+                )
         return self
 
     @model_validator(mode="after")

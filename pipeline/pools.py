@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from pipeline.run import Run
 from pipeline.scaling import automatic, put_down, wished
 from rlinf.channels.control import Controller, Joined, Lost, Report
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
+from stages.generate import CLAIM
 from stages.layout import POOLS, STATUS
 from stages.pool import CHANNELS
 from stages.runner import StageCall
@@ -69,7 +71,13 @@ class PoolExecutor:
         self._graph = Graph(self.run.config)
         self._places = {stage: i for i, stage in enumerate(self._graph.flow.stages)}
         self._pools = [
-            PoolState(i, pool.stages, pool_needs(self.plan, i), None if pool.workers is None else 0)
+            PoolState(
+                i,
+                pool.stages,
+                pool_needs(self.plan, i),
+                None if pool.workers is None else 0,
+                pool.helps_rollout,
+            )
             for i, pool in enumerate(self.plan.pools)
         ]
         self._of = {stage: pool for pool in self._pools for stage in pool.stages}
@@ -289,8 +297,10 @@ class PoolExecutor:
                 "queued": pool.slot is not None,
             }
             if order["gathers"]:
-                weights = self._relative(call.inputs["weights"])
-                self._generators.begin(node, str(order["out"]), weights, member.workers(1)[0])
+                weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
+                self._generators.begin(
+                    node, str(order["out"]), weights, gatherer, self._position(node)
+                )
             member.given.add(node)
             for worker in member.workers(ranks):
                 orders[worker].append(order)
@@ -336,8 +346,19 @@ class PoolExecutor:
         """Keep all generators busy."""
         members = [m for pool in self._slots() if (m := pool.active) is not None]
         workers = [m.workers(1)[0] for m in members if not m.given]
-        for worker, order in self._generators.orders(workers):
+        for worker, order in self._generators.orders(workers, self._helpers()):
             self._control.send(worker, order)
+
+    def _helpers(self) -> dict[str, int]:
+        """Workers that generate beside their stages, and the earliest iteration these are of."""
+        helpers = {}
+        for pool in self._pools:
+            member = pool.active
+            if pool.helps and member is not None:
+                nodes = member.given | pool.waiting.keys()
+                earliest = min((self._position(node)[0] for node in nodes), default=sys.maxsize)
+                helpers.update(dict.fromkeys(member.workers(member.size), earliest))
+        return helpers
 
     def _over(self, node: Node) -> None:
         """An attempt has ended: whatever generators still do for it is in vain."""
@@ -414,7 +435,7 @@ class PoolExecutor:
         found = self._member(event.worker)
         if found is not None:
             found[1].joined[int(event.about["rank"])] = event.about
-            if found[0].slot is not None:
+            if found[0].slot is not None or found[0].helps:
                 # It may still do what an earlier driver asked for.
                 self._drop(event.worker)
         else:
@@ -472,7 +493,8 @@ class PoolExecutor:
             self._over(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
         member.given.clear()
-        self._generators.lost(member.workers(1)[0])
+        for worker in member.workers(member.size):
+            self._generators.lost(worker)
 
     def _give_up(
         self,
@@ -551,7 +573,9 @@ class PoolExecutor:
                 self._pools.remove(pool)
 
     def _busy(self, member: Member) -> bool:
-        return bool(member.given) or self._generators.busy(member.workers(1)[0])
+        return bool(member.given) or any(
+            self._generators.busy(worker) for worker in member.workers(member.size)
+        )
 
     def _let_go(self, member: Member) -> None:
         member.leaving = True
@@ -582,7 +606,6 @@ class PoolExecutor:
                 seen = workers.get(member.workers(1)[0])
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
                     # Of a claim on a part of the batch the whole tells: who gathers it.
-                    part = pool.slot is not None and row["stage"] == "rollout"
-                    if row["total"] and row["took_s"] is None and not part:
+                    if row["total"] and row["took_s"] is None and row["stage"] != CLAIM:
                         self.progress(*(row[key] for key in PROGRESS))
         write_pools(self.run.folder, self._pools, workers)

@@ -1,7 +1,8 @@
-"""A worker of an elastic pool: it collects the starts it is given and sends what comes of them.
+"""Generating in claims: a worker collects the starts it is given and sends what comes of them.
 
 It keeps nothing but the engine and the environment, so it can begin and end at any time. What it
-has sent when it dies counts; the rest of its starts others do.
+has sent when it dies counts; the rest of its starts others do. One that has something else to do
+hands the last samples of a claim, the long ones, over to another and goes back to that.
 """
 
 from __future__ import annotations
@@ -15,40 +16,65 @@ from socket import gethostname
 from typing import Any
 
 from rlinf.config import RunConfig
+from rlinf.data.record import Record
+from rlinf.envs.base import UNFINISHED
 from rlinf.errors import EXIT_REQUEUE, InputFailed, RequeueRequested, RlinfError
 from rlinf.trainers.world import World
 from stages.activity import Activity
+from stages.board import Board
 from stages.context import Context, Input
 from stages.inbox import Outbox
 from stages.rollout import collected
 from stages.runner import withdrawing
+from stages.turns import Turn, Turns
 
+CLAIM = "claim"
+TAIL = 0.25
+"""A claim is handed over once this share of its samples, or less, is unfinished."""
 log = logging.getLogger("rlinf")
 
 
+def unfinished(claim: str) -> str:
+    """The channel of what a worker leaves of a claim to its heir."""
+    return f"unfinished-{claim}"
+
+
 class Generator:
-    """Does claims one after the other, and other work between them, in a thread of its own."""
+    """Does claims one after the other, and other work between them, in a thread of its own.
+
+    Claims have their turns among the stages of the worker.
+    """
 
     def __init__(
         self,
         run: Path,
         config: RunConfig,
+        board: Board,
         outbox: Outbox,
+        turns: Turns,
         resident: dict[str, Any],
         activity: Activity,
         report: Callable[[dict[str, Any]], None],
         stopping: Callable[[], bool],
     ) -> None:
-        self._run, self._config, self._outbox, self._resident = run, config, outbox, resident
+        self._run, self._config, self._resident = run, config, resident
+        self._board, self._outbox, self._turns = board, outbox, turns
         self._activity, self._report, self._stopping = activity, report, stopping
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
         """Claims that are to be done; one that is dropped is not."""
+        self._heirs: dict[str, str] = {}
+        """Workers that are to go on with the tails of claims."""
 
     def claim(self, order: Mapping[str, Any]) -> None:
         """Do a claim after those that came before it."""
         self._waiting.add(str(order["claim"]))
-        self._thread.submit(self._do, order)
+        self._thread.submit(self._do, order, self._turns.enter(tuple(order["position"])))
+
+    def hand_over(self, claim: str, heir: str) -> None:
+        """Let another worker go on with a claim once little is left of it."""
+        if claim in self._waiting:
+            self._heirs[claim] = heir
 
     def drop(self) -> None:
         """Nobody wants the claims of until now any more."""
@@ -62,17 +88,19 @@ class Generator:
         self.drop()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _do(self, order: Mapping[str, Any]) -> None:
+    def _do(self, order: Mapping[str, Any], turn: Turn) -> None:
         claim, code, reason, spans = str(order["claim"]), 0, "", []
+        rest: list[Record] = []
         if claim not in self._waiting:
+            turn.leave()
             return
         ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
-        node = str(order["node"])
-        self._activity.ordered(node, ctx.stage)
-        self._activity.begins(node, lambda: ctx.doing)
+        name = str(order["name"])
+        self._activity.ordered(name, ctx.stage)
         try:
-            with withdrawing(ctx.world):
-                self._send(ctx, order)
+            with turn, withdrawing(ctx.world):
+                self._activity.begins(name, lambda: ctx.doing)
+                rest = self._send(ctx, order)
             spans = [[s["name"], s["start"], s["end"]] for s in ctx.spans]
         except (RequeueRequested, InputFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
@@ -80,34 +108,60 @@ class Generator:
             code, reason = error.exit_code, str(error)
         except BaseException as error:
             code, reason = 1, "".join(traceback.format_exception(error))
-        self._activity.ended(node)
+        self._activity.ended(name)
+        self._heirs.pop(claim, None)
         if code:
-            log.warning("%s, claim %s: %s", node, claim, reason)
+            log.warning("%s: %s", name, reason)
         if claim in self._waiting:
             self._waiting.discard(claim)
             said = {"code": code, "reason": reason[-8000:], "spans": spans, "host": gethostname()}
+            if rest:
+                size = self._config.rollout.group_size
+                said["rest"] = sorted({record.identity.sample // size for record in rest})
+                said["samples"] = len(rest)
             self._report({"claim": claim, **said})
 
-    def _send(self, ctx: Context, order: Mapping[str, Any]) -> None:
-        """
+    def _send(self, ctx: Context, order: Mapping[str, Any]) -> list[Record]:
+        """Send trajectories to who gathers them; returns the unfinished ones, sent to the heir.
+
         Raises:
-            InputFailed: who gathers the trajectories no longer takes them.
+            InputFailed: somebody no longer takes them.
         """
-        to = str(order["to"])
-        sender = self._outbox.writer(f"{order['out']}:trajectories", [to], 0, 1)
-        total = len(order["starts"]) * self._config.rollout.group_size
-        for done, trajectory in enumerate(collected(ctx, order["starts"]), 1):
-            sender.put(trajectory, weight=len(trajectory))
-            ctx.progress(done, total, "samples")
+        to, claim, out = str(order["to"]), str(order["claim"]), str(order["out"])
+        sender = self._outbox.writer(f"{out}:trajectories", [to], 0, 1)
+        total, begun = len(order["starts"]) * self._config.rollout.group_size, None
+        if order["begun"]:
+            channel, total = str(order["begun"]["channel"]), int(order["begun"]["samples"])
+            there = self._board.output(out).arriving(channel, total, ctx.stopping)
+            begun = {record.identity.sample: record for record in there}
+
+        def gives_up(left: int, of: int) -> bool:
+            return claim in self._heirs and left <= TAIL * of
+
+        rest = []
+        for done, trajectory in enumerate(collected(ctx, order["starts"], begun, gives_up), 1):
+            if trajectory.info["stop_reason"] == UNFINISHED:
+                rest.append(trajectory)
+            else:
+                sender.put(trajectory, weight=len(trajectory))
+                ctx.progress(done, total, "samples")
         if not sender.flush():
             raise InputFailed(f"{to} did not take all trajectories")
+        if rest:
+            heir = self._heirs[claim]
+            sender = self._outbox.writer(f"{out}:{unfinished(claim)}", [heir], 0, 1)
+            for trajectory in rest:
+                sender.put(trajectory, weight=len(trajectory))
+            if not sender.flush():
+                raise InputFailed(f"{heir} did not take what is unfinished")
+        return rest
 
     def _context(self, order: Mapping[str, Any], stopping: Callable[[], bool]) -> Context:
         out = self._run / str(order["out"])
         weights = Input(self._run / str(order["weights"]), None, None, stopping)
         return Context(
             config=self._config,
-            stage="rollout",
+            stage=CLAIM,
             iteration=int(order["iteration"]),
             run=self._run,
             out=out,

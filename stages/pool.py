@@ -102,7 +102,9 @@ class Worker:
         self._generator = Generator(
             run,
             config,
+            self._board,
             self._outbox,
+            self._turns,
             self._resident,
             self._activity,
             self._tell_of_claim,
@@ -147,6 +149,8 @@ class Worker:
                 for order in orders:
                     if order["do"] == "claim":
                         self._generator.claim(order)
+                    elif order["do"] == "hand_over":
+                        self._generator.hand_over(str(order["claim"]), str(order["to"]))
                     elif order["do"] == "drop":
                         self._generator.drop()
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -36,8 +36,18 @@ def gather(ctx: Context) -> None:
         hand_on(ctx, ctx.arriving("trajectories", total), total)
 
 
-def collected(ctx: Context, starts: Sequence[int]) -> Iterator[Record]:
-    """Trajectories of some starts of the batch, as they are complete."""
+def collected(
+    ctx: Context,
+    starts: Sequence[int],
+    begun: Mapping[int, Record] | None = None,
+    gives_up: Callable[[int, int], bool] | None = None,
+) -> Iterator[Record]:
+    """Trajectories of some starts of the batch, as they are complete.
+
+    Args:
+        begun: go on with these samples only.
+        gives_up: see :class:`rlinf.engines.base.Engine`.
+    """
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
@@ -52,13 +62,15 @@ def collected(ctx: Context, starts: Sequence[int]) -> Iterator[Record]:
         group_size=settings.group_size,
         horizon=settings.horizon,
         temperature=settings.temperature,
+        begun=begun,
     )
     engine.newer = newer_weights(ctx, engine) if follows else None
+    engine.gives_up = gives_up
     try:
         with ctx.span("generate"):
             yield from collect(environment, engine, episodes, "rollout")
     finally:
-        engine.newer = None
+        engine.newer = engine.gives_up = None
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:

@@ -18,7 +18,9 @@ class Engine(ABC):
     """Answers observation records with action records, under one version of the weights.
 
     A request's ``steps`` have one row per sample; ``steps["sample"]`` says which. Replies carry the
-    same ``sample`` numbers, in any order and in one record or several.
+    same ``sample`` numbers, in any order and in one record or several. An engine that gives samples
+    up also goes on with them: ``begun_tokens``, ``begun_logprobs`` and ``begun_version``, all
+    ``[B, n]``, hold what there is of them, ``begun_length`` ``[B]`` steps.
     """
 
     Config: ClassVar[type[Section]]
@@ -27,6 +29,10 @@ class Engine(ABC):
     newer: Callable[[], tuple[Path, int] | None] | None = None
     """Asked while samples are under way: the folder and version of weights to go on with. Where it
     is set, replies have ``steps["version"]``: the version that chose each action."""
+    gives_up: Callable[[int, int], bool] | None = None
+    """Asked while samples are under way, with how many of a request are unfinished and how many it
+    has: whether to reply these as they are, marked in ``steps["unfinished"]``. Engines whose
+    samples are short need not ask."""
 
     @abstractmethod
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None: ...

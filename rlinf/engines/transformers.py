@@ -79,27 +79,27 @@ class TransformersEngine(Engine):
     @torch.inference_mode()
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
-        prompts, lengths = request.steps["prompt"], request.steps["prompt_length"]
-        # Longest prompts first, so that rows of one chunk have like lengths.
-        order = np.argsort(-lengths, kind="stable")
-        for start in range(0, len(order), self._config.max_rows):
-            rows = order[start : start + self._config.max_rows]
-            yield self._decode(request, rows, prompts[rows], lengths[rows], seed, stage)
+        lengths = request.steps["prompt_length"]
+        begun = request.steps.get("begun_length", np.zeros_like(lengths))
+        # Rows of one chunk are equally far; longest prompts first, so that they have like lengths.
+        order = np.lexsort((-lengths, begun))
+        levels = np.split(order, np.flatnonzero(np.diff(begun[order])) + 1)
+        size, left = self._config.max_rows, len(order)
+        for rows in [level[i : i + size] for level in levels for i in range(0, len(level), size)]:
+            left -= len(rows)
+            yield self._decode(request, rows, left, seed, stage)
 
     def _decode(
-        self,
-        request: Record,
-        rows: np.ndarray,
-        prompts: np.ndarray,
-        lengths: np.ndarray,
-        seed: int,
-        stage: str,
+        self, request: Record, rows: np.ndarray, later: int, seed: int, stage: str
     ) -> Record:
+        """Reply to some rows of a request that are equally far; ``later`` others still come."""
         horizon, temperature = (
             int(request.info["horizon"]),
             float(request.info["temperature"]),
         )
-        samples = request.steps["sample"][rows]
+        given = {name: array[rows] for name, array in request.steps.items()}
+        prompts, lengths, samples = given["prompt"], given["prompt_length"], given["sample"]
+        begun = int(given["begun_length"][0]) if "begun_length" in given else 0
         noise = torch.from_numpy(
             uniforms(seed, request.identity.iteration, stage, samples, horizon)
         ).to(self._device)
@@ -108,14 +108,23 @@ class TransformersEngine(Engine):
         logprobs = torch.zeros(len(rows), horizon, device=self._device)
         ends = torch.full((len(rows),), horizon, dtype=torch.int64, device=self._device)
         stopped = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
-        versions = np.full(horizon, self.version)
+        unfinished = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
+        versions = np.full((len(rows), horizon), self.version)
 
-        logits, cache, attend = self._prefill(prompts, lengths, width, horizon)
         alive = torch.arange(len(rows), device=self._device)
+        if begun:
+            tokens[:, :begun] = torch.from_numpy(given["begun_tokens"][:, :begun])
+            logprobs[:, :begun] = torch.from_numpy(given["begun_logprobs"][:, :begun])
+            versions[:, :begun] = given["begun_version"][:, :begun]
+            logits, cache, attend = self._again(
+                prompts, lengths, width, horizon, alive.cpu().numpy(), tokens[:, :begun]
+            )
+        else:
+            logits, cache, attend = self._prefill(prompts, lengths, width, horizon)
         start = torch.from_numpy(lengths).to(self._device)
         padded = bool((lengths < width).any())
         running = torch.ones(len(rows), dtype=torch.bool, device=self._device)
-        for step in range(horizon):
+        for step in range(begun, horizon):
             chosen, taken = sample(logits, noise[alive, step], temperature)
             tokens[alive, step] = chosen
             logprobs[alive, step] = taken
@@ -134,8 +143,13 @@ class TransformersEngine(Engine):
                     cache.select(keep)
             if step + 1 == horizon:
                 break
+            if self.gives_up is not None and self.gives_up(
+                later + int(running.sum()), len(request.steps["sample"])
+            ):
+                ends[alive[running]], unfinished[alive[running]] = step + 1, True
+                break
             if self.refreshed():
-                versions[step + 1 :] = self.version
+                versions[:, step + 1 :] = self.version
                 logits, cache, attend = self._again(
                     prompts, lengths, width, horizon, alive.cpu().numpy(), tokens[alive, : step + 1]
                 )
@@ -149,10 +163,11 @@ class TransformersEngine(Engine):
             "logprobs": logprobs.cpu().numpy(),
             "length": ends.cpu().numpy(),
             "stopped": stopped.cpu().numpy(),
+            "unfinished": unfinished.cpu().numpy(),
         }
         if self.newer is not None:
-            steps["version"] = np.tile(versions, (len(rows), 1))
-        return Record(request.identity, steps, info={"version": int(versions[0])})
+            steps["version"] = versions
+        return Record(request.identity, steps, info={"version": int(versions[0, 0])})
 
     def _again(
         self,

@@ -8,7 +8,7 @@ one step long; a simulator exchanges one record per time step. Neither side know
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,6 +21,9 @@ from rlinf.data.record import Record
 if TYPE_CHECKING:
     # A simulator process loads no torch.
     from rlinf.models.base import Spec
+
+UNFINISHED = "unfinished"
+"""Stop reason of a sample that another engine is to go on with."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,14 @@ class Episodes:
     """Samples per start: sample ``start * group_size + k``."""
     horizon: int
     temperature: float
+    begun: Mapping[int, Record] | None = None
+    """Of samples that another engine gave up: what there is of them. Only these are done."""
 
     def samples(self) -> np.ndarray:
-        """Sample numbers of all starts, int64."""
+        """The numbers of all samples to do, int64."""
         starts = np.asarray(self.starts, dtype=np.int64)[:, None]
-        return (starts * self.group_size + np.arange(self.group_size)).ravel()
+        samples = (starts * self.group_size + np.arange(self.group_size)).ravel()
+        return samples if self.begun is None else samples[np.isin(samples, list(self.begun))]
 
 
 class Environment(ABC):
@@ -71,7 +77,9 @@ class Environment(ABC):
 
         Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (behaviour policy), and
         ``info`` with ``group``, ``policy_version`` and ``stop_reason``; ``steps["versions"]`` where
-        the weights may change on the way. Closes ``observations`` when no more are coming.
+        the weights may change on the way. Closes ``observations`` when no more are coming. What an
+        engine gives up has the stop reason :data:`UNFINISHED` and is gone on with from
+        ``episodes.begun``.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlinf.channels.base import Channel
 from rlinf.data.record import Identity, Record
-from rlinf.envs.base import Environment, Episodes
+from rlinf.envs.base import UNFINISHED, Environment, Episodes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class PromptEnvironment(Environment):
         prompts = self.prompts(episodes)
         encoded = self.encode([prompt.text for prompt in prompts])
         samples = episodes.samples()
-        row_of = {number: i // episodes.group_size for i, number in enumerate(samples.tolist())}
+        row_of = {start: row for row, start in enumerate(episodes.starts)}
+        rows = [row_of[sample // episodes.group_size] for sample in samples.tolist()]
+        begun = episodes.begun or {}
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
         for line, ids in zip(padded, encoded, strict=True):
@@ -56,8 +58,9 @@ class PromptEnvironment(Environment):
                 Identity(episodes.iteration, int(samples[0]) if len(samples) else 0),
                 steps={
                     "sample": samples,
-                    "prompt": padded.repeat(episodes.group_size, axis=0),
-                    "prompt_length": lengths.repeat(episodes.group_size),
+                    "prompt": padded[rows],
+                    "prompt_length": lengths[rows],
+                    **_so_far([begun[sample] for sample in samples.tolist() if begun]),
                 },
                 info={"horizon": episodes.horizon, "temperature": episodes.temperature},
             ),
@@ -75,7 +78,10 @@ class PromptEnvironment(Environment):
                 skip_special_tokens=True,
             )
             for i, sample in enumerate(reply.steps["sample"]):
-                row, length = row_of[int(sample)], int(reply.steps["length"][i])
+                row = row_of[int(sample) // episodes.group_size]
+                length = int(reply.steps["length"][i])
+                reason = "stop" if reply.steps["stopped"][i] else "length"
+                first = begun[int(sample)] if begun else reply
                 steps = {
                     "actions": reply.steps["tokens"][i, :length],
                     "logprobs": reply.steps["logprobs"][i, :length],
@@ -88,8 +94,8 @@ class PromptEnvironment(Environment):
                     context={"prompt": encoded[row]},
                     info={
                         "group": int(episodes.starts[row]),
-                        "policy_version": reply.info["version"],
-                        "stop_reason": "stop" if reply.steps["stopped"][i] else "length",
+                        "policy_version": first.info["policy_version" if begun else "version"],
+                        "stop_reason": UNFINISHED if reply.steps["unfinished"][i] else reason,
                         "prompt_text": prompts[row].text,
                         "text": texts[i],
                         "answer": prompts[row].answer,
@@ -102,3 +108,23 @@ class PromptEnvironment(Environment):
     @abstractmethod
     def grade(self, response: str, answer: str) -> float:
         """1 for a right response, 0 for a wrong one, or something between."""
+
+
+def _so_far(begun: Sequence[Record]) -> dict[str, np.ndarray]:
+    """What an engine is told of samples it is to go on with; nothing if there are none."""
+    if not begun:
+        return {}
+    lengths = np.array([len(record) for record in begun])
+    shape = (len(begun), int(lengths.max()))
+    tokens, versions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    logprobs = np.zeros(shape, dtype=np.float32)
+    for row, (record, length) in enumerate(zip(begun, lengths.tolist(), strict=True)):
+        tokens[row, :length] = record.steps["actions"]
+        logprobs[row, :length] = record.steps["logprobs"]
+        versions[row, :length] = record.steps.get("versions", record.info["policy_version"])
+    return {
+        "begun_length": lengths,
+        "begun_tokens": tokens,
+        "begun_logprobs": logprobs,
+        "begun_version": versions,
+    }

@@ -119,6 +119,27 @@ def test_generators_make_the_run_of_one_process(
     assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
 
 
+def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path) -> None:
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    # Few tokens end a sample, so that some samples of a claim are much longer than others.
+    long = ["rollout.horizon=128", "engine.max_rows=4"]
+    finish(start_driver(words(tmp_path / "one", *long), log), log)
+    plan = pools(1).replace("train]", "train], helps_rollout: true")
+    finish(start_driver(words(tmp_path, "cluster=local", plan, *long), log), log)
+    same(run, tmp_path / "one" / "tiny")
+    done = [(row["node"], start) for row in rows(run) for start in row["starts"]]
+    assert len(done) == len(set(done)) == BATCH * ITERATIONS, "nothing is generated twice"
+    helped = [row for row in rows(run) if row["worker"] == "pool-1-0-r0"]
+    assert helped, "the trainer generates"
+    handed = [row for row in rows(run) if row["rest"]]
+    assert handed, "and leaves the tail to the generator"
+    assert {row["worker"] for row in handed} == {"pool-1-0-r0"}
+    for row in handed:
+        later = [r for r in rows(run) if r["node"] == row["node"] and r["begun"] == row["claim"]]
+        assert [r["worker"] for r in later] == ["pool-0w0-0-r0"]
+        assert later[0]["starts"] == row["rest"]
+
+
 def test_a_generator_killed_in_the_middle_costs_nothing_but_its_claims(
     reference: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,48 @@ def test_finished_rows_do_not_come_back_with_newer_weights(folder: Path, tmp_pat
         )
 
 
+@pytest.mark.parametrize(("at", "max_rows"), [(1, 256), (5, 256), (5, 3), (11, 256)])
+def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max_rows: int) -> None:
+    """Handing samples over changes nothing: the randomness of a token is that of its place."""
+    wanted = request([3, 7, 5, 4, 6] * 2, horizon=12)
+    plain = rows(engine(folder, max_rows=max_rows), wanted)
+    first, asked = engine(folder, max_rows=max_rows), list[int]()
+
+    def gives_up(left: int, of: int) -> bool:
+        assert of == 20
+        asked.append(left)
+        return len(asked) >= at
+
+    first.gives_up = gives_up
+    got = rows(first, wanted)
+    given_up = {number: row for number, row in got.items() if row["unfinished"]}
+    assert given_up.keys() <= {n for n, row in plain.items() if row["length"] >= 2}
+    assert given_up, "the test hands something over"
+    assert all(not row["stopped"] for row in given_up.values())
+    assert asked == sorted(asked, reverse=True), "what is left of the whole request"
+    numbers = np.array(sorted(given_up))
+    width = max(int(row["length"]) for row in given_up.values())
+    rest = Record(
+        wanted.identity,
+        steps={
+            **{name: column[numbers] for name, column in wanted.steps.items()},
+            "begun_length": np.array([given_up[n]["length"] for n in numbers]),
+            "begun_tokens": np.array([given_up[n]["tokens"][:width] for n in numbers]),
+            "begun_logprobs": np.array([given_up[n]["logprobs"][:width] for n in numbers]),
+            "begun_version": np.full((len(numbers), width), 3),
+        },
+        info=wanted.info,
+    )
+    for number, row in (got | rows(engine(folder), rest)).items():
+        length = int(plain[number]["length"])
+        assert (row["length"], row["stopped"]) == (length, plain[number]["stopped"])
+        assert not row["unfinished"]
+        np.testing.assert_array_equal(row["tokens"][:length], plain[number]["tokens"][:length])
+        np.testing.assert_allclose(
+            row["logprobs"][:length], plain[number]["logprobs"][:length], atol=2e-6
+        )
+
+
 def test_a_sample_does_not_depend_on_its_neighbours(folder: Path) -> None:
     wanted = request([3, 7, 5, 4, 6])
     whole = rows(engine(folder), wanted)
