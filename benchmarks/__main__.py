@@ -68,6 +68,9 @@ ROWS = {
     "scale_up_s": "elastic",
     "loss_of_one_of_four": "elastic",
     "loss_after_replacement": "elastic",
+    "helped_rollout_speedup": "tail",
+    "switch_to_train_s": "tail",
+    "switch_to_generate_s": "tail",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 

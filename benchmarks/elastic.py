@@ -29,7 +29,7 @@ from stages.layout import POOLS, STATUS
 
 T = TypeVar("T")
 ROUNDS = 3
-WINDOW_S = 20.0
+WINDOW_S = 60.0
 PATIENCE_S = 180.0
 DUTY = 0.2
 SETTINGS = [
