@@ -97,19 +97,27 @@ def rank_of(worker: str) -> int:
     return int(worker.rpartition("-r")[2])
 
 
-def pool_needs(plan: Plan, number: int) -> StagePlan:
+def pool_needs(plan: Plan, number: int, slot: int | None = None) -> StagePlan:
     """What the job of a pool asks for: the most that one of its stages does.
 
+    Args:
+        slot: which worker of an elastic pool; where that has several kinds of devices, each kind
+            has its turn as often as it has devices.
+
     Raises:
-        PlanError: the pool has devices of several kinds, which no one asks of Slurm.
+        PlanError: the pool is one job and has devices of several kinds, which no one asks of Slurm.
     """
     pool = plan.pools[number]
     stages = [plan.of(stage) for stage in pool.stages]
     needs = max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
+    if len(pool.gpus) > 1 and pool.workers is not None:
+        kinds = [kind for kind, count in pool.gpus.items() for _ in range(count)]
+        partition, _, gpu_type = kinds[(slot or 0) % len(kinds)].partition(":")
+        return needs.model_copy(update={"partition": partition, "gpu_type": gpu_type or None})
     if len(pool.gpus) > 1 and needs.constraint is None:
         raise PlanError(
             f"plan.pools[{number}].gpus: {', '.join(pool.gpus)}: a pool is one job; give its "
             "stages a partition that has both and a constraint such as [a100*1&h100*1], or make "
-            "two pools"
+            "two pools, or an elastic one of rollout (workers)"
         )
     return needs

@@ -57,7 +57,8 @@ class Pool(Section):
 
     stages: tuple[str, ...] = Field(min_length=1)
     gpus: dict[str, PositiveInt] = Field(min_length=1)
-    """Devices of each kind (``partition``, or ``partition:gpu_type``)."""
+    """Devices of each kind (``partition``, or ``partition:gpu_type``). Several kinds are for
+    elastic pools, whose workers are jobs of their own."""
     workers: PositiveInt | None = None
     """Makes the pool elastic: so many jobs of one process each, which generate in claims and may
     come and go at any time (``rlinf scale``). Null: one job."""

@@ -383,7 +383,7 @@ class PoolExecutor:
         slots = self._slots()
         count = wished(self.run.folder, self.plan, first.number)
         for slot in range(len(slots), count):
-            pool = PoolState(first.number, (), first.needs, slot)
+            pool = PoolState(first.number, (), pool_needs(self.plan, first.number, slot), slot)
             self._pools.append(pool)
             self._open(pool)
         for pool in slots[count:]:

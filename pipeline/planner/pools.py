@@ -14,7 +14,7 @@ from pipeline.planner.problem_file import dump_problem
 from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planner.request import Request
 from pipeline.planner.search import Solution, solve
-from pipeline.planner.segments import Tables, build, links
+from pipeline.planner.segments import Tables, build, links, whole_nodes
 from pipeline.planner.work import interval
 
 ALTERNATIVES = 4
@@ -121,9 +121,10 @@ def _kinds(problem: Problem, placement: Placement, pool: int) -> str:
 
 def _plan(request: Request, problem: Problem, placement: Placement, forecast: Forecast) -> Plan:
     pools = tuple(
-        Pool(
-            stages=tuple(problem.stages[s].name for s in pool),
-            gpus={kind.name: n for kind, n in zip(problem.kinds, gpus, strict=True) if n},
+        _pool(
+            tuple(problem.stages[s].name for s in pool),
+            {kind.name: n for kind, n in zip(problem.kinds, gpus, strict=True) if n},
+            request,
         )
         for pool, gpus in zip(placement.pools, placement.gpus, strict=True)
     )
@@ -140,10 +141,18 @@ def _plan(request: Request, problem: Problem, placement: Placement, forecast: Fo
     )
 
 
+def _pool(stages: tuple[str, ...], gpus: dict[str, int], request: Request) -> Pool:
+    """One job on whole nodes; otherwise a job for each device, which only generators can be."""
+    whole = {kind: whole_nodes(n, request.devices[kind].per_node) for kind, n in gpus.items()}
+    if stages == ("rollout",) and (len(gpus) > 1 or whole != gpus):
+        return Pool(stages=stages, gpus=gpus, workers=sum(gpus.values()))
+    return Pool(stages=stages, gpus=whole)
+
+
 def _resources(pool: Pool, request: Request) -> StagePlan:
-    """What a job of the pool's largest part asks for."""
-    name = max(pool.gpus, key=lambda kind: pool.gpus[kind])
-    own, count = request.devices[name], pool.gpus[name]
+    """What a job of the pool asks for."""
+    name = next(iter(pool.gpus))
+    own, count = request.devices[name], 1 if pool.workers else pool.gpus[name]
     nodes = -(-count // own.per_node)
     values: dict[str, object] = {
         "partition": own.kind.partition or None,

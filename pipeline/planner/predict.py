@@ -88,9 +88,9 @@ class Predictor:
             pools: stage numbers of each pool.
             gpus: by pool int ``[kinds, n]``.
             chunks: micro-batches per iteration, one number or int ``[n]``.
-            held: by pool int ``[kinds, n]``, the GPUs whose switching and transfers count; all by
-                default. With fewer than ``gpus`` the prediction is a lower bound for every
-                allocation between the two.
+            held: by pool int ``[kinds, n]``, the GPUs whose switching and transfers count, and
+                that must be of one kind where pools do not mix; all by default. With fewer than
+                ``gpus`` the prediction is a lower bound for every allocation between the two.
         """
         problem, count = self.problem, gpus[0].shape[1]
         held = gpus if held is None else held
@@ -130,6 +130,9 @@ class Predictor:
         if self.source is not None:
             # Weights move as soon as they are trained, beside stages that end later.
             total = np.maximum(total, finish[self.source] + moved)
+        for members, own in zip(pools, held, strict=True):
+            if not problem.may_mix(members):
+                total = np.where((own > 0).sum(0) > 1, np.inf, total)
         return Prediction(total, start, finish, busy, moved)
 
     def passes(

@@ -71,6 +71,9 @@ class Problem:
     """Steps of a cycle per iteration."""
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By stage: the only kinds it may use (pins)."""
+    mixes: frozenset[str] | None = None
+    """Stages that may have a pool of several kinds, if it holds no other stage. None: all may share
+    any pool."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mixing <= 1:
@@ -99,6 +102,10 @@ class Problem:
                     raise PlanError(
                         f"pin {stage.name}={name}: no such kind; there are {', '.join(names)}"
                     )
+
+    def may_mix(self, pool: Sequence[int]) -> bool:
+        """Whether a pool of these stages may hold several kinds."""
+        return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
 
     def table(self, stage: Stage, kind: int) -> np.ndarray:
         """Rates ``[gpus + 1]`` of a stage on a kind, never falling with more GPUs.

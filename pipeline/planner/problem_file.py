@@ -53,6 +53,7 @@ class ProblemFile(Section):
     mixing: float = 1.0
     cycle_steps: PositiveInt = 1
     allowed: dict[str, frozenset[str]] = {}
+    mixes: frozenset[str] | None = None
     pools: tuple[Pool, ...] = ()
     chunks: PositiveInt = 1
 
@@ -71,6 +72,7 @@ class ProblemFile(Section):
             mixing=self.mixing,
             cycle_steps=self.cycle_steps,
             allowed=self.allowed,
+            mixes=self.mixes,
         )
 
     def _stage(self, name: str, section: StageSection) -> Stage:
@@ -126,6 +128,7 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
         "sync_s": sync_s,
         "mixing": problem.mixing,
         "cycle_steps": problem.cycle_steps,
+        "mixes": None if problem.mixes is None else sorted(problem.mixes),
         "pools": [pool.model_dump(mode="json") for pool in pools],
         "chunks": chunks,
     }

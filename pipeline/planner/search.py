@@ -29,6 +29,8 @@ EXACT_GPUS = 16
 """Problems up to this size are always counted out."""
 EXACT_DIVISIONS = 200_000
 """Larger ones are when there are no more divisions of the largest grouping than this."""
+STARTS = 8
+"""Divisions that are improved where pools must be of one kind."""
 BLOCK = 8192
 """Divisions looked at at once."""
 NEARLY = 1 + 1e-9
@@ -125,6 +127,7 @@ class _Search:
         # More GPUs make a stage no slower; leaving some idle only helps where they cost something.
         self._idle = (
             not isinstance(objective, IterationTime)
+            or problem.mixes is not None
             or any(any(stage.switch_s.values()) for stage in problem.stages)
             or any(problem.sync_s.values())
         )
@@ -177,8 +180,11 @@ class _Search:
         return tight
 
     def improve(self, pools: Pools, relaxed: Relaxed, found: dict[Pools, _Found]) -> None:
-        """Steepest descent from the relaxation, by moves of GPUs between two pools."""
-        state = self._round(relaxed.gpus)
+        """Steepest descent from near the relaxation, by moves of GPUs between two pools."""
+        for start in self._starts(pools, relaxed.gpus):
+            self._improve(pools, start, found)
+
+    def _improve(self, pools: Pools, state: Array, found: dict[Pools, _Found]) -> None:
         grains, cost = None, math.inf
         while True:
             here = [pool[:, None] for pool in state]
@@ -286,6 +292,36 @@ class _Search:
 
     def _chunks(self, pools: Pools) -> Array:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
+
+    def _starts(self, pools: Pools, gpus: Array) -> Sequence[Array]:
+        """Divisions ``[pools, kinds]`` to begin with.
+
+        Where pools must be of one kind: the best of all ways to give each a kind of its own, shared
+        by the pools of that kind, and by those that may mix, as the relaxation shares all GPUs.
+        """
+        like = [p for p, pool in enumerate(pools) if not self.problem.may_mix(pool)]
+        if not like:
+            return [self._round(gpus)]
+        gpus = np.maximum(gpus, 0.0)
+        choices = np.array(list(itertools.product(range(len(self._sizes)), repeat=len(like))))
+        parts = np.tile(gpus, (len(choices), 1, 1))
+        parts[:, like] = 0.0
+        for i, p in enumerate(like):
+            parts[np.arange(len(choices)), p, choices[:, i]] = max(gpus[p].sum(), 1e-3)
+        shares = parts / np.maximum(parts.sum(1, keepdims=True), 1e-9)
+        states = np.floor(shares * self._sizes + 1e-6).astype(np.int64)
+        states = np.maximum(states, parts > 0)
+        over = np.maximum(states.sum(1) - self._sizes, 0)
+        largest = states.argmax(1)
+        for k in range(len(self._sizes)):
+            states[np.arange(len(choices)), largest[:, k], k] -= over[:, k]
+        states = states[(states >= 0).all((1, 2))]
+        if not len(states):
+            return []
+        held = [states[:, p].T for p in range(len(pools))]
+        costs, _ = self.best_chunks(pools, held, held)
+        order = np.argsort(costs, kind="stable")[:STARTS]
+        return list(states[order[np.isfinite(costs[order])]])
 
     def _round(self, gpus: Array) -> Array:
         """Whole numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""

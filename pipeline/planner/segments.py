@@ -67,6 +67,8 @@ def build(request: Request) -> tuple[Problem, Tables]:
         chunks=[n for n in CHUNKS if request.config.rollout.batch % n == 0],
         sync_s=_transfers(devices, request.profile),
         mixing=MIXING,
+        # A job has like devices; generators are jobs of one device each.
+        mixes=frozenset({"rollout"}),
         allowed={stage: kinds for stage, kinds in request.pins.items() if stage in STAGES},
     )
     return problem, tables
@@ -74,9 +76,11 @@ def build(request: Request) -> tuple[Problem, Tables]:
 
 def _rates(work: Work, request: Request) -> RateTable:
     """On 0 to all devices of the kind, everything loaded."""
-    count = work.devices.count
+    count, per_node = work.devices.count, work.devices.per_node
     counts = np.arange(count + 1)
     runnable = (counts <= work_items(work.stage, request.config)) & (counts < work.failed)
+    if work.stage != "rollout":
+        runnable &= counts == np.vectorize(whole_nodes)(counts, per_node)
     table = measured_rates(
         work.measured,
         request.profile.samples,
@@ -87,6 +91,11 @@ def _rates(work: Work, request: Request) -> RateTable:
     if not table.rates.any():
         raise PlanError("no number of devices that is there was measured")
     return table
+
+
+def whole_nodes(count: int, per_node: int) -> int:
+    """How many of so many devices a job can have, which has as many on each of its nodes."""
+    return count if count <= per_node else count // per_node * per_node
 
 
 def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from pipeline.experiment import compose as hydra_compose
 from pipeline.experiment import prepare
+from pipeline.leases import pool_needs
 from pipeline.plan import parse_plan
 from pipeline.planner.predict import Predictor
 from pipeline.planner.problem_file import read_problem
@@ -42,6 +44,25 @@ def test_every_stage_has_a_pool_within_what_there_is(asked: Request) -> None:
     for kind, own in asked.devices.items():
         assert sum(pool.gpus.get(kind, 0) for pool in plan.pools) <= own.count
     assert asked.config.rollout.batch % plan.chunks == 0
+
+
+@pytest.mark.parametrize("pins", [{}, {"train": frozenset({"a100"})}])
+def test_the_driver_takes_the_plan_for_unlike_partitions(
+    asked: Request, pins: dict[str, frozenset[str]]
+) -> None:
+    """No job has devices of two partitions; generators are jobs of their own, of either kind."""
+    plan = propose(replace(asked, pins=pins)).plan
+    assert {kind for pool in plan.pools for kind in pool.gpus} == set(asked.devices)
+    for number, pool in enumerate(plan.pools):
+        assert len(pool.gpus) == 1 or (pool.stages, pool.workers) == (
+            ("rollout",),
+            sum(pool.gpus.values()),
+        )
+        jobs = [pool_needs(plan, number, slot) for slot in range(pool.workers or 1)]
+        asks = Counter[str]()
+        for needs in jobs:
+            asks[str(needs.partition)] += needs.nodes * needs.processes
+        assert asks == pool.gpus
 
 
 def test_pools_beat_every_plan_on_one_kind_alone(asked: Request) -> None:

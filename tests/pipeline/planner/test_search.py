@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,11 +32,16 @@ SIZES = st.one_of(
     sizes=SIZES,
     stages=st.integers(1, 3),
     objective=st.sampled_from(OBJECTIVES),
+    mixes=st.sampled_from([None, frozenset[str](), frozenset({"rollout"})]),
 )
 def test_small_problems_are_solved_as_exhaustive_search_does(
-    seed: int, sizes: tuple[int, ...], stages: int, objective: Objective
+    seed: int,
+    sizes: tuple[int, ...],
+    stages: int,
+    objective: Objective,
+    mixes: frozenset[str] | None,
 ) -> None:
-    problem = random_problem(seed, sizes, stages)
+    problem = replace(random_problem(seed, sizes, stages), mixes=mixes)
     expected = exhaustive(problem, objective)
     if math.isinf(expected):
         with pytest.raises(PlanError):
