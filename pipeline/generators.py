@@ -50,7 +50,7 @@ class _Given(NamedTuple):
     node: Node
     """Its rollout."""
     worker: str
-    number: int
+    claim: Claim
     begun: int | None
     """Number of the claim in which another worker has begun its samples."""
 
@@ -74,6 +74,8 @@ class Generators:
     retries: int
     _rollouts: dict[Node, _Rollout] = field(default_factory=dict)
     _given: dict[str, _Given] = field(default_factory=dict)
+    _over: dict[str, _Given] = field(default_factory=dict)
+    """Claims of rollouts that are over; the word that one is done may come a little later."""
     _heirs: dict[str, str] = field(default_factory=dict)
     """Who is to go on with the tail of a claim that is on its way."""
     _left: list[_Left] = field(default_factory=list)
@@ -103,10 +105,11 @@ class Generators:
         """A rollout is over; returns the workers that still do something for it."""
         self._rollouts.pop(node, None)
         self._left = [left for left in self._left if left.node != node]
-        stale = {name: given.worker for name, given in self._given.items() if given.node == node}
+        stale = {name: given for name, given in self._given.items() if given.node == node}
         for name in stale:
             self._forget(name)
-        return set(stale.values())
+        self._over = dict([*self._over.items(), *stale.items()][-REMEMBERED:])
+        return {given.worker for given in stale.values()}
 
     def busy(self, worker: str) -> bool:
         return any(given.worker == worker for given in self._given.values())
@@ -130,9 +133,13 @@ class Generators:
         given, heir = self._given.get(name), self._heirs.get(name, "")
         self._forget(name)
         rollout = self._rollouts.get(given.node) if given is not None else None
+        code = int(content["code"])
         if given is None or rollout is None or rollout.claims is None:
+            late = self._over.pop(name, None)
+            if late is not None and not code and late.claim.starts:
+                self._note(late, late.claim, content)
             return False
-        node, number, code = given.node, given.number, int(content["code"])
+        node, number = given.node, given.claim.number
         if number == PREPARES and not code:
             self._prepared.add(worker)
             return False
@@ -204,7 +211,7 @@ class Generators:
         orders = []
         for name, given in self._given.items():
             claims = self._rollouts[given.node].claims
-            if given.worker not in helpers or name in self._heirs or given.number == PREPARES:
+            if given.worker not in helpers or name in self._heirs or given.claim.number == PREPARES:
                 continue
             if claims is not None and not claims.left:
                 held = Counter(given.worker for given in self._given.values())
@@ -249,7 +256,7 @@ class Generators:
         self, node: Node, worker: str, claim: Claim, begun: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         name = secrets.token_hex(6)
-        self._given[name] = _Given(node, worker, claim.number, begun["claim"] if begun else None)
+        self._given[name] = _Given(node, worker, claim, begun["claim"] if begun else None)
         return {
             **self._rollouts[node].order,
             "claim": name,
