@@ -6,10 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from rlinf import tree
+from rlinf.artifacts import read_manifest
+from rlinf.channels.file import FileReader
+from rlinf.data.record import Record
 
 
 def contents(run: Path) -> dict[str, str]:
@@ -33,3 +40,39 @@ def start_driver(
             env={**os.environ, **(env or {})},
             start_new_session=True,
         )
+
+
+def until(there: Callable[[], Any], driver: subprocess.Popen[bytes], log: Path) -> Any:
+    """Waits for something to be true while a driver goes on; returns it."""
+    deadline = time.monotonic() + 120
+    while not (found := there()):
+        assert driver.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found
+
+
+def same_samples(run: Path, reference: Path, iterations: Iterable[int]) -> None:
+    """The same samples, each once, and the same metrics, but for the last bits.
+
+    Another make-up of the engine's batches sums the same products in another order.
+    """
+    for iteration in iterations:
+        ours, theirs = (_trajectories(folder, iteration) for folder in (run, reference))
+        assert [r.identity for r in ours] == [r.identity for r in theirs]
+        assert ours, f"iteration {iteration} is kept"
+        assert len({r.identity.key for r in ours}) == len(ours)
+        assert [r.info["text"] for r in ours] == [r.info["text"] for r in theirs]
+    for one, other in zip(_metrics(run), _metrics(reference), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def _trajectories(run: Path, iteration: int) -> list[Record]:
+    folder = run / "it" / f"{iteration:04d}" / "rollout"
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return list(FileReader((folder / manifest.data).glob("trajectories-r*.h5")))
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import yaml
 
 from stages.layout import POOLS, STATUS
 from tests.conftest import TINY
-from tests.pipeline.helpers import start_driver
+from tests.pipeline.helpers import start_driver, until
 from tests.pipeline.test_pools import MOVING, assert_like, samples
 
 Compose = Callable[..., dict[str, Any]]
@@ -65,15 +64,6 @@ def worker(run: Path, pool: str) -> psutil.Process:
         if str(run) in line and pool in line:
             return process
     raise AssertionError(f"{pool} does not run")
-
-
-def until(there: Callable[[], Any], driver: subprocess.Popen[bytes], log: Path) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := there()):
-        assert driver.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    return found
 
 
 def test_an_input_read_from_disk_holds_up_nothing_it_is_made_from(

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from pipeline.generators import CLAIMS
 from pipeline.report.data import read
 from pipeline.run import Run
 from pipeline.scaling import scale
-from rlinf.artifacts import read_manifest
-from rlinf.channels.file import FileReader
 from stages.layout import POOLS
 from tests.conftest import TINY
-from tests.pipeline.helpers import start_driver
+from tests.pipeline.helpers import same_samples, start_driver, until
 
 BATCH, GROUP, ITERATIONS = 24, 4, 4
 
@@ -56,15 +52,6 @@ def rows(run: Path) -> list[dict[str, Any]]:
         return []
 
 
-def until(there: Callable[[], Any], driver: subprocess.Popen[bytes], log: Path) -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := there()):
-        assert driver.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    return found
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
@@ -73,35 +60,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "tiny"
 
 
-def same(run: Path, reference: Path, iterations: int = ITERATIONS) -> None:
-    """The same samples, each once, and the same metrics."""
-    for iteration in range(iterations):
-        ours, theirs = (trajectories(folder, iteration) for folder in (run, reference))
-        assert [r.identity for r in ours] == [r.identity for r in theirs]
-        assert len(ours) == BATCH * GROUP
-        assert [r.info["text"] for r in ours] == [r.info["text"] for r in theirs]
-    for one, other in zip(metrics(run), metrics(reference), strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-
-
-def trajectories(run: Path, iteration: int) -> list[Any]:
-    folder = run / "it" / f"{iteration:04d}" / "rollout"
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    return list(FileReader((folder / manifest.data).glob("trajectories-r*.h5")))
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_generators_make_the_run_of_one_process(
     reference: Path, tmp_path: Path, workers: int
 ) -> None:
     log = tmp_path / "log"
     finish(start_driver(words(tmp_path, "cluster=local", pools(workers)), log), log)
-    same(tmp_path / "tiny", reference)
+    same_samples(tmp_path / "tiny", reference, range(ITERATIONS))
     for iteration in range(ITERATIONS):
         done = [
             s
@@ -129,7 +94,7 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path) -> None:
     finish(start_driver(words(tmp_path / "one", *long), log), log)
     plan = pools(1).replace("train]", "train], helps_rollout: true")
     finish(start_driver(words(tmp_path, "cluster=local", plan, *long), log), log)
-    same(run, tmp_path / "one" / "tiny", many)
+    same_samples(run, tmp_path / "one" / "tiny", range(many))
     done = [(row["node"], start) for row in rows(run) for start in row["starts"]]
     assert len(done) == len(set(done)) == BATCH * many, "nothing is generated twice"
     helped = [row for row in rows(run) if row["worker"] == "pool-1-0-r0"]
@@ -150,7 +115,7 @@ def test_a_generator_killed_in_the_middle_costs_nothing_but_its_claims(
     row = until(lambda: rows(run), driver, log)[0]
     os.kill(pid(run, row["worker"]), signal.SIGKILL)
     finish(driver, log)
-    same(run, reference)
+    same_samples(run, reference, range(ITERATIONS))
     assert "killed by SIGKILL" in log.read_text()
 
 
