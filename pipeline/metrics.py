@@ -13,7 +13,7 @@ from typing import Any
 
 from rlinf.artifacts import Manifest, read_manifest, write_atomic
 from rlinf.errors import ArtifactError
-from stages.context import WAIT
+from stages.context import PAUSES
 from stages.layout import METRICS, PER_ITERATION, TIMINGS, stage_folder
 
 
@@ -34,11 +34,11 @@ def manifest_of(run: Path, stage: str, iteration: int) -> Manifest | None:
 
 
 def busy_s(run: Path, stage: str, iteration: int) -> float:
-    """Seconds that the busiest worker of a stage instance did not wait; 0 without a manifest."""
+    """Seconds that the busiest worker of a stage instance computed; 0 without a manifest."""
     manifest = manifest_of(run, stage, iteration)
     seconds: dict[str, float] = defaultdict(float)
     for span in manifest.timing["spans"] if manifest is not None else ():
-        sign = {stage: 1, WAIT: -1}.get(span["name"], 0)
+        sign = (span["name"] == stage) - (span["name"] in PAUSES)
         seconds[span.get("worker", "")] += sign * (span["end"] - span["start"])
     return max(seconds.values(), default=0.0)
 

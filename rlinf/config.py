@@ -143,12 +143,12 @@ class RetentionSection(Section):
     """Iterations whose trajectories are kept, besides the first."""
 
 
-TRANSIENT = frozenset({"run", "cluster", "plan", "log"})
+TRANSIENT = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
 """Top-level keys that never change a result: they are not part of any identity."""
 
 
 class RunConfig(Section):
-    """One experiment. ``run``, ``cluster``, ``plan`` and ``log`` never change its result."""
+    """One experiment. The sections and keys of :data:`TRANSIENT` never change its result."""
 
     run: RunSection
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -170,6 +170,10 @@ class RunConfig(Section):
     """Resources of each stage, or the path of a plan file."""
     log: dict[str, Any] = {}
     """Trackers and verbosity."""
+    device_memory_gib: float | None = Field(default=None, gt=0)
+    """What engine, trainer and reference of one process may together keep on its device while
+    stages take turns there; the rest waits in the host's memory. By default 60 % of a GPU; all of
+    it on a CPU."""
 
     @model_validator(mode="after")
     def _groups(self) -> RunConfig:

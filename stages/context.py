@@ -29,6 +29,8 @@ COMMIT_LOOK_S = 0.02
 BRIEF_S = 0.002
 """Waits shorter than this are not recorded."""
 WAIT = "wait"
+PAUSES = frozenset({WAIT, "offload", "onload"})
+"""Spans in which a stage computes nothing: it waits, or moves things from and to its device."""
 log = logging.getLogger("rlinf")
 
 

@@ -16,8 +16,8 @@ from stages.parts import WEIGHTS, held_engine, held_environment
 
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
-    engine = held_engine(ctx, "weights", ctx.iteration)
     environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
+    engine = held_engine(ctx, "weights", ctx.iteration)
     starts = ctx.world.mine(ctx.config.evaluate.samples)
     with ctx.span("generate"):
         trajectories, scores = held_out(ctx, environment, engine, starts)

@@ -6,7 +6,7 @@ import numpy as np
 
 from rlinf.data.record import Record
 from stages.context import Context
-from stages.parts import WEIGHTS, held_trainer, make_algorithm, new_trainer
+from stages.parts import held_reference, held_trainer, make_algorithm
 
 
 def run(ctx: Context) -> None:
@@ -31,9 +31,7 @@ def run(ctx: Context) -> None:
                     if outputs.values is not None:
                         column["values"] = outputs.values.numpy()
         if algorithm.needs_reference:
-            reference = ctx.keep(
-                "reference", "one", lambda: new_trainer(ctx, ctx.verified("initial") / WEIGHTS)
-            )
+            reference = held_reference(ctx)
             with ctx.span("reference"):
                 for row, outputs in reference.forward(trajectories, temperature):
                     columns.setdefault(row, {})["reference_logprobs"] = outputs.logprobs.numpy()

@@ -12,12 +12,14 @@ from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify
 from rlinf.config import RunConfig
+from rlinf.device import local_device
 from rlinf.engines import engines
 from rlinf.engines.base import Engine
 from rlinf.envs import environments
 from rlinf.envs.base import Environment
 from rlinf.errors import ArtifactError
 from rlinf.models import policies
+from rlinf.residency import GIB, Holder, Residency
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward
 from rlinf.trainers import trainers
@@ -75,8 +77,25 @@ def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
     return ctx.keep("environment", "one", make)
 
 
+def residency(ctx: Context) -> Residency:
+    """What of this process is on its device."""
+    gib = ctx.config.device_memory_gib
+    budget = None if gib is None else int(gib * GIB)
+    return ctx.keep("residency", "one", lambda: Residency(local_device("auto"), budget))
+
+
+def on_device(ctx: Context, holder: Holder, *groups: str, filled: bool = True) -> None:
+    """Bring what the stage computes with next to its device; see :meth:`Residency.need`.
+
+    After every wait anew: other stages may compute meanwhile, with other things.
+    """
+    residency(ctx).need(holder, *groups, filled=filled, span=ctx.span)
+
+
 def held_engine(ctx: Context, name: str, version: int, newest: int | None = None) -> Engine:
     """The engine serving the weights of an input; loaded again only when they changed.
+
+    It is on its device: until it is through with them the stage must not wait for anything.
 
     Args:
         newest: one that serves this version, or one in between, goes on with it.
@@ -85,18 +104,25 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
     engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
     served = ctx.resident.get("engine_weights")
     if newest is not None and served is not None and version < engine.version <= newest:
+        on_device(ctx, engine)
         return engine
     state = entry.state
     # Only now: while this one waited for it, another stage may have loaded other weights.
     served = ctx.resident.pop("engine_weights", None)
     if served != state:
-        tensors = entry.held(WEIGHTS)
+        tensors = entry.held(WEIGHTS) if served is not None else None
+        if tensors is None:
+            _ = entry.manifest  # waits for it: what follows must not
+        if engine.version < 0:
+            residency(ctx).clear(span=ctx.span)
+        on_device(ctx, engine, filled=False)
         with ctx.span("load"):
-            if served is not None and tensors is not None:
+            if tensors is not None:
                 engine.load_state(tensors, version)
             else:
                 engine.load(ctx.verified(name) / WEIGHTS, version)
                 state = entry.state
+    on_device(ctx, engine)
     ctx.resident["engine_weights"] = state
     return engine
 
@@ -127,22 +153,41 @@ def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int]
 
 
 def held_trainer(ctx: Context) -> Any:
-    """The trainer in the state of input ``checkpoint``, or fresh from input ``initial``."""
-    checkpoint = ctx.inputs.get("checkpoint")
+    """The trainer in the state of input ``checkpoint``, or fresh from input ``initial``.
+
+    Its weights are on the device, as long as the stage does not wait for anything.
+    """
+    initial, checkpoint = ctx.inputs["initial"], ctx.inputs.get("checkpoint")
     state = checkpoint.state if checkpoint else ""
-    start = ctx.inputs["initial"].state
+    start = initial.state
     held = ctx.resident.get("trainer")
-    if held is not None and held[0] == (start, state):
-        return held[1]
-    # The old one leaves the memory before the new one is made.
-    del held
-    ctx.resident.pop("trainer", None)
-    with ctx.span("load"):
-        trainer = new_trainer(ctx, ctx.verified("initial") / "weights")
-        if checkpoint:
-            trainer.load(ctx.verified("checkpoint") / "checkpoint")
-    ctx.resident["trainer"] = ((start, state), trainer)
-    return trainer
+    if held is None or held[0] != (start, state):
+        for entry in (initial, checkpoint) if checkpoint else (initial,):
+            _ = entry.manifest  # waits for it: what follows must not
+        # The old one leaves the memory before the new one is made.
+        del held
+        ctx.resident.pop("trainer", None)
+        residency(ctx).clear(span=ctx.span)
+        with ctx.span("load"):
+            trainer = new_trainer(ctx, ctx.verified("initial") / WEIGHTS)
+            if checkpoint:
+                trainer.load(ctx.verified("checkpoint") / "checkpoint")
+        held = ctx.resident["trainer"] = ((start, state), trainer)
+    on_device(ctx, held[1], "weights")
+    return held[1]
+
+
+def held_reference(ctx: Context) -> Any:
+    """The policy that training began with; like the trainer it is on the device until a wait."""
+
+    def make() -> Any:
+        _ = ctx.inputs["initial"].manifest  # waits for it: what follows must not
+        residency(ctx).clear(span=ctx.span)
+        return new_trainer(ctx, ctx.verified("initial") / WEIGHTS)
+
+    reference = ctx.keep("reference", "one", make)
+    on_device(ctx, reference, "weights")
+    return reference
 
 
 def changing_trainer(ctx: Context, trainer: Any) -> None:

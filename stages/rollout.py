@@ -51,8 +51,8 @@ def collected(
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
-    engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
     environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
+    engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
     episodes = Episodes(
         seed=ctx.config.seed,
         iteration=ctx.iteration,

@@ -14,7 +14,13 @@ from rlinf.data.batch import StepBatch, assemble, join
 from rlinf.data.record import Record
 from rlinf.seeding import generator
 from stages.context import Context
-from stages.parts import changing_trainer, held_trainer, make_algorithm, trainer_moved
+from stages.parts import (
+    changing_trainer,
+    held_trainer,
+    make_algorithm,
+    on_device,
+    trainer_moved,
+)
 
 
 def run(ctx: Context) -> None:
@@ -36,8 +42,10 @@ def run(ctx: Context) -> None:
         )
         parts.append(rows)
         if update.streams:
+            on_device(ctx, trainer, "weights", "gradients")
             update.accumulate(rows)
     every = [row for part in parts for row in part]
+    on_device(ctx, trainer)
     if update.streams:
         update.step()
     else:

@@ -11,9 +11,10 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.device import local_device
 from rlinf.errors import RequeueRequested
+from rlinf.residency import Residency
 from rlinf.trainers.world import World
 from slurm.signals import StopFlag
 from stages.layout import CONFIG, stage_folder
@@ -199,11 +201,13 @@ class Bench:
     def record(
         self, manifest: Manifest, samples: int, budget: int | None, peak_bytes: int
     ) -> float:
-        """Add what a stage did to the trial; returns its seconds, loading left out."""
+        """Add what a stage did to the trial; returns its seconds, loading and moving left out."""
         stage, folder = manifest.stage, stage_folder(self.scratch, manifest.stage, self.done)
         parts = spans(manifest)
         load = parts.pop("load", 0.0)
-        seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load)
+        # What it moves depends on who shares the device: a plan counts that by itself.
+        moved = parts.pop("offload", 0.0) + parts.pop("onload", 0.0)
+        seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load - moved)
         if load and stage == "rollout":
             self.overhead("weight_load" if stage in self.seen else "engine_load", load)
         elif load:
@@ -275,13 +279,13 @@ class Bench:
         """Offload the trainer's state to the host's memory and load it again."""
         if "trainer" not in self.resident:
             return
-        tensors = list(_state(self.resident["trainer"][1]))
+        trainer = self.resident["trainer"][1]
+        self.resident["residency"][1].need(trainer)
+        all_or_nothing = Residency(self.device, sys.maxsize)
+        all_or_nothing.need(trainer)
         for _ in range(COPIES):
-            with self.timed("offload"):
-                held = [tensor.to("cpu", copy=True) for tensor in tensors]
-            with self.timed("onload"), torch.no_grad():
-                for tensor, copy in zip(tensors, held, strict=True):
-                    tensor.copy_(copy)
+            all_or_nothing.clear(span=self.timed)
+            all_or_nothing.need(trainer, span=self.timed)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -366,20 +370,6 @@ def _meet(task: Task, config: RunConfig) -> None:
 
 def _device(config: RunConfig) -> torch.device:
     return local_device(str((config.trainer.model_extra or {}).get("device", "auto")))
-
-
-def _state(trainer: Any) -> Iterator[torch.Tensor]:
-    """This rank's weights and optimizer state."""
-    from torch.distributed.tensor import DTensor
-
-    states: list[Mapping[Any, Any]] = [trainer.policy.module.state_dict()]
-    states += trainer.optimizer.state.values()
-    for state in states:
-        for tensor in state.values():
-            if isinstance(tensor, DTensor):
-                yield tensor.to_local()
-            elif isinstance(tensor, torch.Tensor):
-                yield tensor
 
 
 def _forget_peak() -> None:

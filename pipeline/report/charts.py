@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 from pipeline.report.data import ReportData
 from pipeline.report.idle import in_order, windows
 from pipeline.report.style import COLOURS, finish
+from stages.context import PAUSES, WAIT
 from stages.layout import PER_ITERATION
 
 COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
@@ -133,7 +134,9 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
     shown = [stage for stage in COLOURS if any(s.stage == stage for s in spans)]
     handles = [Patch(label=stage, **_look(COLOURS[stage], True)) for stage in shown]
     if not all(s.computes for s in spans):
-        handles.append(Patch(label="waiting", **_look(COLOURS["sync"], False)))
+        moved = any(s.name in PAUSES - {WAIT} for s in data.spans)
+        label = "waiting or moving" if moved else "waiting"
+        handles.append(Patch(label=label, **_look(COLOURS["sync"], False)))
     figure.legend(
         handles=handles,
         ncols=len(handles),
@@ -146,7 +149,7 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
 
 
 def _look(colour: str, computes: bool) -> dict[str, Any]:
-    """Of a bar: full where a stage computes, hatched and thin where it waits."""
+    """Of a bar: full where a stage computes, hatched and thin where it pauses."""
     if computes:
         return {"facecolor": colour}
     return {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "linewidth": 0}

@@ -42,7 +42,7 @@ class ReportData:
 
     @property
     def busy_s(self) -> float:
-        """Sum of the stages' own times, less their waits."""
+        """Sum of the stages' own times, less their pauses."""
         return sum(piece.seconds for piece in self.pieces if piece.computes)
 
     @property
@@ -52,7 +52,7 @@ class ReportData:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The stages of every worker, cut where they waited."""
+        """The stages of every worker, cut where they paused."""
         return pieces(self.spans)
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:

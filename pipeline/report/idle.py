@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from stages.context import WAIT
+from stages.context import PAUSES
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of time in which a stage computed, or waited."""
+    """A stretch of time in which a stage computed, or waited or moved what it keeps."""
 
     stage: str
     iteration: int
@@ -56,20 +56,20 @@ def in_order(lanes: Iterable[str]) -> list[str]:
 
 
 def pieces(spans: Iterable[Span]) -> list[Piece]:
-    """The spans of stages, cut where they waited; what waits hold outside of them is dropped."""
+    """The spans of stages, cut where they paused; what pauses hold outside of them is dropped."""
     spans = list(spans)
-    waits: dict[tuple[str, int, str], list[Span]] = defaultdict(list)
+    pauses: dict[tuple[str, int, str], list[Span]] = defaultdict(list)
     for span in spans:
-        if span.name == WAIT:
-            waits[span.stage, span.iteration, span.lane].append(span)
+        if span.name in PAUSES:
+            pauses[span.stage, span.iteration, span.lane].append(span)
     found = []
     for whole in spans:
         if whole.name != whole.stage:
             continue
         where = (whole.stage, whole.iteration, whole.lane)
         at = whole.start
-        for wait in sorted(waits[where], key=lambda wait: wait.start):
-            start, end = max(wait.start, at), min(wait.end, whole.end)
+        for pause in sorted(pauses[where], key=lambda pause: pause.start):
+            start, end = max(pause.start, at), min(pause.end, whole.end)
             if end > start:
                 found += [Piece(*where, at, start, True), Piece(*where, start, end, False)]
                 at = end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +59,13 @@ class Engine(ABC):
             return False
         self.load(*found)
         return True
+
+    def resident(self) -> Mapping[str, Sequence[Tensor]]:
+        """What it keeps on the device between requests: see :class:`rlinf.residency.Holder`.
+
+        :meth:`load` and :meth:`load_state` overwrite all of it. By default nothing that can move.
+        """
+        return {}
 
     @abstractmethod
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:

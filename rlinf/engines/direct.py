@@ -55,6 +55,11 @@ class DirectEngine(Engine):
         copy_weights(self._policy.module, tensors)
         self.version = version
 
+    def resident(self) -> dict[str, list[Tensor]]:
+        if self.version < 0:
+            return {}
+        return {"weights": [*self._policy.module.state_dict().values()]}
+
     @torch.inference_mode()
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)

@@ -32,6 +32,7 @@ from rlinf.models.causal_lm import (
     load_tokenizer,
     reload_weights,
 )
+from rlinf.residency import placed
 from rlinf.seeding import uniforms
 
 COMPACT_BELOW = 0.75
@@ -63,7 +64,8 @@ class TransformersEngine(Engine):
 
     def load(self, folder: Path, version: int) -> None:
         if self.version < 0 or not reload_weights(self._module, folder):
-            self._module: Any = load_module(folder, self._policy_config).to(self._device).eval()
+            module = load_module(folder, self._policy_config).eval()
+            self._module: Any = placed(module, self._device)
             use_decode_attention(self._module)
         tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
         stop = getattr(self._module.generation_config, "eos_token_id", None)
@@ -75,6 +77,12 @@ class TransformersEngine(Engine):
     def load_state(self, tensors: Mapping[str, Tensor], version: int) -> None:
         copy_weights(self._module, tensors)
         self.version = version
+
+    def resident(self) -> dict[str, list[Tensor]]:
+        if self.version < 0:
+            return {}
+        # Keys and values are cached only while a request is answered.
+        return {"weights": [*self._module.state_dict().values()]}
 
     @torch.inference_mode()
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:

@@ -25,6 +25,7 @@ from rlinf.data.record import Record
 from rlinf.device import local_device
 from rlinf.errors import StageError
 from rlinf.models.base import Policy, StepOutputs
+from rlinf.residency import placed
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.world import World
 
@@ -79,7 +80,7 @@ class FSDPTrainer:
         sharded = world.size > 1 or config.param_dtype != "float32"
         if sharded:
             world.connect(kind)
-        policy.module.to(self.device)
+        placed(policy.module, self.device)
         if sharded:
             self._shard(policy)
         side_by_side = kind == "cpu" and not sharded
@@ -171,14 +172,10 @@ class FSDPTrainer:
                 several threads at once when ``threads`` says so.
         """
         torch.set_num_threads(self._torch_threads)
-        fresh, self._sums = self._sums is None, self._sums or {}
+        self._sums = self._sums or {}
 
         def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
             policy.module.train()
-            if fresh:
-                # Each lane its own: an attempt that failed may have left some in any of them.
-                for parameter in self._parameters(policy):
-                    parameter.grad = None
             sums: dict[str, Any] = {}
             for number, (rows, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
                 self._synchronise(last=number == len(cut.batches))
@@ -199,12 +196,16 @@ class FSDPTrainer:
                     self._sums[name] = self._sums.get(name, 0.0) + value
             self._lanes.add_gradients()
         except BaseException:
-            self._sums = None
+            self.discard()
             raise
 
     def discard(self) -> None:
-        """Forget what was accumulated, by an attempt that did not come to its update."""
+        """Forget what was accumulated, and give its memory back."""
         self._sums = None
+        # Of every lane: an attempt that failed may have left some in any of them.
+        for policy in self._lanes.policies:
+            for parameter in self._parameters(policy):
+                parameter.grad = None
 
     def update(self, *, lr: float, scale: float = 1.0) -> dict[str, float]:
         """Change the weights by the accumulated gradient.
@@ -220,9 +221,14 @@ class FSDPTrainer:
         Raises:
             StageError: the loss or the gradient is not finite; no weight was changed.
         """
-        sums, self._sums = self._sums, None
-        if not sums:
+        if not self._sums:
             raise ValueError("nothing was accumulated")
+        try:
+            return self._update(self._sums, lr, scale)
+        finally:
+            self.discard()
+
+    def _update(self, sums: dict[str, Any], lr: float, scale: float) -> dict[str, float]:
         totals = {name: scale * value for name, value in self._sum_over_ranks(sums).items()}
         norm = scale * self._gradient_norm()
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
@@ -241,6 +247,26 @@ class FSDPTrainer:
             group["lr"] = lr
         self.optimizer.step()
         return {**totals, "grad_norm": norm}
+
+    @torch.no_grad()
+    def resident(self) -> dict[str, list[Tensor]]:
+        """What it keeps on the device, of a sharded module this rank's shards.
+
+        See :class:`rlinf.residency.Holder`. What FSDP still has gathered it gives up for that.
+        """
+        from torch.distributed.tensor import DTensor
+
+        def local(tensor: Tensor) -> Tensor:
+            return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+        weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
+        gradients, moments = list[Tensor](), list[Tensor]()
+        for parameter in self._parameters(self.policy):
+            to_come = torch.empty_like(local(parameter), device="meta")
+            gradients.append(to_come if parameter.grad is None else local(parameter.grad))
+            state = self.optimizer.state.get(parameter)
+            moments += [local(t) for t in state.values()] if state else [to_come, to_come]
+        return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
     def snapshot(self) -> dict[str, Any]:
         """What :meth:`save` writes, as it is now; on the CPU, this rank's part of it."""

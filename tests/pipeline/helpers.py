@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,21 @@ def contents(run: Path) -> dict[str, str]:
         str(path.relative_to(run).parent): json.loads(path.read_text())["content"]
         for path in sorted(run.rglob("manifest.json"))
     }
+
+
+def moves(run: Path) -> Counter[str]:
+    """How often stages of iterations after the first, and evaluations, moved what they keep."""
+    names: Counter[str] = Counter()
+    for pattern in ("it/000[1-9]/*/manifest.json", "evaluate/000[1-9]/manifest.json"):
+        for path in run.glob(pattern):
+            names.update(span["name"] for span in json.loads(path.read_text())["timing"]["spans"])
+    return Counter({name: names[name] for name in ("offload", "onload")})
+
+
+def budget_gib(run: Path, models: float) -> float:
+    """As large as so many copies of the weights of a run."""
+    weights = next((run / "warm_start").glob("data-*/weights/model.safetensors"))
+    return models * weights.stat().st_size / (1 << 30)
 
 
 def start_driver(

@@ -25,6 +25,12 @@ def test_a_stage_is_cut_where_it_waited() -> None:
     ]
 
 
+def test_a_stage_that_moves_what_it_keeps_does_not_compute() -> None:
+    moves = [span("train", 0, 1, "onload"), span("train", 4, 5, "offload")]
+    computed = [p for p in pieces([span("train", 0, 10), *moves]) if p.computes]
+    assert [(p.start, p.end) for p in computed] == [(1, 4), (5, 10)]
+
+
 def test_waits_that_overlap_or_reach_out_of_the_stage_count_once() -> None:
     waits = [span("train", s, e, "wait") for s, e in ((-1, 2), (1, 3), (9, 12), (20, 30))]
     found = pieces([span("train", 0, 10), *waits])

@@ -24,7 +24,7 @@ from rlinf.data.record import Record
 from rlinf.errors import EXIT_REQUEUE, RunLockedError, StageError
 from stages.pool import CHANNELS
 from tests.conftest import TINY
-from tests.pipeline.helpers import contents, start_driver
+from tests.pipeline.helpers import budget_gib, contents, moves, start_driver
 from tests.pipeline.test_driver import weights
 
 Compose = Callable[..., dict[str, Any]]
@@ -112,6 +112,28 @@ def test_stages_that_take_turns_give_the_same_bytes_as_one_process(
     assert contents(run) == contents(reference)
     assert (run / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
     assert not workers(run)
+
+
+def test_a_device_too_small_for_all_stages_gives_the_same_bytes(
+    reference: Path, pooled: Compose, tmp_path: Path
+) -> None:
+    execute(pooled(ONE, f"device_memory_gib={budget_gib(reference, 4.1)}"))
+    assert contents(tmp_path / "tiny") == contents(reference)
+    assert min(moves(tmp_path / "tiny").values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{**ONE, "chunks": 2}, {**RANKS, "pools": ONE["pools"]}])
+def test_gradients_of_parts_add_up_while_all_else_comes_and_goes(
+    pooled: Compose, tmp_path: Path, plan: dict[str, Any]
+) -> None:
+    reference = ["algorithm.kl_coefficient=0.1", "algorithm.old_logprobs=recompute"]
+    execute(pooled(plan, "run.name=large", *reference))
+    ranks = 2 if "stages" in plan else 1
+    budget = budget_gib(tmp_path / "large", max(1.1, 4.1 / ranks))
+    execute(pooled(plan, "run.name=small", f"device_memory_gib={budget}", *reference))
+    assert contents(tmp_path / "small") == contents(tmp_path / "large")
+    assert min(moves(tmp_path / "small").values()) > 2
 
 
 def test_parts_of_a_batch_make_the_same_update_as_the_whole(

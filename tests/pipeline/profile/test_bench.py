@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.check import check
-from pipeline.profile.bench import adapted, spans
-from pipeline.profile.trial import Case
+from pipeline.experiment import prepare, warm_start
+from pipeline.profile.bench import COPIES, adapted, measure, spans
+from pipeline.profile.trial import Case, Task, load_trial
 from rlinf.artifacts import Manifest
 from rlinf.config import RunConfig, validate
+from stages.layout import CONFIG, stage_folder
 from stages.parts import make_algorithm
 
 Compose = Callable[..., dict[str, Any]]
@@ -57,3 +61,35 @@ def test_a_case_changes_the_size_and_stills_the_weights_alone(
     assert before["rollout"] == {**after["rollout"], "batch": before["rollout"]["batch"]}
     changed = {k for k in after["algorithm"] if after["algorithm"][k] != before["algorithm"].get(k)}
     assert changed <= {"lr", "lr_warmup", "schedule"}
+
+
+@pytest.mark.parametrize("gib", ["null", "0.0003"])
+def test_what_a_stage_moves_is_measured_apart_from_its_work(
+    compose: Compose, tmp_path: Path, gib: str
+) -> None:
+    """Also where the run's own budget moves things all the time."""
+    run = prepare(compose(f"device_memory_gib={gib}", "algorithm.kl_coefficient=0.1"))
+    warm_start(run)
+    task = Task(
+        config=run.folder / CONFIG,
+        initial=stage_folder(run.folder, "warm_start", 0),
+        key="key",
+        kinds=("cpu",),
+        folder=tmp_path / "task",
+        nodes=1,
+        processes=1,
+        cases=(Case(starts=4),),
+        seconds=0.1,
+        submitted=time.time(),
+    )
+    task.folder.mkdir()
+    (task.folder / "task.json").write_text(task.model_dump_json())
+    measure(task.folder / "task.json", time.time(), time.time())
+    trial = load_trial(task.trial)
+    assert trial is not None
+    for name in ("offload", "onload"):
+        assert len(trial.overheads_s[name]) == COPIES
+        assert min(trial.overheads_s[name]) > 0
+    parts = {name for sample in trial.samples for name in sample.parts_s}
+    assert parts >= {"generate", "update"}
+    assert not parts & {"offload", "onload"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from rlinf.data.record import Identity, Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.residency import Residency
 
 CONFIG = MLPConfig(hidden=(8,), initial_log_std=-0.5)
 ACTIONS = {"discrete": {"kind": "discrete", "size": 3}, "box": {"kind": "box", "size": 2}}
@@ -164,6 +166,22 @@ def test_weights_from_memory_serve_like_those_of_a_folder(
     for name, values in expected.items():
         np.testing.assert_array_equal(after[name], values)
     assert not np.array_equal(after["value"], before["value"])
+
+
+def test_answers_are_the_same_after_the_weights_left_the_device(engine: DirectEngine) -> None:
+    before = ask(engine, range(4), seen(4))
+    residency = Residency(torch.device("cpu"), sys.maxsize)
+    residency.need(engine)
+    residency.clear()
+    weights = engine.resident()["weights"]
+    assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
+    residency.need(engine)
+    for name, values in ask(engine, range(4), seen(4)).items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+def test_an_engine_that_was_never_loaded_holds_nothing() -> None:
+    assert DirectEngine(DirectConfig(), MLPPolicy, CONFIG).resident() == {}
 
 
 def test_it_does_not_import_transformers() -> None:

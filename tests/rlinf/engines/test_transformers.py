@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlinf.data.record import Identity, Record
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine, sample
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.residency import Residency
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
 
@@ -316,6 +318,39 @@ def test_weights_from_memory_serve_like_those_of_a_folder(
         for name, values in expected[number].items():
             np.testing.assert_array_equal(after[number][name], values)
         assert not np.array_equal(after[number]["logprobs"], before[number]["logprobs"])
+
+
+def test_answers_are_the_same_after_the_weights_left_the_device(folder: Path) -> None:
+    wanted, used, fresh = request([3, 5]), engine(folder), engine(folder)
+    residency = Residency(torch.device("cpu"), sys.maxsize)
+    residency.need(used)
+    residency.clear()
+    weights = used.resident()["weights"]
+    assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
+    residency.need(used)
+    for number, row in rows(fresh, wanted).items():
+        for name, values in row.items():
+            np.testing.assert_array_equal(rows(used, wanted)[number][name], values)
+
+
+def test_weights_from_memory_need_not_bring_back_those_they_replace(folder: Path) -> None:
+    wanted, used, fresh = request([3, 5]), engine(folder), engine(folder)
+    tensors = {name: 1.5 * tensor for name, tensor in fresh._module.state_dict().items()}
+    fresh.load_state(tensors, 3)
+    residency = Residency(torch.device("cpu"), sys.maxsize)
+    residency.need(used)
+    residency.clear()
+    residency.need(used, filled=False)
+    for tensor in used.resident()["weights"]:
+        tensor.fill_(torch.nan)  # whatever the memory holds
+    used.load_state(tensors, 3)
+    for number, row in rows(fresh, wanted).items():
+        for name, values in row.items():
+            np.testing.assert_array_equal(rows(used, wanted)[number][name], values)
+
+
+def test_an_engine_that_was_never_loaded_holds_nothing() -> None:
+    assert TransformersEngine(TransformersConfig(), CausalLM, CONFIG).resident() == {}
 
 
 def test_tied_weights_may_lack(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from rlinf.errors import StageError
 from rlinf.models.base import StepOutputs
+from rlinf.residency import Residency
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.rlinf.trainers.test_lanes import folder, loss, records, trainer
 
@@ -88,6 +90,65 @@ def test_an_attempt_that_did_not_end_leaves_nothing_behind(folder: Path, end: st
         made.accumulate(data, loss)
         made.update(lr=LR)
     assert_close(weights(used), weights(fresh))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_leaving_the_device_between_all_calls_changes_no_byte(folder: Path, threads: int) -> None:
+    data = records()
+    stays, moves = trainer(folder, threads), trainer(folder, threads)
+    residency = Residency(moves.device, sys.maxsize)
+
+    def need(*groups: str) -> None:
+        residency.need(moves)
+        residency.clear()
+        assert not any(map(bytes_of, moves.resident().values()))
+        residency.need(moves, *groups)
+
+    for _ in range(2):
+        for part in (data[:4], data[4:]):
+            need("weights")
+            before, after = (made.forward(part, 1.0) for made in (stays, moves))
+            for (_, one), (_, other) in zip(before, after, strict=True):
+                assert torch.equal(one.logprobs, other.logprobs)
+            need("weights", "gradients")
+            for made in (stays, moves):
+                made.accumulate(part, loss)
+        need()
+        assert stays.update(lr=LR) == moves.update(lr=LR)
+        need("weights")
+        kept, moved = weights(stays), weights(moves)
+        assert all(torch.equal(kept[name], tensor) for name, tensor in moved.items())
+    need("weights", "optimizer")
+    assert_same(moves.snapshot(), stays.snapshot())
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_meta)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+
+
+def test_what_will_be_there_counts_as_much_as_what_is(folder: Path) -> None:
+    made = trainer(folder, 1)
+
+    def sizes() -> dict[str, int]:
+        return {name: sum(t.nbytes for t in tensors) for name, tensors in made.resident().items()}
+
+    before = sizes()
+    made.accumulate(records(), loss)
+    assert not any(tensor.is_meta for tensor in made.resident()["gradients"])
+    assert sizes() == before
+    made.update(lr=LR)
+    assert all(tensor.is_meta for tensor in made.resident()["gradients"]), "given back"
+    steps = 4 * len(made.optimizer.state)
+    assert sizes() == {**before, "optimizer": before["optimizer"] + steps}
 
 
 def test_a_snapshot_stays_as_it_was(folder: Path, tmp_path: Path) -> None:

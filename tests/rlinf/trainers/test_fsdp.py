@@ -1,4 +1,4 @@
-"""A sharded trainer gives its weights away as a trainer that is not sharded would."""
+"""A sharded trainer: whole weights for others, and shards that leave the device and come back."""
 
 from __future__ import annotations
 
@@ -6,32 +6,84 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = """
+import pytest
+
+COMMON = """
 import sys
 from pathlib import Path
 import torch
 from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.residency import Residency
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from rlinf.trainers.world import World
+from tests.rlinf.trainers.test_lanes import loss, records
 
 folder = Path(sys.argv[1])
 config = CausalLMConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64)
 CausalLM.create(config, {"alphabet": "0123456789+="}, 0, folder)
-before = {n: t.clone() for n, t in CausalLM.load(folder, config).module.state_dict().items()}
-options = FSDPConfig(device="cpu", param_dtype="bfloat16")
-trainer = FSDPTrainer(CausalLM.load(folder, config), options, AlgorithmConfig(), World())
+
+def make():
+    options = FSDPConfig(device="cpu", param_dtype="bfloat16", unit_mb=int(sys.argv[2]))
+    return FSDPTrainer(CausalLM.load(folder, config), options, AlgorithmConfig(), World())
+
+trainer = make()
 assert type(next(trainer.policy.module.parameters()).data).__name__ == "DTensor"
+"""
+WHOLE = """
+before = {n: t.clone() for n, t in CausalLM.load(folder, config).module.state_dict().items()}
 state = trainer.full_state()
 assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
 assert state.keys() == before.keys()
 assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
 print("ok")
 """
+MOVED = """
+stays, moves, data = trainer, make(), records()
+residency = Residency(moves.device, sys.maxsize)
+
+def need(*groups):
+    residency.need(moves)
+    residency.clear()
+    held = [t for tensors in moves.resident().values() for t in tensors]
+    held += [t for t in moves.policy.module.parameters()]  # nothing is still gathered
+    assert not any(getattr(t, "_local_tensor", t).untyped_storage().nbytes()
+                   for t in held if not t.is_meta)
+    residency.need(moves, *groups)
+
+for _ in range(2):
+    for part in (data[:4], data[4:]):
+        need("weights")
+        for (_, one), (_, other) in zip(stays.forward(part, 1.0), moves.forward(part, 1.0)):
+            assert torch.equal(one.logprobs, other.logprobs)
+        need("weights", "gradients")
+        stays.accumulate(part, loss)
+        moves.accumulate(part, loss)
+    need()
+    assert stays.update(lr=1e-3) == moves.update(lr=1e-3)
+need("weights")
+kept, moved = stays.full_state(), moves.full_state()
+assert all(torch.equal(kept[name], tensor) for name, tensor in moved.items())
+print("ok")
+"""
+
+
+def run(program: str, folder: Path, unit_mb: int = 32) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + program, str(folder), str(unit_mb)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "ok\n", done.stderr
 
 
 def test_weights_of_a_sharded_module_are_whole_and_tied_ones_are_one(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "ok\n", done.stderr
+    run(WHOLE, tmp_path)
+
+
+@pytest.mark.parametrize("unit_mb", [0, 32])
+def test_shards_leave_the_device_between_all_calls_and_no_byte_changes(
+    tmp_path: Path, unit_mb: int
+) -> None:
+    run(MOVED, tmp_path, unit_mb)

@@ -1,0 +1,97 @@
+"""What a stage takes is on its device, whatever others did there while it waited for an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.experiment import compose, execute
+from pipeline.run import Run
+from rlinf.artifacts import read_manifest
+from rlinf.trainers.world import World
+from stages.board import Board
+from stages.context import Context, Input
+from stages.layout import stage_folder
+from stages.parts import held_engine, held_reference, held_trainer, on_device, residency
+from tests.conftest import TINY
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("runs")
+    words = ["experiment=arithmetic_grpo", f"++run.root={root}", "++log.trackers=[]", *TINY]
+    # A limit at all: on a CPU there is none by default, and nothing would ever leave.
+    execute(compose([*words, "device_memory_gib=1"]))
+    return Run.open(root / "tiny")
+
+
+@dataclass
+class Late(Input):
+    """An input that is committed while its stage waits; others compute meanwhile."""
+
+    meanwhile: Callable[[], object] = lambda: None
+
+    def on_disk(self) -> bool:
+        self.meanwhile()
+        return super().on_disk()
+
+
+def context(run: Run, resident: dict[str, Any], **inputs: tuple[str, int]) -> Context:
+    """Of a stage whose inputs come late, when all else has left the device."""
+    late = {}
+    for name, of in inputs.items():
+        folder = stage_folder(run.folder, *of)
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        output = Board().output(str(folder))
+        output.done(manifest.data)  # its name is known before it is committed
+        late[name] = Late(folder, None, output)
+    ctx = Context(
+        config=run.config,
+        stage="test",
+        iteration=1,
+        run=run.folder,
+        out=run.folder,
+        data=run.folder,
+        world=World(),
+        inputs=late,
+        resident=resident,
+    )
+    for entry in late.values():
+        entry.meanwhile = lambda: residency(ctx).clear()
+    return ctx
+
+
+def committed(run: Run, stage: str, iteration: int) -> dict[str, torch.Tensor]:
+    (path,) = stage_folder(run.folder, stage, iteration).glob("data-*/weights/model.safetensors")
+    return load_file(path)
+
+
+def assert_there(holder: Any, expected: dict[str, torch.Tensor]) -> None:
+    given = {tensor.sum().item() for tensor in expected.values()}
+    weights = holder.resident()["weights"]
+    assert all(tensor.untyped_storage().nbytes() for tensor in weights)
+    assert {tensor.sum().item() for tensor in weights} == given
+
+
+def test_the_engine(run: Run) -> None:
+    resident: dict[str, Any] = {}
+    for number, of in enumerate([("warm_start", 0), ("sync", 0), ("sync", 1)]):
+        engine = held_engine(context(run, resident, weights=of), "weights", number)
+        assert_there(engine, committed(run, *of))
+
+
+def test_the_trainer_and_the_reference(run: Run) -> None:
+    resident: dict[str, Any] = {}
+    inputs = {"initial": ("warm_start", 0), "checkpoint": ("train", 0)}
+    for _ in range(2):
+        ctx = context(run, resident, **inputs)
+        assert_there(held_trainer(ctx), committed(run, "sync", 0))
+        assert_there(held_reference(ctx), committed(run, "warm_start", 0))
+    on_device(ctx, held_trainer(ctx))
+    assert [span["name"] for span in ctx.spans].count("onload") > 0
