@@ -309,6 +309,7 @@ def claimed(run: Path) -> dict[int, list[dict[str, Any]]]:
             times = [time for _, *pair in row["spans"] for time in pair]
             worker = str(row["worker"])
             who = {"worker": worker, "rank": rank_of(worker), "host": row["host"]}
+            who["claim"] = row.get("claim")
             spans = [*row["spans"], ["rollout", min(times), max(times)]]
             found[int(row["node"].partition("/")[2])] += [
                 {**who, "name": name, "start": start, "end": end} for name, start, end in spans

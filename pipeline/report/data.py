@@ -83,7 +83,10 @@ def read(folder: Path) -> ReportData:
         known = manifest.timing["spans"]
         if stage == "rollout":
             known = known + generated[iteration]
-        spans = [Span(stage, s["name"], iteration, _lane(s), s["start"], s["end"]) for s in known]
+        spans = [
+            Span(stage, s["name"], iteration, _lane(s), s["start"], s["end"], s.get("claim"))
+            for s in known
+        ]
         data.spans += spans
         data.stages.append(
             {

@@ -21,6 +21,8 @@ class Span:
     """Who: pool and rank, or only the rank, and the host."""
     start: float
     end: float
+    claim: int | None = None
+    """Of a rollout in claims, which: its worker may wait for other claims at the same time."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,17 @@ def in_order(lanes: Iterable[str]) -> list[str]:
 def pieces(spans: Iterable[Span]) -> list[Piece]:
     """The spans of stages, cut where they paused; what pauses hold outside of them is dropped."""
     spans = list(spans)
-    pauses: dict[tuple[str, int, str], list[Span]] = defaultdict(list)
+    pauses: dict[tuple[str, int, str, int | None], list[Span]] = defaultdict(list)
     for span in spans:
         if span.name in PAUSES:
-            pauses[span.stage, span.iteration, span.lane].append(span)
+            pauses[span.stage, span.iteration, span.lane, span.claim].append(span)
     found = []
     for whole in spans:
         if whole.name != whole.stage:
             continue
         where = (whole.stage, whole.iteration, whole.lane)
         at = whole.start
-        for pause in sorted(pauses[where], key=lambda pause: pause.start):
+        for pause in sorted(pauses[*where, whole.claim], key=lambda pause: pause.start):
             start, end = max(pause.start, at), min(pause.end, whole.end)
             if end > start:
                 found += [Piece(*where, at, start, True), Piece(*where, start, end, False)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.report.idle import Span, idle, in_order, pieces, windows
@@ -41,6 +43,16 @@ def test_waits_that_overlap_or_reach_out_of_the_stage_count_once() -> None:
 def test_waits_of_other_ranks_and_iterations_are_not_taken() -> None:
     others = [span("train", 2, 3, "wait", lane="b"), span("train", 2, 3, "wait", it=1)]
     assert all(p.computes for p in pieces([span("train", 0, 10), *others]))
+
+
+def test_a_claim_computes_while_its_worker_waits_for_samples_of_others() -> None:
+    gathers = [span("rollout", 0, 10), span("rollout", 0, 10, "wait")]
+    claim = [
+        replace(span("rollout", 2, 6), claim=3),
+        replace(span("rollout", 2, 3, "wait"), claim=3),
+    ]
+    computed = [p for p in pieces([*gathers, *claim]) if p.computes]
+    assert [(p.start, p.end) for p in computed] == [(3, 6)]
 
 
 def test_an_iteration_ends_when_its_weights_are_out() -> None:
