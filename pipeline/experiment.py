@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
+from pipeline.flow import Graph
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
 from pipeline.leases import pool_needs
 from pipeline.plan import Plan, load_plan
@@ -37,6 +38,7 @@ def prepare(values: Mapping[str, Any]) -> Run:
             "plan: grain: segment: pools are processes of their own; add cluster=local (this "
             "machine) or cluster=slurm"
         )
+    plan.check_edges(Graph(config).edges())
     for number in range(len(plan.pools)):
         pool_needs(plan, number)
     if cluster.launcher != "inprocess":

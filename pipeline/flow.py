@@ -109,6 +109,14 @@ class Graph:
                 found[name] = Node(source.otherwise, 0)
         return found
 
+    def edges(self) -> dict[str, set[str]]:
+        """The names of the inputs between each two stages, by edge: ``rollout -> reward``."""
+        found: dict[str, set[str]] = {"sync -> evaluate": {"weights"}}
+        for target, sources in self.flow.stages.items():
+            for name, source in sources.items():
+                found.setdefault(f"{source.stage} -> {target}", set()).add(name)
+        return found
+
     def evaluated(self, version: int) -> bool:
         """Whether a version of the weights is to be evaluated."""
         ends = version in (0, self.iterations)

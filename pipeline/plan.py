@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,7 +125,7 @@ class Forecast(Section):
 
 
 Grain = Literal["stage", "segment"]
-Transport = Literal["reference", "shared_memory", "nccl", "gloo", "socket", "file"]
+Transport = Literal["shared_memory", "socket", "file"]
 
 
 class Plan(Section):
@@ -140,8 +140,9 @@ class Plan(Section):
     chunks: PositiveInt = 1
     """Micro-batches that an iteration is passed on in between pools."""
     transports: dict[str, Transport] = {}
-    """By edge, ``rollout -> reward``. Where nothing is said, weights go to other pools by shared
-    memory on one node, by socket between nodes; records by socket; all else is read from files."""
+    """By edge between pools, ``rollout -> reward``; stages of one worker pass references. Where
+    nothing is said, weights go by shared memory on one node, by socket between nodes; records by
+    socket; all else is read from files. Between nodes ``shared_memory`` means socket."""
     predicted: Forecast | None = None
 
     def of(self, stage: str) -> StagePlan:
@@ -174,6 +175,17 @@ class Plan(Section):
         if bool(self.pools) != (self.grain == "segment"):
             raise ValueError("pools belong to grain: segment, and that needs some")
         return self
+
+    def check_edges(self, edges: Collection[str]) -> None:
+        """
+        Raises:
+            PlanError: transports are given for what is no edge of the flow.
+        """
+        for edge in self.transports:
+            if edge not in edges:
+                raise PlanError(
+                    f"plan.transports: no stage gets anything by {edge!r}{nearest(edge, edges)}"
+                )
 
     @model_validator(mode="after")
     def _helpers_have_an_heir(self) -> Plan:

@@ -32,6 +32,7 @@ from pipeline.scaling import automatic, put_down, wished
 from rlinf.channels.control import Controller, Joined, Lost, Report
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
 from stages.generate import CLAIM
+from stages.inbox import SHARED_MEMORY, SOCKET
 from stages.layout import POOLS, STATUS
 from stages.pool import CHANNELS
 from stages.runner import StageCall
@@ -244,7 +245,7 @@ class PoolExecutor:
                     "do": "send",
                     "out": self._relative(self._graph.folder(self.run.folder, source)),
                     "channel": name,
-                    "to": self._ways(source, target, maker, taker),
+                    "to": self._ways(source, target, name, maker, taker),
                 }
                 for worker in maker.workers(self._ranks(source) if name in STREAMS else 1):
                     self._control.send(worker, order)
@@ -257,14 +258,17 @@ class PoolExecutor:
             for target, marks in self._subscribed.items():
                 self._subscribed[target] = {mark for mark in marks if mark[1:] != ends}
 
-    def _ways(self, source: Node, target: Node, maker: Member, taker: Member) -> dict[str, str]:
-        """How weights get to each worker of a stage: shared memory only on the sender's node."""
-        said = self.plan.transports.get(f"{source.stage} -> {target.stage}")
-        host = maker.joined.get(0, {}).get("host", "unknown")
+    def _ways(
+        self, source: Node, target: Node, name: str, maker: Member, taker: Member
+    ) -> dict[str, str]:
+        """How an input gets to each worker of a stage: by shared memory only on one node."""
+        usual = SOCKET if name in STREAMS else SHARED_MEMORY
+        said = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
+        hosts = {maker.joined.get(rank, {}).get("host") for rank in range(maker.size)}
         ways = {}
         for rank, worker in enumerate(taker.workers(self._ranks(target))):
-            near = taker.joined.get(rank, {}).get("host") == host
-            ways[worker] = "shared_memory" if near and said != "socket" else "socket"
+            near = hosts == {taker.joined.get(rank, {}).get("host", "unknown")}
+            ways[worker] = SHARED_MEMORY if near and said == SHARED_MEMORY else SOCKET
         return ways
 
     def _sent_live(self, source: Node, node: Node) -> bool:
@@ -586,10 +590,14 @@ class PoolExecutor:
         name = f"pool-{pool.name}-{pool.lease}"
         out = self._folder(pool) / str(pool.lease)
         out.mkdir(parents=True, exist_ok=True)
-        argv = ("--run", str(self.run.folder), "--name", name, "--parts", str(self.plan.chunks))
+        edges = self._graph.edges()
+        argv = ["--run", str(self.run.folder), "--name", name, "--parts", str(self.plan.chunks)]
+        ways = {self.plan.transports.get(edge) for edge, names in edges.items() if names & STREAMS}
+        if SHARED_MEMORY in ways:
+            argv.append("--shared")
         needs = resources(pool.needs, self.cluster)
         logs = self.run.folder / "logs" / POOLS
-        job = Job(f"pool/{name}", argv, out, logs, needs, "stages.pool", requeues=False)
+        job = Job(f"pool/{name}", tuple(argv), out, logs, needs, "stages.pool", requeues=False)
         pool.members.append(Member(name, self.launcher.submit(job), pool.size))
 
     def _folder(self, pool: PoolState) -> Path:

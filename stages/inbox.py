@@ -1,7 +1,8 @@
 """Records on their way from a stage in one worker to the boards of others.
 
-Every worker has one inbox, a socket channel that it hosts; a record says which output it belongs
-to. What arrives is kept on the worker's board.
+Every worker has one inbox, a socket channel that it hosts, and where the plan says so shared memory
+for those on its node; a record says which output it belongs to. What arrives is kept on the
+worker's board.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
+from rlinf.channels.shared_memory import SharedMemoryChannel
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import InputError
@@ -23,40 +25,58 @@ from stages.board import Board
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
 TO, RANK, RANKS = "_to", "_rank", "_ranks"
+SOCKET, SHARED_MEMORY = "socket", "shared_memory"
+SHARED_BYTES = 128 << 20
+"""Shared memory of a worker that takes records so; none may be larger."""
 Taker = Callable[[str, Record], None]
 log = logging.getLogger("rlinf")
 
 
 class Inbox:
-    """Takes what other workers send; a thread of its own puts it on the board.
+    """Takes what other workers send; threads of its own put it on the board.
 
     Args:
         takers: of what is no stream of records, by channel: given the output and what came.
+        shared: take records through shared memory too.
     """
 
     def __init__(
-        self, folder: Path, name: str, board: Board, takers: Mapping[str, Taker] | None = None
+        self,
+        folder: Path,
+        name: str,
+        board: Board,
+        takers: Mapping[str, Taker] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         self._board, self._takers = board, takers or {}
         self.failure: str | None = None
         """Why nothing comes any more: its worker is of no use then."""
-        self._channel = SocketChannel.create(folder, name)
-        self._thread = threading.Thread(target=self._work, name="inbox", daemon=True)
-        self._thread.start()
+        self._channels: list[Channel] = [SocketChannel.create(folder, name)]
+        if shared:
+            self._channels.append(SharedMemoryChannel.create(folder, name, size=SHARED_BYTES))
+        self._threads = [
+            threading.Thread(target=self._work, args=(channel,), name="inbox", daemon=True)
+            for channel in self._channels
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        with contextlib.suppress(ChannelFailed):
-            self._channel.close()
-        self._thread.join(5)
-        self._channel.leave()
+        for channel, thread in zip(self._channels, self._threads, strict=True):
+            with contextlib.suppress(ChannelFailed):
+                channel.close()
+            thread.join(5)
+            channel.leave()
 
-    def _work(self) -> None:
+    def _work(self, channel: Channel) -> None:
         failures, heard = 0, time.monotonic()
         while failures * AGAIN_S < PATIENCE_S:
             try:
-                for record in self._channel:
+                for record in channel:
                     heard = time.monotonic()
-                    self._take(record)
+                    # The board keeps it for longer than the channel can do without its memory.
+                    self._take(copied(record) if channel is not self._channels[0] else record)
                 return
             except ChannelFailed as error:
                 # A process that rested hears nothing of its own host for a while.
@@ -79,6 +99,15 @@ class Inbox:
             stream.arrived(replace(record, info=info))
 
 
+def copied(record: Record) -> Record:
+    """The record with arrays of its own."""
+    steps, context = (
+        {name: array.copy() for name, array in columns.items()}
+        for columns in (record.steps, record.context)
+    )
+    return replace(record, steps=steps, context=context)
+
+
 class Outbox:
     """Sends records to the boards of other workers; opens the inbox of each once.
 
@@ -91,8 +120,9 @@ class Outbox:
 
     def __init__(self, folder: Path, cut: Callable[[str], None] = lambda _: None) -> None:
         self._folder, self._cut = folder, cut
-        self._open: dict[str, Channel] = {}
-        self._wanted: dict[str, set[str]] = {}
+        self._open: dict[tuple[str, str], Channel] = {}
+        """By worker and way."""
+        self._wanted: dict[str, dict[str, str]] = {}
         self._senders: dict[str, Sender] = {}
         self._lock = threading.Lock()
 
@@ -105,46 +135,50 @@ class Outbox:
         """
         with self._lock:
             sender = self._senders[to] = Sender(to, self, rank, ranks, made)
-            wanted = self._wanted.get(to, ())
+            wanted = dict(self._wanted.get(to, {}))
             _forget(self._senders, self.KEEP)
-        for name in sorted(wanted):
-            sender.admit(name)
+        sender.admit(wanted)
         return sender
 
-    def want(self, to: str, workers: Collection[str]) -> None:
-        """Workers that want what an output holds, made or still to be made. Returns at once."""
+    def want(self, to: str, ways: Mapping[str, str]) -> None:
+        """Workers that want what an output holds, made or still to be made, and how it gets there.
+
+        Returns at once.
+        """
         with self._lock:
-            self._wanted.setdefault(to, set()).update(workers)
+            self._wanted.setdefault(to, {}).update(ways)
             _forget(self._wanted, self.KEEP)
             sender = self._senders.get(to)
         if sender is not None:
             # Beside the stage and the worker's orders, which need not wait for it.
-            threading.Thread(target=sender.admit, args=sorted(workers), daemon=True).start()
+            threading.Thread(target=sender.admit, args=(dict(ways),), daemon=True).start()
 
     def writer(self, to: str, workers: Collection[str], rank: int, ranks: int) -> Sender:
-        """Sends records to these workers."""
+        """Sends records to these workers, by socket."""
         sender = Sender(to, self, rank, ranks)
-        sender.admit(*workers)
+        sender.admit(dict.fromkeys(workers, SOCKET))
         return sender
 
-    def open(self, name: str) -> Channel | None:
+    def open(self, name: str, way: str) -> Channel | None:
         """The inbox of a worker; None: it has none, or none that answers."""
+        kind = SharedMemoryChannel if way == SHARED_MEMORY else SocketChannel
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
-            if name not in self._open:
-                self._open[name] = SocketChannel.open(self._folder, name)
-            return self._open[name]
+            if (name, way) not in self._open:
+                self._open[name, way] = kind.open(self._folder, name)
+            return self._open[name, way]
         return None
 
     def drop(self, name: str) -> None:
         """Forget a worker that does not answer."""
         with self._lock:
-            channel = self._open.pop(name, None)
+            channels = [self._open.pop((name, way), None) for way in (SOCKET, SHARED_MEMORY)]
         # Beside the stage, which need not wait until the connection has ended.
-        threading.Thread(target=self._parted, args=(name, channel), daemon=True).start()
+        threading.Thread(target=self._parted, args=(name, channels), daemon=True).start()
 
-    def _parted(self, name: str, channel: Channel | None) -> None:
-        if channel is not None:
-            _leave(channel)
+    def _parted(self, name: str, channels: Sequence[Channel | None]) -> None:
+        for channel in channels:
+            if channel is not None:
+                _leave(channel)
         time.sleep(AGAIN_S)
         self._cut(name)
 
@@ -192,10 +226,10 @@ class Sender:
         self._end = Record(Identity(0, -1, 0), info=info)
         self._ended = False
 
-    def admit(self, *workers: str) -> None:
+    def admit(self, ways: Mapping[str, str]) -> None:
         """Send to further workers: what was made so far, and what will be."""
-        for name in workers:
-            channel = self._outbox.open(name)
+        for name, way in sorted(ways.items()):
+            channel = self._outbox.open(name, way)
             with self._lock:
                 if name in self._channels:
                     continue

@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")
     parser.add_argument("--parts", type=int, default=1, help="parts a batch is passed on in")
+    parser.add_argument("--shared", action="store_true", help="take records by shared memory")
     parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.run / CONFIG)
         with StopFlag() as stop:
-            worker = Worker(arguments.run, config, arguments.name, arguments.parts, stop)
+            run, name = arguments.run, arguments.name
+            worker = Worker(run, config, name, arguments.parts, stop, shared=arguments.shared)
             return worker.serve(arguments.orphan_s)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Worker:
     """See the module."""
 
-    def __init__(self, run: Path, config: RunConfig, pool: str, parts: int, stop: StopFlag) -> None:
+    def __init__(
+        self, run: Path, config: RunConfig, pool: str, parts: int, stop: StopFlag, *, shared: bool
+    ) -> None:
         self._run, self._config, self._parts, self._stop = run, config, parts, stop
         self._world = World.from_environment()
         self._name = worker_name(pool, self._world.rank)
@@ -96,7 +100,8 @@ class Worker:
         from stages.weights import Arrivals, Publisher
 
         arrivals = Arrivals(self._board, config.rollout.staleness)
-        self._inbox = Inbox(run / CHANNELS, self._name, self._board, {WEIGHTS: arrivals.take})
+        takers = {WEIGHTS: arrivals.take}
+        self._inbox = Inbox(run / CHANNELS, self._name, self._board, takers, shared=shared)
         self._outbox = Outbox(run / CHANNELS, self._cut)
         self._publisher = Publisher(self._outbox)
         self._generator = Generator(
@@ -197,7 +202,8 @@ class Worker:
         if channel == WEIGHTS:
             self._publisher.want(out, to)
         else:
-            self._outbox.want(f"{out}:{channel}", set(to) - {self._name})
+            others = {name: way for name, way in to.items() if name != self._name}
+            self._outbox.want(f"{out}:{channel}", others)
 
     def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""

@@ -26,10 +26,9 @@ from rlinf.errors import RlinfError, TransferError
 from rlinf.weights.buckets import Layout, checksum
 from rlinf.weights.shared import SharedReader, SharedWriter
 from stages.board import Board
-from stages.inbox import Outbox
+from stages.inbox import SHARED_MEMORY, Outbox
 from stages.parts import WEIGHTS
 
-SHARED_MEMORY = "shared_memory"
 WHAT, ATTEMPT, NAME, DIGEST, SUM = "_what", "_attempt", "_name", "_digest", "_sum"
 SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
 KEEP = 2

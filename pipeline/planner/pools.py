@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from pipeline.cost.predict import Expected, expect
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
-from pipeline.planner.devices import Devices
 from pipeline.planner.jobs import LIKE, MOST_CPUS
 from pipeline.planner.predict import Prediction
 from pipeline.planner.problem import Placement, Problem
@@ -14,7 +13,7 @@ from pipeline.planner.problem_file import dump_problem
 from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planner.request import Request
 from pipeline.planner.search import Solution, solve
-from pipeline.planner.segments import Tables, build, links, whole_nodes
+from pipeline.planner.segments import Tables, build, whole_nodes
 from pipeline.planner.work import interval
 
 ALTERNATIVES = 4
@@ -136,7 +135,6 @@ def _plan(request: Request, problem: Problem, placement: Placement, forecast: Fo
         stages=stages,
         pools=pools,
         chunks=placement.chunks,
-        transports=_transports(request, pools),
         predicted=forecast,
     )
 
@@ -166,31 +164,6 @@ def _resources(pool: Pool, request: Request) -> StagePlan:
             "cpus": min(MOST_CPUS, max(1, own.kind.cpus_per_node // own.kind.gpus_per_node)),
         }
     return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
-
-
-def _transports(request: Request, pools: Sequence[Pool]) -> dict[str, str]:
-    """How each edge moves its bytes: by reference within a pool, else by network if measured."""
-    pool_of = {stage: pool for pool in pools for stage in pool.stages}
-    pool_of["sync"] = pool_of["train"]
-    found = {}
-    for target, sources in {**request.after(), "rollout": ("sync",)}.items():
-        for source in sources:
-            a, b = pool_of[source], pool_of[target]
-            if a is b:
-                found[f"{source} -> {target}"] = "reference"
-                continue
-            ways = [
-                link.backend
-                for one in _of(a, request)
-                for other in _of(b, request)
-                for link in links(request.profile, one, other)
-            ]
-            found[f"{source} -> {target}"] = min(ways, key=["nccl", "gloo"].index, default="file")
-    return found
-
-
-def _of(pool: Pool, request: Request) -> list[Devices]:
-    return [request.devices[kind] for kind in pool.gpus]
 
 
 def _alternative(problem: Problem, best: Solution, other: Solution) -> Alternative:

@@ -14,6 +14,14 @@ from rlinf.launch import forced, main, suffix
 
 Compose = Callable[..., dict[str, Any]]
 
+HELPS = {
+    "grain": "segment",
+    "pools": [
+        {"stages": ["reward", "inference", "train"], "gpus": {"cpu": 1}, "helps_rollout": True},
+        {"stages": ["rollout"], "gpus": {"cpu": 1}},
+    ],
+}
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -43,6 +51,18 @@ Compose = Callable[..., dict[str, Any]]
             r"train\.gpu: unknown key; did you mean 'gpus'",
         ),
         ({"plan": "/no/plan.yaml"}, "no file /no/plan.yaml"),
+        (
+            {"plan": {"transports": {"rollout -> rewards": "file"}}},
+            "no stage gets anything by 'rollout -> rewards'; did you mean 'rollout -> reward'",
+        ),
+        (
+            {"plan": {"transports": {"rollout -> reward": "nccl"}}},
+            r"transports\.rollout -> reward: .*'shared_memory', 'socket' or 'file'",
+        ),
+        (
+            {"plan": HELPS},
+            r"pools\[0\]\.helps_rollout: needs an elastic pool",
+        ),
         ({"cluster": {"launcher": "slrum"}}, r"cluster\.launcher"),
         ({"log": {"trackers": ["wandbb"]}}, "did you mean 'wandb'"),
     ],

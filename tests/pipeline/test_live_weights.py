@@ -21,12 +21,13 @@ POOLS = [
     {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
 ]
 EDGES = ("sync -> rollout", "sync -> evaluate")
+RECORDS = ("rollout -> reward", "rollout -> inference", "rollout -> train")
 
 
 def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[str, Any]:
-    """A tiny run of two pools whose weights go one way."""
+    """A tiny run of two pools whose weights and records go one way."""
     values = compose(f"run.name={name}", f"iterations={iterations}", "cluster=local")
-    transports = dict.fromkeys(EDGES, way)
+    transports = dict.fromkeys((*EDGES, *RECORDS), way)
     values["plan"] = {"grain": "segment", "pools": POOLS, "transports": transports}
     return values
 

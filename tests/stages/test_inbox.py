@@ -14,7 +14,7 @@ import pytest
 from rlinf.data.record import Identity, Record
 from rlinf.errors import InputFailed
 from stages.board import Board
-from stages.inbox import Inbox, Outbox
+from stages.inbox import SHARED_BYTES, SHARED_MEMORY, SOCKET, Inbox, Outbox
 
 TO = "it/0000/rollout:trajectories"
 SENDER = """
@@ -83,27 +83,29 @@ def number(sample: int) -> Record:
     return Record(Identity(0, sample, 0), {"actions": np.array([sample])})
 
 
-def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])
+def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way: str) -> None:
     """A stage that is started again while its input is still being made need not wait for all."""
     mine, boards = Board().output("it/0000/rollout").stream("trajectories"), [Board(), Board()]
-    inboxes = [Inbox(tmp_path, name, board) for name, board in zip("ab", boards, strict=True)]
+    shared = way == SHARED_MEMORY
+    inboxes = [Inbox(tmp_path, n, b, shared=shared) for n, b in zip("ab", boards, strict=True)]
     streams = [board.output("it/0000/rollout").stream("trajectories") for board in boards]
     outbox = Outbox(tmp_path)
-    outbox.want(TO, ["a"])
+    outbox.want(TO, {"a": way})
     writer = outbox.stream(TO, 0, 1, mine.everything)
     for sample in range(100):
         mine.put(number(sample))
         writer.put(number(sample))
         if sample == 50:
-            outbox.want(TO, ["b"])
+            outbox.want(TO, {"b": way})
     for stream in streams:
         assert until(lambda stream=stream: stream.complete(range(100)))
         assert not stream.complete(range(101))
     writer.close()
     late = Board()
-    inboxes.append(Inbox(tmp_path, "c", late))
+    inboxes.append(Inbox(tmp_path, "c", late, shared=shared))
     streams.append(late.output("it/0000/rollout").stream("trajectories"))
-    outbox.want(TO, ["c"])
+    outbox.want(TO, {"c": way})
     for stream in streams:
         assert until(lambda stream=stream: stream.complete(range(101))), "the end comes too"
         assert [r.identity.sample for r in stream.take(range(101))] == list(range(100))
@@ -112,13 +114,14 @@ def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path) -> N
         inbox.close()
 
 
-def test_a_connection_that_broke_is_told_and_can_be_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])
+def test_a_connection_that_broke_is_told_and_can_be_made_again(tmp_path: Path, way: str) -> None:
     mine, board = Board().output("it/0000/rollout").stream("trajectories"), Board()
     stream = board.output("it/0000/rollout").stream("trajectories")
     cut: list[str] = []
     outbox = Outbox(tmp_path, cut.append)
-    first = Inbox(tmp_path, "a", Board())
-    outbox.want(TO, ["a"])
+    first = Inbox(tmp_path, "a", Board(), shared=way == SHARED_MEMORY)
+    outbox.want(TO, {"a": way})
     writer = outbox.stream(TO, 0, 1, mine.everything)
     mine.put(number(0))
     writer.put(number(0))
@@ -130,13 +133,33 @@ def test_a_connection_that_broke_is_told_and_can_be_made_again(tmp_path: Path) -
         sample += 1
         time.sleep(0.01)
     assert cut == ["a"]
-    again = Inbox(tmp_path, "a", board)
-    outbox.want(TO, ["a"])
+    again = Inbox(tmp_path, "a", board, shared=way == SHARED_MEMORY)
+    outbox.want(TO, {"a": way})
     writer.close()
     assert until(lambda: stream.complete(range(sample)))
     assert len(stream) == sample, "what went to the other connection is sent again"
     outbox.close()
     again.close()
+
+
+def test_what_came_through_shared_memory_outlives_it(tmp_path: Path) -> None:
+    """The board keeps records for iterations; their place in shared memory is used again."""
+    board = Board()
+    inbox, outbox = Inbox(tmp_path, "a", board, shared=True), Outbox(tmp_path)
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    outbox.want(TO, {"a": SHARED_MEMORY})
+    writer = outbox.stream(TO, 0, 1, list)
+    count, size = 12, SHARED_BYTES // 8
+    for sample in range(count):
+        image = np.full(size, sample, np.uint8)
+        writer.put(Record(Identity(0, sample, 0), {"actions": np.zeros(1)}, {"image": image}))
+    writer.close()
+    assert until(lambda: stream.complete(range(count + 1)))
+    for record in stream.take(range(count)):
+        image = record.context["image"]
+        assert image[0] == image[-1] == record.identity.sample
+    outbox.close()
+    inbox.close()
 
 
 def test_an_inbox_that_broke_for_good_says_so(
@@ -147,7 +170,7 @@ def test_an_inbox_that_broke_for_good_says_so(
     board = Board()
     inbox = Inbox(tmp_path, "a", board)
     output = board.output("it/0000/rollout")
-    inbox._channel.fail("broken")
+    inbox._channels[0].fail("broken")
     assert until(lambda: inbox.failure is not None)
     assert "broken" in str(inbox.failure)
     with pytest.raises(InputFailed, match="no longer arrive"):

@@ -91,16 +91,6 @@ def test_what_is_predicted_follows_from_the_plan(asked: Request) -> None:
     assert max(ends) == pytest.approx(total)
 
 
-def test_edges_within_a_pool_pass_references(asked: Request) -> None:
-    plan = propose(asked).plan
-    pool_of = {stage: pool for pool in plan.pools for stage in pool.stages}
-    pool_of["sync"] = pool_of["train"]
-    assert plan.transports
-    for edge, transport in plan.transports.items():
-        source, target = edge.split(" -> ")
-        assert (transport == "reference") == (pool_of[source] is pool_of[target])
-
-
 def test_pins_hold_for_pools(config: RunConfig) -> None:
     request = ask(config, "a100", "h100", grain="segment", pins=("train=a100", "rollout=h100"))
     for pool in propose(request).plan.pools:
