@@ -8,7 +8,9 @@ hands the last samples of a claim, the long ones, over to another and goes back 
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,7 +44,8 @@ def unfinished(claim: str) -> str:
 class Generator:
     """Does claims one after the other, and other work between them, in a thread of its own.
 
-    Claims have their turns among the stages of the worker.
+    Among the stages of the worker it has one turn, that of the claim which is next: a claim behind
+    that one may be of an earlier iteration, and must not be waited for.
     """
 
     def __init__(
@@ -63,13 +66,21 @@ class Generator:
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
         """Claims that are to be done; one that is dropped is not."""
+        self._queue: deque[Mapping[str, Any]] = deque()
+        self._turn: Turn | None = None
+        """While there is a claim."""
+        self._lock = threading.Lock()
         self._heirs: dict[str, str] = {}
         """Workers that are to go on with the tails of claims."""
 
     def claim(self, order: Mapping[str, Any]) -> None:
         """Do a claim after those that came before it."""
         self._waiting.add(str(order["claim"]))
-        self._thread.submit(self._do, order, self._turns.enter(tuple(order["position"])))
+        with self._lock:
+            self._queue.append(order)
+            if self._turn is None:
+                self._turn = self._turns.enter(tuple(order["position"]))
+        self._thread.submit(self._next)
 
     def hand_over(self, claim: str, heir: str) -> None:
         """Let another worker go on with a claim once little is left of it."""
@@ -88,17 +99,28 @@ class Generator:
         self.drop()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _next(self) -> None:
+        turn = self._turn
+        assert turn is not None
+        if str(self._queue[0]["claim"]) in self._waiting:
+            self._do(self._queue[0], turn)
+        with self._lock:
+            self._queue.popleft()
+            if self._queue:
+                self._turns.place(turn, tuple(self._queue[0]["position"]))
+            else:
+                self._turns.place(turn, None)
+                self._turn = None
+
     def _do(self, order: Mapping[str, Any], turn: Turn) -> None:
         claim, code, reason, spans = str(order["claim"]), 0, "", []
         rest: list[Record] = []
-        if claim not in self._waiting:
-            turn.leave()
-            return
         ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
         name = str(order["name"])
         self._activity.ordered(name, ctx.stage)
         try:
-            with turn, withdrawing(ctx.world):
+            with withdrawing(ctx.world):
+                self._turns.wait(turn)
                 self._activity.begins(name, lambda: ctx.doing)
                 rest = self._send(ctx, order)
             spans = [[s["name"], s["start"], s["end"]] for s in ctx.spans]
@@ -134,6 +156,8 @@ class Generator:
             channel, total = str(order["begun"]["channel"]), int(order["begun"]["samples"])
             there = self._board.output(out).arriving(channel, total, ctx.stopping)
             begun = {record.identity.sample: record for record in there}
+        # It may have waited for its turn until nobody wants it any more.
+        ctx.progress(0, total, "samples")
 
         def gives_up(left: int, of: int) -> bool:
             return claim in self._heirs and left <= TAIL * of

@@ -102,14 +102,10 @@ class Turn:
         self._turns.wait(self)
         return self
 
-    def leave(self) -> None:
-        """It needs no turn any more."""
-        self._turns.place(self, None)
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.leave()
+        self._turns.place(self, None)
