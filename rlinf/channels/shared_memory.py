@@ -61,20 +61,19 @@ HEAD = np.dtype(
     ]
 )
 PEER = np.dtype([("pid", "i8"), ("started", "i8")])
-SLOT = np.dtype(
-    [(n, "i8") for n in ("key", "order", "weight", "start", "size", "owner", "done", "state")]
-)
+COLUMNS = ("key", "order", "weight", "start", "size", "room", "owner", "done")
+SLOT_TABLE = np.dtype([*((name, "i8", SLOTS) for name in COLUMNS), ("state", "u1", SLOTS)])
+"""Column by column: whoever waits looks at all states, which together are a few cache lines."""
 LOCK_TIMEOUT_S = 10.0
 LOCK_YIELDS = 64
 LEAST_TURNS = 1000
 STORES_IN_ORDER = platform.machine() == "x86_64"
 """Whether a process that sees a slot ready sees its bytes too, without the lock's barrier."""
-REUSE_BYTES = 1 << 18
 CHECK_S = 0.5
 SHORTEST_NAP_S = 2e-5
 LONGEST_NAP_S = 1e-3
 SLOTS_START = HEAD.itemsize + PEERS * PEER.itemsize
-SEEN_START = SLOTS_START + SLOTS * SLOT.itemsize
+SEEN_START = SLOTS_START + SLOT_TABLE.itemsize
 DATA_START = -(-(SEEN_START + Seen.ROWS * 16) // mmap.PAGESIZE) * mmap.PAGESIZE
 T = TypeVar("T")
 
@@ -170,7 +169,8 @@ class SharedMemoryChannel(Channel):
         self._lock = _Lock(self._file)
         self._head = np.frombuffer(memory, HEAD, 1)
         self._peers = np.frombuffer(memory, PEER, PEERS, HEAD.itemsize)
-        self._slots = np.frombuffer(memory, SLOT, SLOTS, SLOTS_START)
+        table = np.frombuffer(memory, SLOT_TABLE, 1, SLOTS_START)[0]
+        self._slots = {name: table[name] for name in SLOT_TABLE.names or ()}
         self._key, self._state = self._slots["key"], self._slots["state"]
         self._data = np.frombuffer(memory, np.uint8, self._head["bytes"][0], DATA_START)
         self._readable = memoryview(memory).toreadonly()
@@ -293,39 +293,43 @@ class SharedMemoryChannel(Channel):
             waiting = (self._key == name) & ((state == READY) | (state == WRITING))
             if waiting.sum() >= capacity:
                 return None
-        slot = int(state.argmin())
-        if state[slot] != FREE:
-            return None
-        start = self._room(-(-size // ALIGN) * ALIGN)
-        if start is None:
+        slot = state.tobytes().find(FREE)
+        if slot < 0 or not self._place(slot, -(-size // ALIGN) * ALIGN):
             return None
         order = head["order"][0] + 1
         head["order"] = order
-        slots[slot] = (name, order, weight, start, size, self._me, 0, FREE)
+        slots["key"][slot], slots["order"][slot], slots["weight"][slot] = name, order, weight
+        slots["size"][slot], slots["owner"][slot], slots["done"][slot] = size, self._me, 0
         state[slot] = WRITING
         return slot
 
-    def _room(self, size: int) -> int | None:
-        """Where ``size`` free bytes begin: in the current gap, else in the first that is enough.
+    def _place(self, slot: int, size: int) -> bool:
+        """Give a free slot room for ``size`` bytes; whether there is so much.
 
-        Large records always take the first gap, whose memory was used last and is still in a cache.
+        A slot keeps its room when it is free, so the next record lies where one was written a
+        moment ago: the first free slot is almost always the same few. Rooms and the gap never
+        overlap, wherever the process dies.
         """
-        gap = self._head["gap"][0]
-        used = np.flatnonzero(self._state)
-        if not len(used):
-            gap[:] = (0, len(self._data))
+        slots, gap = self._slots, self._head["gap"][0]
+        starts, rooms = slots["start"], slots["room"]
+        if rooms[slot] >= size:
+            return True
         start, end = gap.tolist()
-        if end - start < size or size >= REUSE_BYTES:
-            starts = np.sort(self._slots["start"][used])
-            ends = np.sort(self._slots["start"][used] + self._slots["size"][used])
-            gaps_start = np.concatenate([[0], -(-ends // ALIGN) * ALIGN])
-            gaps_end = np.concatenate([starts, [len(self._data)]])
+        if end - start < size:
+            used = self._state != FREE
+            rooms[:] = np.where(used, -(-slots["size"] // ALIGN) * ALIGN, 0)
+            gaps_start = np.concatenate([[0], np.sort((starts + rooms)[used])])
+            gaps_end = np.concatenate([np.sort(starts[used]), [len(self._data)]])
             enough = np.flatnonzero(gaps_end - gaps_start >= size)
             if not len(enough):
-                return None
+                return False
             start, end = int(gaps_start[enough[0]]), int(gaps_end[enough[0]])
-        gap[:] = (start + size, end)
-        return start
+            gap[1] = 0
+        gap[0] = start + size
+        gap[1] = end
+        starts[slot] = start
+        rooms[slot] = size
+        return True
 
     def _view(self, slot: int) -> Record:
         """The record in a slot of ours; the slot is free once it is done with and out of sight."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -133,18 +134,14 @@ class CausalLM(Policy):
         prompts = [record.context["prompt"] for record in records]
         actions = [record.steps["actions"] for record in records]
         length = max(len(action) for action in actions)
-        starts = torch.tensor([len(prompt) for prompt in prompts])
-        width = max(len(p) + len(a) for p, a in zip(prompts, actions, strict=True))
-        tokens = torch.zeros(len(records), width, dtype=torch.int64)
-        for row, prompt, action in zip(tokens, prompts, actions, strict=True):
-            row[: len(prompt)] = torch.from_numpy(prompt)
-            row[len(prompt) : len(prompt) + len(action)] = torch.from_numpy(action)
-        mask = pad([torch.ones(len(action)) for action in actions], length)
+        tokens = [
+            np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
+        ]
         return {
-            "tokens": tokens,
-            "starts": starts,
+            "tokens": pad(tokens, max(len(row) for row in tokens)),
+            "starts": torch.tensor([len(prompt) for prompt in prompts]),
             "actions": pad(actions, length),
-            "mask": mask,
+            "mask": pad([np.ones(len(action), np.float32) for action in actions], length),
         }
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:

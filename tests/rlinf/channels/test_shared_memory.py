@@ -97,6 +97,40 @@ def test_memory_is_used_again_in_any_order(tmp_path: Path) -> None:
     channel.leave()
 
 
+def test_a_record_lies_where_one_was_written_a_moment_ago(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 16)
+    places = set()
+    for i in range(20):
+        channel.put(record(i, 500 + i % 3))
+        places.add(channel.get().steps["x"].ctypes.data)
+    # What was taken last is in hand while the next is written.
+    assert len(places) <= 4
+    channel.leave()
+
+
+def test_room_that_a_free_slot_keeps_is_given_up_when_it_is_needed(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 16)
+    for i in range(3):
+        channel.put(record(i, 2500))
+    for i in range(3):
+        assert channel.get().identity.sample == i
+    channel.put(record(3, 4500))  # nowhere unless the rooms of the first two become one
+    assert channel.get().identity.sample == 3
+    channel.leave()
+
+
+def test_a_small_record_in_a_large_room_leaves_the_rest_to_others(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 16)
+    channel.put(record(0, 7000))
+    channel.get()
+    channel.put(record(1), key="end")
+    channel.get(key="end")  # the first is done
+    channel.put(record(2))
+    channel.put(record(3, 6500))
+    assert [channel.get().identity.sample for _ in range(2)] == [2, 3]
+    channel.leave()
+
+
 def test_random_use_keeps_every_record_whole(tmp_path: Path) -> None:
     channel = SharedMemoryChannel.create(tmp_path, "c", size=1 << 18)
     random = np.random.default_rng(0)
