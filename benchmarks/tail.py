@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pools import DEMO, WARM, run, seconds
+from benchmarks.pools import COMPUTE, DEMO, WARM, run, seconds
 from benchmarks.row import Row, median_row
 from pipeline.generators import CLAIMS
 from pipeline.metrics import manifest_of
@@ -109,5 +109,5 @@ def others(folder: Path, iteration: int) -> list[float]:
     for stage in PER_ITERATION[1:]:
         manifest = manifest_of(folder, stage, iteration)
         assert manifest is not None
-        starts += [s["start"] for s in manifest.timing["spans"] if s["name"] != "wait"]
+        starts += [s["start"] for s in manifest.timing["spans"] if s["name"] in COMPUTE]
     return starts

@@ -112,13 +112,17 @@ class Generators:
         return {given.worker for given in stale.values()}
 
     def busy(self, worker: str) -> bool:
-        return any(given.worker == worker for given in self._given.values())
+        """Whether it has something to do, or will have."""
+        known = {given.worker for given in self._given.values()}
+        known.update(left.heir for left in self._left)
+        return worker in known or worker in self._heirs.values()
 
     def lost(self, worker: str) -> None:
         """A worker is gone; what it had not finished others do."""
         self._prepared.discard(worker)
         for name in [name for name, given in self._given.items() if given.worker == worker]:
             self._forget(name)
+        self._heirs = {name: heir for name, heir in self._heirs.items() if heir != worker}
         for rollout in self._rollouts.values():
             if rollout.claims is not None:
                 rollout.claims.lost(worker)
@@ -130,7 +134,7 @@ class Generators:
             StageError: a claim failed more often than is allowed.
         """
         name = str(content["claim"])
-        given, heir = self._given.get(name), self._heirs.get(name, "")
+        given = self._given.get(name)
         self._forget(name)
         rollout = self._rollouts.get(given.node) if given is not None else None
         code = int(content["code"])
@@ -154,12 +158,9 @@ class Generators:
         if claim is None:
             return True
         if "rest" in content:
+            heir, samples = str(content["heir"]), int(content["samples"])
             rest = rollout.claims.handed_over(claim, content["rest"], heir)
-            begun = {
-                "claim": number,
-                "channel": unfinished(name),
-                "samples": int(content["samples"]),
-            }
+            begun = {"claim": number, "channel": unfinished(name), "samples": samples}
             self._left.append(_Left(node, heir, rest, begun))
             claim = Claim(number, tuple(s for s in claim.starts if s not in rest.starts))
         self._note(given, claim, content)
@@ -228,7 +229,7 @@ class Generators:
             claims = self._rollouts[node].claims
             if claims is None or claim not in claims.held(heir):
                 continue
-            if heir in workers:
+            if heir in workers and begun["samples"]:
                 orders.append((heir, self._order(node, heir, claim, begun)))
             else:
                 claims.back(heir, claim.number)

@@ -70,6 +70,7 @@ class PoolExecutor:
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
+        self._edges = self._graph.edges()
         self._places = {stage: i for i, stage in enumerate(self._graph.flow.stages)}
         self._pools = [
             PoolState(
@@ -590,10 +591,10 @@ class PoolExecutor:
         name = f"pool-{pool.name}-{pool.lease}"
         out = self._folder(pool) / str(pool.lease)
         out.mkdir(parents=True, exist_ok=True)
-        edges = self._graph.edges()
         argv = ["--run", str(self.run.folder), "--name", name, "--parts", str(self.plan.chunks)]
-        ways = {self.plan.transports.get(edge) for edge, names in edges.items() if names & STREAMS}
-        if SHARED_MEMORY in ways:
+        shared = [edge for edge, way in self.plan.transports.items() if way == SHARED_MEMORY]
+        targets = {edge.rpartition(" ")[2] for edge in shared if self._edges[edge] & STREAMS}
+        if any(self._of[stage].number == pool.number for stage in targets):
             argv.append("--shared")
         needs = resources(pool.needs, self.cluster)
         logs = self.run.folder / "logs" / POOLS

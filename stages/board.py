@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -85,8 +85,12 @@ class Stream:
 
     def take(self, samples: range) -> list[Record]:
         """The records of a range, by sample number."""
-        self._untaken.difference_update(samples)
+        self.taken(samples)
         return [self._records[sample] for sample in samples if sample in self._records]
+
+    def taken(self, samples: Iterable[int]) -> None:
+        """Some samples do not wait any more."""
+        self._untaken.difference_update(samples)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -185,9 +189,16 @@ class Output:
         stream, seen = self.stream(channel), 0
         while seen < count:
             self._wait(partial(stream.longer, seen), stopping)
-            new = self.arrived(channel)[seen:]
+            with self._changed:
+                new = stream.everything()[seen:]
+                stream.taken(record.identity.sample for record in new)
             seen += len(new)
             yield from new
+
+    def forget(self, channel: str) -> None:
+        """Let go of a channel that was read."""
+        with self._changed:
+            self._streams.pop(channel, None)
 
     def matches(self, channel: str, manifest: Manifest) -> bool:
         """Whether what was handed on here is what was committed, maybe by another attempt."""

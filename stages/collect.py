@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from rlinf.channels.reference import ReferenceChannel
 from rlinf.data.record import Record
@@ -13,7 +13,7 @@ from rlinf.envs.base import Environment, Episodes
 
 def collect(
     environment: Environment, engine: Engine, episodes: Episodes, stage: str
-) -> Iterator[Record]:
+) -> Generator[Record]:
     """Trajectories of ``episodes``, each as soon as it is complete.
 
     The engine answers in a thread of its own. An error on either side ends both and is raised here.

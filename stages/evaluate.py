@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,8 +47,9 @@ def held_out(
         temperature=ctx.config.evaluate.temperature,
     )
     trajectories = []
-    for trajectory in collect(environment, engine, episodes, "evaluate"):
-        trajectories.append(trajectory)
-        ctx.progress(len(trajectories), len(starts), "held-out samples")
+    with contextlib.closing(collect(environment, engine, episodes, "evaluate")) as made:
+        for trajectory in made:
+            trajectories.append(trajectory)
+            ctx.progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda record: record.identity)
     return trajectories, environment.score(trajectories)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +27,7 @@ from stages.context import Context, Input
 from stages.inbox import Outbox
 from stages.rollout import collected
 from stages.runner import withdrawing
-from stages.turns import Turn, Turns
+from stages.turns import Position, Turn, Turns
 
 CLAIM = "claim"
 TAIL = 0.25
@@ -41,11 +40,16 @@ def unfinished(claim: str) -> str:
     return f"unfinished-{claim}"
 
 
+def _position(order: Mapping[str, Any]) -> Position:
+    iteration, part, place = order["position"]
+    return iteration, part, place
+
+
 class Generator:
     """Does claims one after the other, and other work between them, in a thread of its own.
 
-    Among the stages of the worker it has one turn, that of the claim which is next: a claim behind
-    that one may be of an earlier iteration, and must not be waited for.
+    Among the stages of the worker it has one turn, that of its earliest claim, and then does that:
+    one that comes later may be of an earlier iteration.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Generator:
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
         """Claims that are to be done; one that is dropped is not."""
-        self._queue: deque[Mapping[str, Any]] = deque()
+        self._queue: list[Mapping[str, Any]] = []
         self._turn: Turn | None = None
         """While there is a claim."""
         self._lock = threading.Lock()
@@ -78,8 +82,7 @@ class Generator:
         self._waiting.add(str(order["claim"]))
         with self._lock:
             self._queue.append(order)
-            if self._turn is None:
-                self._turn = self._turns.enter(tuple(order["position"]))
+            self._place()
         self._thread.submit(self._next)
 
     def hand_over(self, claim: str, heir: str) -> None:
@@ -100,29 +103,36 @@ class Generator:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _next(self) -> None:
-        turn = self._turn
-        assert turn is not None
-        if str(self._queue[0]["claim"]) in self._waiting:
-            self._do(self._queue[0], turn)
+        assert self._turn is not None
+        self._turns.wait(self._turn)
         with self._lock:
-            self._queue.popleft()
-            if self._queue:
-                self._turns.place(turn, tuple(self._queue[0]["position"]))
-            else:
-                self._turns.place(turn, None)
-                self._turn = None
+            order = min(self._queue, key=_position)
+            self._queue.remove(order)
+        if str(order["claim"]) in self._waiting:
+            self._do(order)
+        with self._lock:
+            self._place()
 
-    def _do(self, order: Mapping[str, Any], turn: Turn) -> None:
+    def _place(self) -> None:
+        """Have the turn of the earliest claim, as long as there is one."""
+        earliest = min(map(_position, self._queue), default=None)
+        if self._turn is not None:
+            self._turns.place(self._turn, earliest)
+        elif earliest is not None:
+            self._turn = self._turns.enter(earliest)
+        if earliest is None:
+            self._turn = None
+
+    def _do(self, order: Mapping[str, Any]) -> None:
         claim, code, reason, spans = str(order["claim"]), 0, "", []
-        rest: list[Record] = []
+        rest, heir = list[Record](), ""
         ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
         name = str(order["name"])
         self._activity.ordered(name, ctx.stage)
         try:
             with withdrawing(ctx.world):
-                self._turns.wait(turn)
                 self._activity.begins(name, lambda: ctx.doing)
-                rest = self._send(ctx, order)
+                rest, heir = self._send(ctx, order)
             spans = [[s["name"], s["start"], s["end"]] for s in ctx.spans]
         except (RequeueRequested, InputFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
@@ -140,26 +150,31 @@ class Generator:
             if rest:
                 size = self._config.rollout.group_size
                 said["rest"] = sorted({record.identity.sample // size for record in rest})
-                said["samples"] = len(rest)
+                said |= {"heir": heir, "samples": len(rest) if heir else 0}
             self._report({"claim": claim, **said})
 
-    def _send(self, ctx: Context, order: Mapping[str, Any]) -> list[Record]:
-        """Send trajectories to who gathers them; returns the unfinished ones, sent to the heir.
+    def _send(self, ctx: Context, order: Mapping[str, Any]) -> tuple[list[Record], str]:
+        """Send trajectories to who gathers them.
+
+        Returns:
+            The unfinished ones, and the heir that has them, if one has.
 
         Raises:
-            InputFailed: somebody no longer takes them.
+            InputFailed: who gathers no longer takes them.
         """
         to, claim, out = str(order["to"]), str(order["claim"]), str(order["out"])
         sender = self._outbox.writer(f"{out}:trajectories", [to], 0, 1)
         total, begun = len(order["starts"]) * self._config.rollout.group_size, None
         if order["begun"]:
             channel, total = str(order["begun"]["channel"]), int(order["begun"]["samples"])
-            there = self._board.output(out).arriving(channel, total, ctx.stopping)
+            output = self._board.output(out)
+            there = output.arriving(channel, total, ctx.stopping)
             begun = {record.identity.sample: record for record in there}
-        # It may have waited for its turn until nobody wants it any more.
-        ctx.progress(0, total, "samples")
+            output.forget(channel)
 
         def gives_up(left: int, of: int) -> bool:
+            if ctx.stopping():
+                raise RequeueRequested(f"stopping with {left} of {of} samples left")
             return claim in self._heirs and left <= TAIL * of
 
         rest = []
@@ -171,14 +186,13 @@ class Generator:
                 ctx.progress(done, total, "samples")
         if not sender.flush():
             raise InputFailed(f"{to} did not take all trajectories")
-        if rest:
-            heir = self._heirs[claim]
-            sender = self._outbox.writer(f"{out}:{unfinished(claim)}", [heir], 0, 1)
-            for trajectory in rest:
-                sender.put(trajectory, weight=len(trajectory))
-            if not sender.flush():
-                raise InputFailed(f"{heir} did not take what is unfinished")
-        return rest
+        if not rest:
+            return [], ""
+        heir = self._heirs[claim]
+        sender = self._outbox.writer(f"{out}:{unfinished(claim)}", [heir], 0, 1)
+        for trajectory in rest:
+            sender.put(trajectory, weight=len(trajectory))
+        return rest, heir if sender.flush() else ""
 
     def _context(self, order: Mapping[str, Any], stopping: Callable[[], bool]) -> Context:
         out = self._run / str(order["out"])

@@ -20,7 +20,7 @@ from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
 from rlinf.channels.shared_memory import SharedMemoryChannel
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record, Scalar
-from rlinf.errors import InputError
+from rlinf.errors import DataError, InputError, StorageError
 from stages.board import Board
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
@@ -54,7 +54,10 @@ class Inbox:
         """Why nothing comes any more: its worker is of no use then."""
         self._channels: list[Channel] = [SocketChannel.create(folder, name)]
         if shared:
-            self._channels.append(SharedMemoryChannel.create(folder, name, size=SHARED_BYTES))
+            try:
+                self._channels.append(SharedMemoryChannel.create(folder, name, size=SHARED_BYTES))
+            except StorageError as error:
+                log.warning("records come by socket: %s", error)
         self._threads = [
             threading.Thread(target=self._work, args=(channel,), name="inbox", daemon=True)
             for channel in self._channels
@@ -160,25 +163,28 @@ class Outbox:
         return sender
 
     def open(self, name: str, way: str) -> Channel | None:
-        """The inbox of a worker; None: it has none, or none that answers."""
+        """The inbox of a worker, its socket where it has no shared memory here.
+
+        None: it has no inbox, or none that answers.
+        """
         kind = SharedMemoryChannel if way == SHARED_MEMORY else SocketChannel
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
             if (name, way) not in self._open:
                 self._open[name, way] = kind.open(self._folder, name)
             return self._open[name, way]
-        return None
+        return self.open(name, SOCKET) if way == SHARED_MEMORY else None
 
-    def drop(self, name: str) -> None:
-        """Forget a worker that does not answer."""
+    def drop(self, name: str, channel: Channel | None) -> None:
+        """Forget a connection to a worker that does not answer."""
         with self._lock:
-            channels = [self._open.pop((name, way), None) for way in (SOCKET, SHARED_MEMORY)]
+            for key in [key for key, known in self._open.items() if known is channel]:
+                del self._open[key]
         # Beside the stage, which need not wait until the connection has ended.
-        threading.Thread(target=self._parted, args=(name, channels), daemon=True).start()
+        threading.Thread(target=self._parted, args=(name, channel), daemon=True).start()
 
-    def _parted(self, name: str, channels: Sequence[Channel | None]) -> None:
-        for channel in channels:
-            if channel is not None:
-                _leave(channel)
+    def _parted(self, name: str, channel: Channel | None) -> None:
+        if channel is not None:
+            _leave(channel)
         time.sleep(AGAIN_S)
         self._cut(name)
 
@@ -235,7 +241,7 @@ class Sender:
                     continue
                 if channel is None:
                     self._whole = False
-                    self._outbox.drop(name)
+                    self._outbox.drop(name, None)
                     continue
                 self._channels[name] = channel
                 before = [self._addressed(record) for record in self._made()]
@@ -267,7 +273,13 @@ class Sender:
     def _send(self, name: str, records: Sequence[Record], weight: int = 1) -> None:
         with self._leaving_out(name):
             for record in records:
-                self._channels[name].put(record, weight)
+                try:
+                    self._channels[name].put(record, weight)
+                except DataError as error:
+                    raise DataError(
+                        f"{self._to}: {error}; where records are that large, leave shared_memory "
+                        "out of the plan's transports"
+                    ) from None
 
     @contextlib.contextmanager
     def _leaving_out(self, name: str) -> Iterator[None]:
@@ -276,5 +288,4 @@ class Sender:
         except (ChannelClosed, ChannelFailed) as error:
             log.warning("%s no longer takes records: %s", name, error)
             self._whole = False
-            del self._channels[name]
-            self._outbox.drop(name)
+            self._outbox.drop(name, self._channels.pop(name))

@@ -113,6 +113,8 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
         tensors = entry.held(WEIGHTS) if served is not None else None
         if tensors is None:
             _ = entry.manifest  # waits for it: what follows must not
+            # Others may have loaded something meanwhile, which is overwritten now.
+            ctx.resident.pop("engine_weights", None)
         if engine.version < 0:
             residency(ctx).clear(span=ctx.span)
         on_device(ctx, engine, filled=False)

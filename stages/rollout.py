@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,11 +19,13 @@ def run(ctx: Context) -> None:
     settings = ctx.config.rollout
     mine = ctx.world.mine(settings.batch)
 
-    def parts() -> Iterator[Record]:
+    def parts() -> Generator[Record]:
         for samples in ctx.parts():
             yield from collected(ctx, [s for s in mine if s * settings.group_size in samples])
 
-    hand_on(ctx, parts(), len(mine) * settings.group_size)
+    # However it ends, the engine is through with it then, before another stage has its turn.
+    with contextlib.closing(parts()) as made:
+        hand_on(ctx, made, len(mine) * settings.group_size)
 
 
 def gather(ctx: Context) -> None:

@@ -13,7 +13,7 @@ from pipeline.planner.problem_file import dump_problem
 from pipeline.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planner.request import Request
 from pipeline.planner.search import Solution, solve
-from pipeline.planner.segments import Tables, build, whole_nodes
+from pipeline.planner.segments import Tables, build
 from pipeline.planner.work import interval
 
 ALTERNATIVES = 4
@@ -141,16 +141,18 @@ def _plan(request: Request, problem: Problem, placement: Placement, forecast: Fo
 
 def _pool(stages: tuple[str, ...], gpus: dict[str, int], request: Request) -> Pool:
     """One job on whole nodes; otherwise a job for each device, which only generators can be."""
-    whole = {kind: whole_nodes(n, request.devices[kind].per_node) for kind, n in gpus.items()}
-    if stages == ("rollout",) and (len(gpus) > 1 or whole != gpus):
+    (kind, count), *others = gpus.items()
+    per_node = request.devices[kind].per_node
+    if others or (count > per_node and count % per_node):
         return Pool(stages=stages, gpus=gpus, workers=sum(gpus.values()))
-    return Pool(stages=stages, gpus=whole)
+    return Pool(stages=stages, gpus=gpus)
 
 
 def _resources(pool: Pool, request: Request) -> StagePlan:
     """What a job of the pool asks for."""
     name = next(iter(pool.gpus))
     own, count = request.devices[name], 1 if pool.workers else pool.gpus[name]
+    kinds = [request.devices[name].kind for name in pool.gpus]
     nodes = -(-count // own.per_node)
     values: dict[str, object] = {
         "partition": own.kind.partition or None,
@@ -161,7 +163,7 @@ def _resources(pool: Pool, request: Request) -> StagePlan:
         values |= {
             "gpus": values["processes"],
             "gpu_type": own.kind.gpu_type or None,
-            "cpus": min(MOST_CPUS, max(1, own.kind.cpus_per_node // own.kind.gpus_per_node)),
+            "cpus": min(MOST_CPUS, *(max(1, k.cpus_per_node // k.gpus_per_node) for k in kinds)),
         }
     return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
 

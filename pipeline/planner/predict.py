@@ -132,7 +132,8 @@ class Predictor:
             total = np.maximum(total, finish[self.source] + moved)
         for members, own in zip(pools, held, strict=True):
             if not problem.may_mix(members):
-                total = np.where((own > 0).sum(0) > 1, np.inf, total)
+                broken = [kind.whole(n) != n for kind, n in zip(problem.kinds, own, strict=True)]
+                total = np.where(((own > 0).sum(0) > 1) | np.any(broken, 0), np.inf, total)
         return Prediction(total, start, finish, busy, moved)
 
     def passes(

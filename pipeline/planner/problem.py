@@ -29,6 +29,14 @@ class Kind:
     """Expected wait in the queue before a job of this kind starts."""
     losses_per_hour: float = 0.0
     """Expected preemptions and node failures of a pool, per hour."""
+    per_node: int = 0
+    """GPUs of a node, where jobs have as many on each of their nodes; 0: any number is fine."""
+
+    def whole(self, gpus: np.ndarray) -> np.ndarray:
+        """How many of so many GPUs a job can have."""
+        if not self.per_node:
+            return gpus
+        return np.where(gpus <= self.per_node, gpus, gpus // self.per_node * self.per_node)
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,8 @@ class Problem:
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By stage: the only kinds it may use (pins)."""
     mixes: frozenset[str] | None = None
-    """Stages that may have a pool of several kinds, if it holds no other stage. None: all may share
-    any pool."""
+    """Stages whose pools need not be one job, if they hold no other stage: such a pool may have
+    several kinds, and any number of GPUs. None: all may share any pool."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mixing <= 1:
@@ -104,7 +112,7 @@ class Problem:
                     )
 
     def may_mix(self, pool: Sequence[int]) -> bool:
-        """Whether a pool of these stages may hold several kinds."""
+        """Whether a pool of these stages may hold several kinds, and any number of GPUs."""
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
 
     def table(self, stage: Stage, kind: int) -> np.ndarray:

@@ -23,6 +23,7 @@ class KindSection(Section):
     price: float = Field(default=1.0, ge=0)
     wait_s: float = Field(default=0.0, ge=0)
     losses_per_hour: float = Field(default=0.0, ge=0)
+    per_node: int = Field(default=0, ge=0)
 
 
 class StageSection(Section):

@@ -311,17 +311,17 @@ class _Search:
         shares = parts / np.maximum(parts.sum(1, keepdims=True), 1e-9)
         states = np.floor(shares * self._sizes + 1e-6).astype(np.int64)
         states = np.maximum(states, parts > 0)
+        for k, kind in enumerate(self.problem.kinds):
+            states[:, like, k] = kind.whole(states[:, like, k])
         over = np.maximum(states.sum(1) - self._sizes, 0)
         largest = states.argmax(1)
         for k in range(len(self._sizes)):
             states[np.arange(len(choices)), largest[:, k], k] -= over[:, k]
         states = states[(states >= 0).all((1, 2))]
-        if not len(states):
-            return []
         held = [states[:, p].T for p in range(len(pools))]
         costs, _ = self.best_chunks(pools, held, held)
-        order = np.argsort(costs, kind="stable")[:STARTS]
-        return list(states[order[np.isfinite(costs[order])]])
+        # Some cannot run as they are, but are few moves from others that can.
+        return [*states[np.argsort(costs, kind="stable")[:STARTS]], self._round(gpus)]
 
     def _round(self, gpus: Array) -> Array:
         """Whole numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""

@@ -58,17 +58,18 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 switch_s=_switches(devices) if name in ("inference", "train") else {},
             )
         )
+    with_gpus = {own.kind.gpus_per_node > 0 for own in devices.values()}
     problem = Problem(
         stages,
         [
-            Kind(name, own.count, own.price, own.wait_s(1), own.losses_per_hour)
+            Kind(name, own.count, own.price, own.wait_s(1), own.losses_per_hour, own.per_node)
             for name, own in devices.items()
         ],
         chunks=[n for n in CHUNKS if request.config.rollout.batch % n == 0],
         sync_s=_transfers(devices, request.profile),
         mixing=MIXING,
         # A job has like devices; generators are jobs of one device each.
-        mixes=frozenset({"rollout"}),
+        mixes=frozenset({"rollout"} if len(with_gpus) == 1 else ()),
         allowed={stage: kinds for stage, kinds in request.pins.items() if stage in STAGES},
     )
     return problem, tables
@@ -76,11 +77,9 @@ def build(request: Request) -> tuple[Problem, Tables]:
 
 def _rates(work: Work, request: Request) -> RateTable:
     """On 0 to all devices of the kind, everything loaded."""
-    count, per_node = work.devices.count, work.devices.per_node
+    count = work.devices.count
     counts = np.arange(count + 1)
     runnable = (counts <= work_items(work.stage, request.config)) & (counts < work.failed)
-    if work.stage != "rollout":
-        runnable &= counts == np.vectorize(whole_nodes)(counts, per_node)
     table = measured_rates(
         work.measured,
         request.profile.samples,
@@ -91,11 +90,6 @@ def _rates(work: Work, request: Request) -> RateTable:
     if not table.rates.any():
         raise PlanError("no number of devices that is there was measured")
     return table
-
-
-def whole_nodes(count: int, per_node: int) -> int:
-    """How many of so many devices a job can have, which has as many on each of its nodes."""
-    return count if count <= per_node else count // per_node * per_node
 
 
 def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:

@@ -320,7 +320,9 @@ class FSDPTrainer:
             if id(value) not in whole:
                 own = value.detach()
                 full = own.full_tensor() if isinstance(own, DTensor) else own
-                whole[id(value)] = full.to("cpu", copy=copy and full is own)
+                # Of one process, what is gathered is its own shard.
+                mine = own.to_local() if isinstance(own, DTensor) else own
+                whole[id(value)] = full.to("cpu", copy=copy and full.data_ptr() == mine.data_ptr())
         return {name: whole[id(value)] for name, value in named.items()}
 
     def _state(self) -> dict[str, Any]:

@@ -84,13 +84,14 @@ def test_generators_make_the_run_of_one_process(
     assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
 
 
-def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness: int) -> None:
     log, run = tmp_path / "log", tmp_path / "tiny"
     # Samples end by chance, so that some of a claim are much longer than others; and there is time
     # for the generator to come.
-    many = 12
+    many = 8
     long = ["rollout.horizon=128", "engine.max_rows=4", f"iterations={many}"]
-    long += [f"retention.trajectories={many}"]
+    long += [f"retention.trajectories={many}", f"rollout.staleness={staleness}"]
     finish(start_driver(words(tmp_path / "one", *long), log), log)
     plan = pools(1).replace("train]", "train], helps_rollout: true")
     finish(start_driver(words(tmp_path, "cluster=local", plan, *long), log), log)

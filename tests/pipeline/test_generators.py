@@ -63,6 +63,7 @@ class Cluster:
             said = {"claim": name, "code": code, "reason": "", "spans": [], "host": "h"}
             if rest and not code and name in self.heirs and order["starts"]:
                 said |= {"rest": order["starts"][-rest:], "samples": rest}
+                said |= {"heir": self.heirs[name]}
             self.generators.reported(worker, said)
 
     def lose(self, worker: str) -> None:
@@ -134,6 +135,21 @@ def test_a_helper_hands_over_when_nothing_is_left_to_give_out(tmp_path: Path) ->
     (order,) = [order for order in cluster.queues[heir] if order["begun"]]
     assert order["starts"] == held["starts"][-1:]
     assert order["begun"]["samples"] == 1
+
+
+def test_another_heir_is_named_when_one_is_lost_before_it_inherits(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    while not cluster.heirs:
+        cluster.tick()
+        for worker in GENERATORS:
+            cluster.end(worker)
+        if cluster.queues[HELPER] and not cluster.queues[HELPER][0]["starts"]:
+            cluster.end(HELPER)
+    name, heir = next(iter(cluster.heirs.items()))
+    assert cluster.generators.busy(heir), "it is not to be let go"
+    cluster.lose(heir)
+    cluster.tick()
+    assert cluster.heirs[name] in set(GENERATORS) - {heir}
 
 
 def test_what_was_left_to_a_generator_that_is_gone_is_begun_anew(tmp_path: Path) -> None:

@@ -88,13 +88,16 @@ def bench(compose: Callable[..., dict[str, Any]], tmp_path: Path) -> Iterator[Be
     made.close()
 
 
-def test_a_claim_of_an_earlier_iteration_waits_behind_a_later_one(bench: Bench) -> None:
-    """Starts of a worker that was lost come late; neither claim may wait for the other's turn."""
-    computes = bench.turns.enter((0, 0, 0))
-    with computes:
-        bench.claim("late", 0, iteration=1)
+def test_claims_are_done_by_iteration_whatever_came_first(bench: Bench) -> None:
+    """Tails and starts of lost workers come late; neither claim may wait for the other's turn."""
+    waits = bench.turns.enter((1, 0, 0))
+    with bench.turns.enter((0, 0, 0)):
+        bench.claim("late", 0, iteration=2)
         bench.claim("early", 1)
-    assert [bench.report()["claim"] for _ in range(2)] == ["late", "early"]
+    assert bench.report()["claim"] == "early"
+    with waits:
+        assert bench.reports.empty(), "a stage of the iteration in between goes first"
+    assert bench.report()["claim"] == "late"
 
 
 def test_a_stage_has_its_turn_after_all_claims_and_a_dropped_one_holds_nobody_up(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlinf.data.record import Identity, Record
-from rlinf.errors import InputFailed
+from rlinf.errors import DataError, InputFailed
 from stages.board import Board
 from stages.inbox import SHARED_BYTES, SHARED_MEMORY, SOCKET, Inbox, Outbox
 
@@ -158,6 +158,32 @@ def test_what_came_through_shared_memory_outlives_it(tmp_path: Path) -> None:
     for record in stream.take(range(count)):
         image = record.context["image"]
         assert image[0] == image[-1] == record.identity.sample
+    outbox.close()
+    inbox.close()
+
+
+def test_records_come_by_socket_where_a_worker_has_no_shared_memory(tmp_path: Path) -> None:
+    """As on a node of its own. The connection others use goes on."""
+    board = Board()
+    inbox, outbox = Inbox(tmp_path, "a", board), Outbox(tmp_path)
+    outbox.want(TO, {"a": SHARED_MEMORY})
+    writer = outbox.stream(TO, 0, 1, list)
+    writer.put(number(0))
+    writer.close()
+    assert until(lambda: board.output("it/0000/rollout").stream("trajectories").complete(range(1)))
+    outbox.close()
+    inbox.close()
+
+
+def test_a_record_too_large_for_shared_memory_is_an_error_that_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    inbox, outbox = Inbox(tmp_path, "a", Board(), shared=True), Outbox(tmp_path)
+    outbox.want(TO, {"a": SHARED_MEMORY})
+    writer = outbox.stream(TO, 0, 1, list)
+    image = {"image": np.zeros(SHARED_BYTES, np.uint8)}
+    with pytest.raises(DataError, match="leave shared_memory out of the plan's transports"):
+        writer.put(Record(Identity(0, 0, 0), {"actions": np.zeros(1)}, image))
     outbox.close()
     inbox.close()
 

@@ -33,6 +33,7 @@ SIZES = st.one_of(
     stages=st.integers(1, 3),
     objective=st.sampled_from(OBJECTIVES),
     mixes=st.sampled_from([None, frozenset[str](), frozenset({"rollout"})]),
+    per_node=st.sampled_from([0, 2]),
 )
 def test_small_problems_are_solved_as_exhaustive_search_does(
     seed: int,
@@ -40,8 +41,11 @@ def test_small_problems_are_solved_as_exhaustive_search_does(
     stages: int,
     objective: Objective,
     mixes: frozenset[str] | None,
+    per_node: int,
 ) -> None:
     problem = replace(random_problem(seed, sizes, stages), mixes=mixes)
+    kinds = [replace(kind, per_node=per_node) for kind in problem.kinds]
+    problem = replace(problem, kinds=kinds)
     expected = exhaustive(problem, objective)
     if math.isinf(expected):
         with pytest.raises(PlanError):
@@ -51,6 +55,14 @@ def test_small_problems_are_solved_as_exhaustive_search_does(
     assert best.exact
     assert best.cost == pytest.approx(expected, rel=1e-9)
     assert best.bound == best.cost
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_what_pools_may_mix_does_not_matter_where_there_is_one_kind(seed: int) -> None:
+    problem = random_problem(seed, (64,), 4)
+    alone = solve(replace(problem, mixes=frozenset({"rollout"})))[0]
+    assert alone.cost <= solve(problem)[0].cost * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
