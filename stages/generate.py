@@ -78,7 +78,7 @@ class Generator:
         """Workers that are to go on with the tails of claims."""
 
     def claim(self, order: Mapping[str, Any]) -> None:
-        """Do a claim after those that came before it."""
+        """Do a claim after those of earlier iterations, and those that came before it."""
         self._waiting.add(str(order["claim"]))
         with self._lock:
             self._queue.append(order)

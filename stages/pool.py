@@ -181,6 +181,7 @@ class Worker:
         deadline = time.monotonic() + (STOP_S if code == EXIT_REQUEUE else LEAVE_S)
         for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._turns.close()
         self._generator.close()
         self._publisher.close()
         self._outbox.close()

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from types import TracebackType
 
+from rlinf.errors import RequeueRequested
+
 Position = tuple[int, int, int]
 
 
@@ -25,6 +27,13 @@ class Turns:
         self._changed = threading.Condition()
         self._waiting: dict[Turn, Position] = {}
         self._computes: Turn | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Nobody has a turn any more: the process ends, which must not wait for those who wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def enter(self, position: Position) -> Turn:
         """A place in the order, to be left by its context manager."""
@@ -43,10 +52,16 @@ class Turns:
             self._changed.notify_all()
 
     def wait(self, turn: Turn) -> None:
-        """Wait until no other stage is before this one, and none computes."""
+        """Wait until no other stage is before this one, and none computes.
+
+        Raises:
+            RequeueRequested: there are no more turns.
+        """
         with self._changed:
             self._release(turn)
             while self._computes or min(self._waiting.values()) < self._waiting[turn]:
+                if self._closed:
+                    raise RequeueRequested("the worker ends")
                 self._changed.wait()
             self._computes = turn
 

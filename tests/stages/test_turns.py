@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlinf.errors import RequeueRequested
 from stages.turns import Position, Turn, Turns
 
 STAGES = st.lists(
@@ -108,3 +109,21 @@ def test_a_wait_that_fails_or_comes_after_the_last_turn_needs_none() -> None:
         pass
     with before:
         pass
+
+
+def test_who_waits_for_a_turn_holds_up_no_process_that_ends() -> None:
+    turns, told = Turns(), list[str]()
+    with turns.enter((0, 0, 0)):
+
+        def wait() -> None:
+            try:
+                with turns.enter((0, 0, 1)):
+                    told.append("computed")
+            except RequeueRequested:
+                told.append("ended")
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        turns.close()
+        thread.join(TIMEOUT_S)
+    assert told == ["ended"]
