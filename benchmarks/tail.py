@@ -19,7 +19,7 @@ from pipeline.metrics import manifest_of
 from stages.layout import PER_ITERATION, POOLS
 
 ROUNDS = 3
-ITERATIONS = 10
+ITERATIONS = 7
 TAILED = [
     *DEMO,
     "++rollout.batch=64",
