@@ -42,6 +42,8 @@ class _Rollout:
     """None until the gatherer has told what it has already."""
     there: bool = False
     """Its weights."""
+    ends: bool = False
+    """All starts were given out once: helpers get no more."""
 
 
 class _Given(NamedTuple):
@@ -89,11 +91,9 @@ class Generators:
     _prepared: set[str] = field(default_factory=set)
     """Workers that have an engine: starts are not to wait until one is loaded."""
 
-    def begin(
-        self, node: Node, out: str, weights: str, to: str, position: tuple[int, int, int]
-    ) -> None:
-        """A rollout was ordered from the gatherer ``to``; helpers generate in ``position``."""
-        order = {"do": "claim", "iteration": node.iteration, "position": position}
+    def begin(self, node: Node, out: str, weights: str, to: str) -> None:
+        """A rollout was ordered from the gatherer ``to``."""
+        order = {"do": "claim", "iteration": node.iteration}
         self._rollouts[node] = _Rollout({**order, "out": out, "weights": weights, "to": to})
 
     def arrived(self, node: Node, starts: Sequence[int]) -> None:
@@ -163,7 +163,8 @@ class Generators:
             begun = {"claim": number, "channel": unfinished(name), "samples": samples}
             self._left.append(_Left(node, heir, rest, begun))
             claim = Claim(number, tuple(s for s in claim.starts if s not in rest.starts))
-        self._note(given, claim, content)
+        if content["spans"]:
+            self._note(given, claim, content)
         return True
 
     def orders(
@@ -187,8 +188,9 @@ class Generators:
         if not open_:
             return orders
         first = next(iter(open_))
+        over = [node.iteration for node in open_ if workers and self._rollouts[node].ends]
         only = {
-            worker: sum(node.iteration <= latest for node in open_)
+            worker: sum(node.iteration <= latest for node in open_) if not over else 0
             for worker, latest in helpers.items()
         }
         able = [*workers, *(worker for worker, batches in only.items() if batches)]
@@ -211,10 +213,11 @@ class Generators:
         """Name a generator that goes on with what a helper has begun when nothing is left."""
         orders = []
         for name, given in self._given.items():
-            claims = self._rollouts[given.node].claims
+            claims = (rollout := self._rollouts[given.node]).claims
             if given.worker not in helpers or name in self._heirs or given.claim.number == PREPARES:
                 continue
             if claims is not None and not claims.left:
+                rollout.ends = True
                 held = Counter(given.worker for given in self._given.values())
                 held.update(self._heirs.values())
                 self._heirs[name] = min(heirs, key=lambda worker: held[worker])

@@ -303,9 +303,7 @@ class PoolExecutor:
             }
             if order["gathers"]:
                 weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
-                self._generators.begin(
-                    node, str(order["out"]), weights, gatherer, self._position(node)
-                )
+                self._generators.begin(node, str(order["out"]), weights, gatherer)
             member.given.add(node)
             for worker in member.workers(ranks):
                 orders[worker].append(order)

@@ -27,7 +27,7 @@ from stages.context import Context, Input
 from stages.inbox import Outbox
 from stages.rollout import collected
 from stages.runner import withdrawing
-from stages.turns import Position, Turn, Turns
+from stages.turns import Turns
 
 CLAIM = "claim"
 TAIL = 0.25
@@ -40,16 +40,10 @@ def unfinished(claim: str) -> str:
     return f"unfinished-{claim}"
 
 
-def _position(order: Mapping[str, Any]) -> Position:
-    iteration, part, place = order["position"]
-    return iteration, part, place
-
-
 class Generator:
     """Does claims one after the other, and other work between them, in a thread of its own.
 
-    Among the stages of the worker it has one turn, that of its earliest claim, and then does that:
-    one that comes later may be of an earlier iteration.
+    Claims fill the time in which the worker's stages wait, the earliest iteration first.
     """
 
     def __init__(
@@ -71,24 +65,26 @@ class Generator:
         self._waiting: set[str] = set()
         """Claims that are to be done; one that is dropped is not."""
         self._queue: list[Mapping[str, Any]] = []
-        self._turn: Turn | None = None
-        """While there is a claim."""
         self._lock = threading.Lock()
         self._heirs: dict[str, str] = {}
         """Workers that are to go on with the tails of claims."""
 
     def claim(self, order: Mapping[str, Any]) -> None:
         """Do a claim after those of earlier iterations, and those that came before it."""
-        self._waiting.add(str(order["claim"]))
         with self._lock:
+            self._waiting.add(str(order["claim"]))
             self._queue.append(order)
-            self._place()
         self._thread.submit(self._next)
 
     def hand_over(self, claim: str, heir: str) -> None:
-        """Let another worker go on with a claim once little is left of it."""
-        if claim in self._waiting:
-            self._heirs[claim] = heir
+        """Let another worker go on with a claim once little is left of it; at once if it waits."""
+        with self._lock:
+            waits = [order for order in self._queue if order["claim"] == claim]
+            self._queue = [order for order in self._queue if order["claim"] != claim]
+            if not waits and claim in self._waiting:
+                self._heirs[claim] = heir
+        for order in waits:
+            self._ended(claim, rest=list(order["starts"]))
 
     def drop(self) -> None:
         """Nobody wants the claims of until now any more."""
@@ -103,25 +99,14 @@ class Generator:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _next(self) -> None:
-        assert self._turn is not None
-        self._turns.wait(self._turn)
-        with self._lock:
-            order = min(self._queue, key=_position)
-            self._queue.remove(order)
-        if str(order["claim"]) in self._waiting:
-            self._do(order)
-        with self._lock:
-            self._place()
-
-    def _place(self) -> None:
-        """Have the turn of the earliest claim, as long as there is one."""
-        earliest = min(map(_position, self._queue), default=None)
-        if self._turn is not None:
-            self._turns.place(self._turn, earliest)
-        elif earliest is not None:
-            self._turn = self._turns.enter(earliest)
-        if earliest is None:
-            self._turn = None
+        with self._turns.spare():
+            with self._lock:
+                if not self._queue:
+                    return
+                order = min(self._queue, key=lambda order: int(order["iteration"]))
+                self._queue.remove(order)
+            if str(order["claim"]) in self._waiting:
+                self._do(order)
 
     def _do(self, order: Mapping[str, Any]) -> None:
         claim, code, reason, spans = str(order["claim"]), 0, "", []
@@ -144,14 +129,19 @@ class Generator:
         self._heirs.pop(claim, None)
         if code:
             log.warning("%s: %s", name, reason)
+        said: dict[str, Any] = {"code": code, "reason": reason[-8000:], "spans": spans}
+        if rest:
+            size = self._config.rollout.group_size
+            said["rest"] = sorted({record.identity.sample // size for record in rest})
+            said |= {"heir": heir, "samples": len(rest) if heir else 0}
+        self._ended(claim, **said)
+
+    def _ended(self, claim: str, **said: Any) -> None:
+        """Say what became of a claim, if it is still wanted."""
         if claim in self._waiting:
             self._waiting.discard(claim)
-            said = {"code": code, "reason": reason[-8000:], "spans": spans, "host": gethostname()}
-            if rest:
-                size = self._config.rollout.group_size
-                said["rest"] = sorted({record.identity.sample // size for record in rest})
-                said |= {"heir": heir, "samples": len(rest) if heir else 0}
-            self._report({"claim": claim, **said})
+            usual = {"code": 0, "reason": "", "spans": [], "heir": "", "samples": 0}
+            self._report({"claim": claim, "host": gethostname(), **usual, **said})
 
     def _send(self, ctx: Context, order: Mapping[str, Any]) -> tuple[list[Record], str]:
         """Send trajectories to who gathers them.

@@ -6,6 +6,8 @@ lower position still, here or in another pool, so some stage of the run can alwa
 comes late with a lower position (another attempt, say) has its turn when the present one is through
 with its part or waits: stages share engines and trainers, so never do two compute. Positions depend
 on nothing that is measured, so all ranks of a pool take the same turns, as collectives need.
+
+What has no position fills the time in which all stages wait for inputs.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class Turns:
         self._changed = threading.Condition()
         self._waiting: dict[Turn, Position] = {}
         self._computes: Turn | None = None
+        self._ready: set[Turn] = set()
+        """Stages that have their inputs, and would compute."""
         self._closed = False
 
     def close(self) -> None:
@@ -59,11 +63,44 @@ class Turns:
         """
         with self._changed:
             self._release(turn)
-            while self._computes or min(self._waiting.values()) < self._waiting[turn]:
-                if self._closed:
-                    raise RequeueRequested("the worker ends")
-                self._changed.wait()
+            self._ready.add(turn)
+            try:
+                while self._computes or not self._first(turn):
+                    self._pause()
+            finally:
+                self._ready.discard(turn)
             self._computes = turn
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody computes."""
+        return self._computes is not None
+
+    @contextlib.contextmanager
+    def spare(self) -> Iterator[None]:
+        """A time in which no stage computes, for none has its inputs that may go on.
+
+        Raises:
+            RequeueRequested: there are no more turns.
+        """
+        turn = Turn(self)
+        with self._changed:
+            while self._computes or any(self._first(stage) for stage in self._ready):
+                self._pause()
+            self._computes = turn
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._release(turn)
+
+    def _first(self, turn: Turn) -> bool:
+        return self._waiting[turn] <= min(self._waiting.values())
+
+    def _pause(self) -> None:
+        if self._closed:
+            raise RequeueRequested("the worker ends")
+        self._changed.wait()
 
     @contextlib.contextmanager
     def resting(self, turn: Turn) -> Iterator[None]:

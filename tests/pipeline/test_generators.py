@@ -34,7 +34,7 @@ class Cluster:
         self.run, self.there = run, set(WORKERS)
         self.generators = Generators(run, BATCH, retries=1000)
         for node in ROLLOUTS:
-            self.generators.begin(node, node.name, "weights", HELPER, (node.iteration, 0, 0))
+            self.generators.begin(node, node.name, "weights", HELPER)
             self.generators.arrived(node, [])
         self.queues: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.heirs: dict[str, str] = {}
@@ -60,7 +60,8 @@ class Cluster:
         if worker in self.there and self.queues[worker]:
             order = self.queues[worker].pop(0)
             name = order["claim"]
-            said = {"claim": name, "code": code, "reason": "", "spans": [], "host": "h"}
+            spans = [["generate", 0.0, 1.0]]
+            said = {"claim": name, "code": code, "reason": "", "spans": spans, "host": "h"}
             if rest and not code and name in self.heirs and order["starts"]:
                 said |= {"rest": order["starts"][-rest:], "samples": rest}
                 said |= {"heir": self.heirs[name]}
@@ -131,7 +132,9 @@ def test_a_helper_hands_over_when_nothing_is_left_to_give_out(tmp_path: Path) ->
         cluster.tick()
     heir = cluster.heirs[held["claim"]]
     cluster.end(HELPER, rest=1)
+    cluster.lose(next(worker for worker in GENERATORS if worker != heir))
     cluster.tick()
+    assert not cluster.queues[HELPER][1:], "starts that come back are for generators"
     (order,) = [order for order in cluster.queues[heir] if order["begun"]]
     assert order["starts"] == held["starts"][-1:]
     assert order["begun"]["samples"] == 1

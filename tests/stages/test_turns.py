@@ -127,3 +127,52 @@ def test_who_waits_for_a_turn_holds_up_no_process_that_ends() -> None:
         turns.close()
         thread.join(TIMEOUT_S)
     assert told == ["ended"]
+
+
+def test_spare_time_is_when_all_stages_that_may_go_on_wait() -> None:
+    turns, order = Turns(), list[str]()
+
+    def fill() -> None:
+        with turns.spare():
+            order.append("spare")
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=fill)
+    late = turns.enter((0, 0, 1))
+
+    def stage() -> None:
+        with late:
+            order.append("late")
+
+    other = threading.Thread(target=stage)
+    with turns.enter((0, 0, 0)) as first:
+        thread.start()
+        other.start()
+        order.append("first")
+        with first.resting():
+            thread.join(TIMEOUT_S)
+        order.append("first again")
+    other.join(TIMEOUT_S)
+    assert order == ["first", "spare", "first again", "late"], "the later stage is not its turn"
+    assert not turns.busy
+
+
+def test_a_stage_that_is_ready_goes_before_what_fills_spare_time() -> None:
+    turns, order = Turns(), list[str]()
+
+    def fill() -> None:
+        with turns.spare():
+            order.append("spare")
+
+    def stage() -> None:
+        with turns.enter((0, 0, 1)):
+            order.append("stage")
+
+    with turns.enter((0, 0, 0)):
+        threads = [threading.Thread(target=work) for work in (fill, stage)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert order == ["stage", "spare"]
