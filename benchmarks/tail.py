@@ -24,7 +24,7 @@ TAILED = [
     *DEMO,
     "++rollout.batch=64",
     "++rollout.horizon=96",
-    "++engine.max_rows=8",
+    "++engine.max_rows=4",
     "++trainer.threads=1",
 ]
 TRAINER = "pool-1-"
