@@ -63,8 +63,6 @@ class PoolState:
     needs: StagePlan
     slot: int | None = None
     """Of one generator of an elastic pool: which."""
-    helps: bool = False
-    """It generates in claims beside its stages."""
     members: list[Member] = field(default_factory=list)
     waiting: dict[Node, StageCall] = field(default_factory=dict)
     """Started by the driver, not yet ordered."""
@@ -75,6 +73,8 @@ class PoolState:
     resume: float = 0.0
     retired: bool = False
     """Not wanted any more: it leaves once it has nothing to do."""
+    helps: bool = False
+    """It generates in claims beside its stages."""
 
     @property
     def name(self) -> str:

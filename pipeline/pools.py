@@ -78,7 +78,7 @@ class PoolExecutor:
                 pool.stages,
                 pool_needs(self.plan, i),
                 None if pool.workers is None else 0,
-                pool.helps_rollout,
+                helps=pool.helps_rollout,
             )
             for i, pool in enumerate(self.plan.pools)
         ]

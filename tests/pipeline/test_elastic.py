@@ -84,7 +84,7 @@ def test_generators_make_the_run_of_one_process(
     assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness: int) -> None:
     log, run = tmp_path / "log", tmp_path / "tiny"
     # Samples end by chance, so that some of a claim are much longer than others; and there is time
