@@ -188,7 +188,7 @@ class Generators:
         if not open_:
             return orders
         first = next(iter(open_))
-        over = [node.iteration for node in open_ if workers and self._rollouts[node].ends]
+        over = bool(workers) and any(self._rollouts[node].ends for node in open_)
         only = {
             worker: sum(node.iteration <= latest for node in open_) if not over else 0
             for worker, latest in helpers.items()

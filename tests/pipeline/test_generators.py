@@ -67,6 +67,16 @@ class Cluster:
                 said |= {"heir": self.heirs[name]}
             self.generators.reported(worker, said)
 
+    def until_an_heir_is_named(self) -> tuple[str, str]:
+        """Generators do all they get, the helper only loads its engine; a claim and its heir."""
+        while not self.heirs:
+            self.tick()
+            for worker in GENERATORS:
+                self.end(worker)
+            if self.queues[HELPER] and not self.queues[HELPER][0]["starts"]:
+                self.end(HELPER)
+        return next(iter(self.heirs.items()))
+
     def lose(self, worker: str) -> None:
         self.there.discard(worker)
         self.queues[worker].clear()
@@ -142,13 +152,7 @@ def test_a_helper_hands_over_when_nothing_is_left_to_give_out(tmp_path: Path) ->
 
 def test_another_heir_is_named_when_one_is_lost_before_it_inherits(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    while not cluster.heirs:
-        cluster.tick()
-        for worker in GENERATORS:
-            cluster.end(worker)
-        if cluster.queues[HELPER] and not cluster.queues[HELPER][0]["starts"]:
-            cluster.end(HELPER)
-    name, heir = next(iter(cluster.heirs.items()))
+    name, heir = cluster.until_an_heir_is_named()
     assert cluster.generators.busy(heir), "it is not to be let go"
     cluster.lose(heir)
     cluster.tick()
@@ -157,13 +161,7 @@ def test_another_heir_is_named_when_one_is_lost_before_it_inherits(tmp_path: Pat
 
 def test_what_was_left_to_a_generator_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    while not cluster.heirs:
-        cluster.tick()
-        for worker in GENERATORS:
-            cluster.end(worker)
-        if cluster.queues[HELPER] and not cluster.queues[HELPER][0]["starts"]:
-            cluster.end(HELPER)
-    name, heir = next(iter(cluster.heirs.items()))
+    name, heir = cluster.until_an_heir_is_named()
     held = next(order for order in cluster.queues[HELPER] if order["claim"] == name)
     while cluster.queues[HELPER][0] is not held:
         cluster.end(HELPER)
