@@ -265,7 +265,9 @@ class PoolExecutor:
         """How an input gets to each worker of a stage: by shared memory only on one node."""
         usual = SOCKET if name in STREAMS else SHARED_MEMORY
         said = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
-        hosts = {maker.joined.get(rank, {}).get("host") for rank in range(maker.size)}
+        # Weights come from rank 0 alone, records from all ranks.
+        ranks = range(maker.size if name in STREAMS else 1)
+        hosts = {maker.joined.get(rank, {}).get("host") for rank in ranks}
         ways = {}
         for rank, worker in enumerate(taker.workers(self._ranks(target))):
             near = hosts == {taker.joined.get(rank, {}).get("host", "unknown")}
