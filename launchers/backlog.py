@@ -11,10 +11,11 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 
 from launchers.base import Job, Resources, Status
-from launchers.sbatch import sbatch
+from launchers.sbatch import sbatch, sbatch_together
 from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError
 from slurm.client import Queued, SlurmClient
@@ -41,11 +42,6 @@ class Entry:
     said: str = ""
     """The last thing logged of it."""
 
-    def alike(self, other: Entry) -> bool:
-        """Whether both may be elements of one array."""
-        mine, theirs = self.job, other.job
-        return mine.resources == theirs.resources and mine.logs == theirs.logs
-
     def say(self, text: str) -> None:
         """Log what has not just been logged."""
         if text != self.said:
@@ -60,24 +56,29 @@ class Backlog:
     client: SlurmClient
     quotas: Quotas | None = None
     """Limits on the number of jobs; asked of Slurm before the first submission when not given."""
-    _waiting: list[Entry] = field(default_factory=list)
+    _waiting: list[list[Entry]] = field(default_factory=list)
+    """Jobs to be submitted on their own or in arrays, and several that start together."""
     _queue: Mapping[str, Queued] = field(default_factory=dict)
     """At the last look. With what was submitted since, it tells how much room there is."""
     _since: list[Resources] = field(default_factory=list)
     _pause_s: float = FIRST_PAUSE_S
     _resume: float = 0.0
 
-    def add(self, entries: Collection[Entry], queue: Mapping[str, Queued] | None = None) -> None:
+    def add(
+        self, units: Collection[list[Entry]], queue: Mapping[str, Queued] | None = None
+    ) -> None:
         """Let jobs wait behind the others, and submit what there is room for.
 
-        ``queue`` is what Slurm's queue was found to be just now, where it was asked.
+        Args:
+            units: jobs, each by itself or with those that start together with it.
+            queue: what Slurm's queue was found to be just now, where it was asked.
         """
-        self._waiting += entries
+        self._waiting += units
         self.admit(queue)
 
     def discard(self, entries: Collection[Entry]) -> None:
-        """Forget jobs that wait here."""
-        self._waiting = [entry for entry in self._waiting if entry not in entries]
+        """Forget jobs that wait here, and those that would start together with them."""
+        self._waiting = [unit for unit in self._waiting if not any(e in entries for e in unit)]
 
     def admit(self, queue: Mapping[str, Queued] | None = None) -> None:
         """Submit of those waiting, in order, as many as limits allow; see :meth:`add`."""
@@ -88,15 +89,16 @@ class Backlog:
             try:
                 room = self._room(first)
             except RlinfError as error:
-                first.refusal = error
+                for entry in first:
+                    entry.refusal = error
                 del self._waiting[0]
                 continue
-            alike = list(takewhile(first.alike, self._waiting))
+            alike = list(takewhile(partial(_alike, first), self._waiting)) or [first]
             if not room or not (self._start(alike[:room]) or self._start(alike[:1])):
                 return
 
-    def _room(self, entry: Entry) -> int:
-        """How many jobs like this one may be submitted now, as one array at most.
+    def _room(self, unit: Sequence[Entry]) -> int:
+        """How many units like this one may be submitted now, as one array at most.
 
         Raises:
             PlanError: not even one, however long it waits.
@@ -104,43 +106,54 @@ class Backlog:
         """
         if self.quotas is None:
             self.quotas = read_quotas(self.client)
-        needs = entry.job.resources
-        room = self.quotas.array_size
-        for quota in self.quotas.of(needs):
+        needs = [quota for entry in unit for quota in self.quotas.of(entry.job.resources)]
+        room, first = self.quotas.array_size, unit[0]
+        for quota in dict.fromkeys(needs):
             counted = {identity for identity, job in self._queue.items() if quota.counts(job)}
-            if quota.most <= len(counted & {own_id()}):
+            if quota.most < needs.count(quota) + len(counted & {own_id()}):
                 raise PlanError(
-                    f"{entry.job.name}: {quota.what} is {quota.most}, which leaves no place for "
+                    f"{first.job.name}: {quota.what} is {quota.most}, which leaves no place for "
                     "the jobs of a run; start the driver outside of a job, or use another account "
                     "or QOS"
                 )
             taken = len(counted) + sum(quota in self.quotas.of(other) for other in self._since)
-            if taken >= quota.most:
-                entry.say(f"{entry.job.name} waits to be submitted: {quota.what} is {quota.most}")
-            room = min(room, max(quota.most - taken, 0))
+            places = max(quota.most - taken, 0) // needs.count(quota)
+            if not places:
+                first.say(f"{first.job.name} waits to be submitted: {quota.what} is {quota.most}")
+            room = min(room, places)
         return room
 
-    def _start(self, group: Sequence[Entry]) -> bool:
+    def _start(self, units: Sequence[list[Entry]]) -> bool:
         """Submit the first of those waiting; False when there are too many jobs for now."""
+        entries = [entry for unit in units for entry in unit]
+        submit = sbatch_together if len(units[0]) > 1 else sbatch
         try:
-            ids = sbatch([entry.job for entry in group])
+            ids = submit([entry.job for entry in entries])
         except SlurmError as error:
             if is_full(str(error)):
-                if len(group) == 1:
-                    group[0].say(f"{group[0].job.name} waits to be submitted: {error}")
+                if len(units) == 1:
+                    entries[0].say(f"{entries[0].job.name} waits to be submitted: {error}")
                     self._resume = time.monotonic() + self._pause_s
                     self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
                 return False
-            for entry in group:
+            for entry in entries:
                 entry.refusal = error
         else:
             self._pause_s = FIRST_PAUSE_S
-            for entry, identity in zip(group, ids, strict=True):
+            for entry, identity in zip(entries, ids, strict=True):
                 entry.id = identity
                 _note(entry.job, identity)
                 self._since.append(entry.job.resources)
-        del self._waiting[: len(group)]
+        del self._waiting[: len(units)]
         return True
+
+
+def _alike(unit: Sequence[Entry], other: Sequence[Entry]) -> bool:
+    """Whether both may be elements of one array."""
+    if len(unit) > 1 or len(other) > 1:
+        return False
+    mine, theirs = unit[0].job, other[0].job
+    return mine.resources == theirs.resources and mine.logs == theirs.logs
 
 
 def noted(job: Job) -> str | None:

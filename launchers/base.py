@@ -132,6 +132,13 @@ class Launcher(Protocol):
             PlanError, SlurmError: as :meth:`submit`.
         """
 
+    def submit_together(self, jobs: Sequence[Job]) -> list[str]:
+        """Start jobs at the same moment, as one heterogeneous job where there are such.
+
+        Raises:
+            PlanError, SlurmError: as :meth:`submit`.
+        """
+
     def poll(self, ids: Collection[str]) -> dict[str, Status]:
         """How these jobs are, by one query."""
 

@@ -1,6 +1,7 @@
 """What runs inside a Slurm job: set the variables of a rank, run the module, end with its code.
 
-An instance is pickled by submitit. It holds strings only and no state of the work: when Slurm
+An instance is pickled by submitit, or in a heterogeneous job an argument of this module
+(``python -m launchers.job CALL``). It holds strings only and no state of the work: when Slurm
 restarts the job, the same call runs again and goes on from files.
 """
 
@@ -15,7 +16,7 @@ import sys
 import time
 import traceback
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlinf.errors import EXIT_REQUEUE, PlanError
@@ -41,6 +42,17 @@ class ModuleCall:
     """Relative speeds by kind of node; or of each process, with empty names."""
     requeues: bool = True
     """See :class:`launchers.base.Job`."""
+
+    def dump(self) -> str:
+        """As JSON, for :meth:`load`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> ModuleCall:
+        """Read what :meth:`dump` gave."""
+        values = json.loads(text)
+        values["shares"] = tuple((kind, speed) for kind, speed in values["shares"])
+        return cls(**values | {"argv": tuple(values["argv"]), "path": tuple(values["path"])})
 
     def __call__(self) -> None:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
@@ -101,7 +113,9 @@ def set_rank_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
         hosts = _scontrol("hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     if shares:
         os.environ[SHARES] = ",".join(map(str, speeds(shares, hosts, size)))
-    port = 20000 + zlib.crc32(f"{job}.{restart}".encode()) % 20000
+    # Components of a heterogeneous job have steps, but no number, of their own.
+    step = os.environ.get("SLURM_STEP_ID", "0")
+    port = 20000 + zlib.crc32(f"{job}.{step}.{restart}".encode()) % 20000
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -141,3 +155,7 @@ def _scontrol(*what: str) -> str:
     return subprocess.run(
         ["scontrol", "show", *what], capture_output=True, text=True, check=True
     ).stdout
+
+
+if __name__ == "__main__":
+    ModuleCall.load(sys.argv[1])()

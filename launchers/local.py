@@ -88,6 +88,9 @@ class LocalLauncher:
     def submit_array(self, jobs: Sequence[Job]) -> list[str]:
         return [self.submit(job) for job in jobs]
 
+    def submit_together(self, jobs: Sequence[Job]) -> list[str]:
+        return [self.submit(job) for job in jobs]
+
     def poll(self, ids: Collection[str]) -> dict[str, Status]:
         return {identity: self._status(self._started[identity]) for identity in ids}
 

@@ -1,14 +1,17 @@
 """Submission: jobs as one call of sbatch, by way of submitit.
 
-submitit writes the batch script, pickles what to call, and starts it on the nodes.
+submitit writes the batch script, pickles what to call, and starts it on the nodes. It knows no
+heterogeneous jobs; their script is written here, from the same options.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launchers.base import Job, Resources
@@ -16,11 +19,21 @@ from launchers.job import ModuleCall
 from rlinf import machine
 from rlinf.errors import SlurmError
 from rlinf.tree import python_path
+from slurm.client import run
 from slurm.deadline import MARGIN
+from slurm.ids import COMPONENT
 
 EARLY_S = 30
 """Slurm looks at the time of jobs so rarely, and sends a signal that much too early (measured on
 22.05; the manual page of sbatch says up to 60)."""
+_UNTIL_ONE_FAILS = """
+code=0
+for _ in $(seq {count}); do
+  wait -n || {{ code=$?; kill $(jobs -p); break; }}
+done
+wait
+exit $code
+"""
 
 
 def sbatch(jobs: Sequence[Job]) -> list[str]:
@@ -35,43 +48,130 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
     from submitit.core.utils import FailedJobError
 
     first, needs = jobs[0], jobs[0].resources
-    first.logs.mkdir(parents=True, exist_ok=True)
-    for job in jobs:
-        job.out.mkdir(parents=True, exist_ok=True)
-    path = tuple(python_path().split(os.pathsep))
-    options: dict[str, Any] = {}
-    if needs.prefix:
-        own = () if needs.python else (sys.executable,)
-        options["slurm_python"] = " ".join([*needs.prefix, *own])
-    executor = submitit.AutoExecutor(folder=first.logs, cluster="slurm", **options)
-    at_once = {"slurm_array_parallelism": len(jobs)}
-    executor.update_parameters(**at_once | parameters(first.name, needs, path))
-    shares = needs.shares or ()
-    pairs = tuple(shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares))
-    calls = [
-        ModuleCall(job.module, job.argv, path, str(job.logs), pairs, job.requeues) for job in jobs
-    ]
-    configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
+    _make_folders(jobs)
+    executor = submitit.SlurmExecutor(folder=first.logs, python=_python(needs))
+    at_once = {"array_parallelism": len(jobs)}
+    executor.update_parameters(**at_once | parameters(first.name, needs))
     try:
-        # Inside another job, sbatch would inherit that job's settings.
-        with submitit.helpers.clean_env():
-            os.environ.update(configuration)
-            with executor.batch():
-                submitted = [executor.submit(call) for call in calls]
-            return [str(entry.job_id) for entry in submitted]
+        with _outside_of_jobs(), executor.batch():
+            submitted = [executor.submit(_call(job)) for job in jobs]
+        return [str(entry.job_id) for entry in submitted]
     except FailedJobError as error:
         raise SlurmError(f"{first.name}: sbatch refused the job: {_cause(error)}") from None
 
 
-def parameters(name: str, needs: Resources, path: tuple[str, ...]) -> dict[str, Any]:
-    """submitit's keywords for what a job asks for: the one place that translates them."""
+def sbatch_together(jobs: Sequence[Job]) -> list[str]:
+    """Submit jobs that start at the same moment, as one heterogeneous job; returns their ids.
+
+    Each is a component of it, with its own resources and ranks. When one fails the others end too,
+    and Slurm calls all of them failed.
+
+    Raises:
+        SlurmError: it was refused; carries Slurm's message.
+    """
+    _make_folders(jobs)
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as script:
+        script.write(together_script(jobs))
+        script.flush()
+        try:
+            with _outside_of_jobs():
+                answer = run(("sbatch", "--parsable", script.name))
+        except SlurmError as error:
+            names = " and ".join(job.name for job in jobs)
+            raise SlurmError(f"{names}: sbatch refused the job: {_cause(error)}") from None
+    # With several clusters it says on which one: 12;name.
+    leader = answer.strip().partition(";")[0]
+    return [f"{leader}+{number}" for number in range(len(jobs))]
+
+
+def together_script(jobs: Sequence[Job]) -> str:
+    """The batch script of a heterogeneous job: the options of each component, then one srun each.
+
+    It runs on the first node of the first component, and the job ends with it.
+    """
+    options, starts = [], []
+    for number, job in enumerate(jobs):
+        wanted = parameters(job.name, job.resources)
+        wanted["additional_parameters"]["output"] = job.logs / "%j_batch.log"
+        options.append(_flags(wanted))
+        log = f'{shlex.quote(str(job.logs))}/"$SLURM_JOB_ID"+{number}_%t_log'
+        srun = ["srun", "--unbuffered", f"--het-group={number}", *wanted["srun_args"]]
+        call = [_python(job.resources), "-u", "-m", "launchers.job", shlex.quote(_call(job).dump())]
+        starts.append(
+            [
+                "(",
+                *wanted["setup"],
+                f"export {COMPONENT}={number}",
+                f"exec {shlex.join(srun)} --output {log}.out --error {log}.err {' '.join(call)}",
+                ") &",
+            ]
+        )
+    header = "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in options)
+    body = "\n".join(line for lines in starts for line in lines)
+    return f"#!/bin/bash\n{header}\n\n{body}\n{_UNTIL_ONE_FAILS.format(count=len(jobs))}"
+
+
+def _flags(wanted: Mapping[str, Any]) -> list[str]:
+    """Lines of a batch script for what :func:`parameters` gives, as submitit writes them."""
+    values = {
+        key: value
+        for key, value in wanted.items()
+        if key not in ("setup", "srun_args", "additional_parameters", "signal_delay_s")
+    }
+    # Slurm has no arrays of heterogeneous jobs.
+    values.pop("array_parallelism", None)
+    values |= {"signal": f"USR2@{wanted['signal_delay_s']}", **wanted["additional_parameters"]}
+    return [
+        f"#SBATCH --{key.replace('_', '-')}" + (f"={shlex.quote(str(value))}" * (value is not True))
+        for key, value in sorted(values.items())
+        if value is not None
+    ]
+
+
+def _make_folders(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.logs.mkdir(parents=True, exist_ok=True)
+        job.out.mkdir(parents=True, exist_ok=True)
+
+
+def _python(needs: Resources) -> str:
+    """The command of Python on the nodes, for a shell."""
+    # A container's command names its own; all others use this one.
+    own = () if needs.python else (sys.executable,)
+    return shlex.join([*needs.prefix, *own])
+
+
+def _call(job: Job) -> ModuleCall:
+    shares = job.resources.shares or ()
+    pairs = tuple(shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares))
+    path = tuple(python_path().split(os.pathsep))
+    return ModuleCall(job.module, job.argv, path, str(job.logs), pairs, job.requeues)
+
+
+@contextlib.contextmanager
+def _outside_of_jobs() -> Iterator[None]:
+    """Inside another job, sbatch would inherit that job's settings."""
+    from submitit.helpers import clean_env
+
+    configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
+    with clean_env():
+        os.environ.update(configuration)
+        yield
+
+
+def parameters(name: str, needs: Resources) -> dict[str, Any]:
+    """submitit's keywords for what a job asks for: the one place that translates them.
+
+    They are sbatch's options with underscores, and submitit's own ``setup``, ``srun_args``,
+    ``signal_delay_s``, ``array_parallelism`` and ``additional_parameters``.
+    """
     delay_s = needs.signal_delay_s
     if needs.time_min is not None:
         # Before Python runs the signal would kill the job; and a short job gets something done.
         delay_s = min(delay_s, (60 * needs.time_min - EARLY_S) // 2)
     env = {
         **machine.environment(),
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": python_path(),
         MARGIN: str(delay_s),
         **needs.env,
     }
@@ -83,25 +183,26 @@ def parameters(name: str, needs: Resources, path: tuple[str, ...]) -> dict[str, 
         kind = f"{needs.gpu_type}:" if needs.gpu_type else ""
         further["gres"] = f"gpu:{kind}{needs.gpus_per_node}"
     wanted: dict[str, Any] = {
-        "name": name.replace("/", "-"),
+        "job_name": name.replace("/", "-"),
         "nodes": needs.nodes,
-        "tasks_per_node": needs.tasks_per_node,
+        "ntasks_per_node": needs.tasks_per_node,
         "cpus_per_task": needs.cpus_per_task,
-        "timeout_min": needs.time_min,
-        "slurm_mem": f"{needs.mem_mb}M" if needs.mem_mb else None,
-        "slurm_partition": needs.partition,
-        "slurm_account": needs.account,
-        "slurm_qos": needs.qos,
-        "slurm_constraint": needs.constraint,
-        "slurm_exclude": needs.exclude,
-        "slurm_signal_delay_s": delay_s,
-        "slurm_array_parallelism": needs.parallel_tasks,
-        "slurm_setup": [*exports, *needs.setup],
+        "mem": f"{needs.mem_mb}M" if needs.mem_mb else None,
+        "partition": needs.partition,
+        "account": needs.account,
+        "qos": needs.qos,
+        "constraint": needs.constraint,
+        "exclude": needs.exclude,
+        "signal_delay_s": delay_s,
+        "array_parallelism": needs.parallel_tasks,
+        "setup": [*exports, *needs.setup],
         # One dead rank must not leave the others waiting for it.
-        "slurm_srun_args": ["--kill-on-bad-exit=1"],
-        "slurm_additional_parameters": further,
+        "srun_args": ["--kill-on-bad-exit=1"],
+        "additional_parameters": further,
     }
-    return {key: value for key, value in wanted.items() if value is not None}
+    given = {key: value for key, value in wanted.items() if value is not None}
+    # Where nothing is said, None leaves it to the cluster; submitit would ask for five minutes.
+    return given | {"time": needs.time_min}
 
 
 def _cause(error: Exception) -> str:

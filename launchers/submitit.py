@@ -17,6 +17,7 @@ from launchers.backlog import Backlog, Entry, noted
 from launchers.base import Job, State, Status, tail
 from rlinf.errors import EXIT_BAD_INPUT
 from slurm.client import Queued, SlurmClient
+from slurm.ids import whole_of
 from slurm.quotas import Quotas
 from slurm.reasons import stuck
 
@@ -65,6 +66,26 @@ class SubmititLauncher:
             An id for each: Slurm's (``12``, ``12_3``), or one of this launcher for a job that waits
             for a place in the queue.
         """
+        entries, queue = self._found(jobs)
+        return self._add(entries, [[entry] for entry in entries if entry.id is None], queue)
+
+    def submit_together(self, jobs: Sequence[Job]) -> list[str]:
+        """See :class:`launchers.base.Launcher`; found again where all of them are still there.
+
+        Returns:
+            An id for each: Slurm's (``12+0``, ``12+1``), or one of this launcher for jobs that wait
+            for places in the queue.
+        """
+        entries, queue = self._found(jobs)
+        there = {whole_of(entry.id) for entry in entries if entry.id is not None}
+        if len(there) == 1 and all(entry.id is not None for entry in entries):
+            return self._add(entries, [], queue)
+        self.client.cancel([entry.id for entry in entries if entry.id is not None])
+        fresh = [Entry(job) for job in jobs]
+        return self._add(fresh, [fresh], queue)
+
+    def _found(self, jobs: Sequence[Job]) -> tuple[list[Entry], dict[str, Queued] | None]:
+        """The jobs, with the ids of those still queued or running; the queue, if it was asked."""
         notes = [noted(job) for job in jobs]
         queue = None if self._asked and not any(notes) else self.client.queue()
         self._asked = True
@@ -72,11 +93,16 @@ class SubmititLauncher:
             Entry(job, note if note is not None and _active(queue, note) else None)
             for job, note in zip(jobs, notes, strict=True)
         ]
-        fresh = [entry for entry in entries if entry.id is None]
+        return entries, queue
+
+    def _add(
+        self, entries: list[Entry], fresh: list[list[Entry]], queue: dict[str, Queued] | None
+    ) -> list[str]:
+        """Watch jobs, and submit those that are not there yet."""
         self._backlog.add(fresh, queue)
-        for entry in fresh:
+        for entry in entries:
             if entry.refusal is not None:
-                self._drop(fresh)
+                self._drop([entry for unit in fresh for entry in unit])
                 raise entry.refusal
         names = [entry.id or f"waiting-{next(self._numbers)}" for entry in entries]
         self._watched.update(zip(names, entries, strict=True))

@@ -31,6 +31,8 @@ class Member:
     given: set[Node] = field(default_factory=set)
     finished: int = 0
     leaving: bool = False
+    fellows: tuple[Member, ...] = ()
+    """Those that started with it and end with it."""
 
     @property
     def ready(self) -> bool:

@@ -137,6 +137,10 @@ class Plan(Section):
     stages: dict[str, StagePlan] = {}
     pools: tuple[Pool, ...] = ()
     """Of grain ``segment``."""
+    together: bool = False
+    """Pools start at the same moment, as one heterogeneous job, and end with each other; the
+    workers of elastic pools come and go on their own. False: each starts when the queue gives it
+    what it asks for."""
     chunks: PositiveInt = 1
     """Micro-batches that an iteration is passed on in between pools."""
     transports: dict[str, Transport] = {}
@@ -174,6 +178,12 @@ class Plan(Section):
             raise ValueError(f"pools: stage {twice!r} is in two pools")
         if bool(self.pools) != (self.grain == "segment"):
             raise ValueError("pools belong to grain: segment, and that needs some")
+        return self
+
+    @model_validator(mode="after")
+    def _together_needs_two(self) -> Plan:
+        if self.together and sum(pool.workers is None for pool in self.pools) < 2:
+            raise ValueError("together: needs two pools that are one job each (no workers)")
         return self
 
     def check_edges(self, edges: Collection[str]) -> None:

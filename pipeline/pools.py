@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,8 @@ class PoolExecutor:
         """Call the pools in: not before there is work, nor while another driver has the run."""
         (self.run.folder / POOLS).mkdir(exist_ok=True)
         self._controller = Controller(self.run.folder / CHANNELS)
-        for pool in self._pools:
-            self._open(pool)
+        for pools in self._units():
+            self._open(pools)
         self._scale()
 
     @property
@@ -390,7 +390,7 @@ class PoolExecutor:
         for slot in range(len(slots), count):
             pool = PoolState(first.number, (), pool_needs(self.plan, first.number, slot), slot)
             self._pools.append(pool)
-            self._open(pool)
+            self._open([pool])
         for pool in slots[count:]:
             pool.retired = True
 
@@ -424,10 +424,17 @@ class PoolExecutor:
 
     # Workers and their jobs
 
-    def _open(self, pool: PoolState) -> None:
-        known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
-        pool.lease = max(known, default=0)
-        self._submit(pool)
+    def _units(self) -> list[list[PoolState]]:
+        """The pools, by those that start together."""
+        bundle = [p for p in self._pools if self.plan.together and p.slot is None]
+        alone = [[pool] for pool in self._pools if pool not in bundle]
+        return [bundle, *alone] if bundle else alone
+
+    def _open(self, pools: Sequence[PoolState]) -> None:
+        for pool in pools:
+            known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
+            pool.lease = max(known, default=0)
+        self._submit(pools)
 
     def _member(self, worker: str) -> tuple[PoolState, Member] | None:
         for pool in self._pools:
@@ -520,6 +527,10 @@ class PoolExecutor:
         if member.leaving:
             return
         log.warning("pool %s: %s", pool.name, reason)
+        for other in self._pools:
+            for fellow in [m for m in other.members if m in member.fellows and not m.leaving]:
+                what = f"started together with pool {pool.name}"
+                self._give_up(other, fellow, what, ended, counts=False)
         if not counts:
             return
         pool.failures = 0 if member.finished else pool.failures + 1
@@ -549,17 +560,17 @@ class PoolExecutor:
     def _keep_up(self) -> None:
         """Submit what is missing, renew leases that end, let go of those that were renewed."""
         self._retire()
-        for pool in self._pools:
-            newest = pool.members[-1] if pool.members else None
-            if pool.retired:
+        for pools in self._units():
+            if any(pool.retired for pool in pools):
                 continue
-            if newest is None:
-                if time.monotonic() >= pool.resume:
+            newest = [pool.members[-1] for pool in pools if pool.members]
+            missing = not newest and all(time.monotonic() >= pool.resume for pool in pools)
+            ends = all(member.ready for member in newest) and any(m.due for m in newest)
+            if missing or ends:
+                for pool in pools:
                     pool.lease += 1
-                    self._submit(pool)
-            elif newest.ready and newest.due:
-                pool.lease += 1
-                self._submit(pool)
+                self._submit(pools)
+        for pool in [pool for pool in self._pools if not pool.retired]:
             active = pool.active
             for member in pool.members[:-1]:
                 if member is not active and not self._busy(member) and not member.leaving:
@@ -587,7 +598,19 @@ class PoolExecutor:
         for worker in member.workers(member.size):
             self._control.send(worker, {"do": "leave"})
 
-    def _submit(self, pool: PoolState) -> None:
+    def _submit(self, pools: Sequence[PoolState]) -> None:
+        jobs = [self._job(pool) for pool in pools]
+        launcher = self.launcher
+        ids = launcher.submit_together(jobs) if len(jobs) > 1 else [launcher.submit(jobs[0])]
+        members = [
+            Member(job.name.removeprefix("pool/"), identity, pool.size)
+            for pool, job, identity in zip(pools, jobs, ids, strict=True)
+        ]
+        for pool, member in zip(pools, members, strict=True):
+            member.fellows = tuple(other for other in members if other is not member)
+            pool.members.append(member)
+
+    def _job(self, pool: PoolState) -> Job:
         name = f"pool-{pool.name}-{pool.lease}"
         out = self._folder(pool) / str(pool.lease)
         out.mkdir(parents=True, exist_ok=True)
@@ -598,8 +621,7 @@ class PoolExecutor:
             argv.append("--shared")
         needs = resources(pool.needs, self.cluster)
         logs = self.run.folder / "logs" / POOLS
-        job = Job(f"pool/{name}", tuple(argv), out, logs, needs, "stages.pool", requeues=False)
-        pool.members.append(Member(name, self.launcher.submit(job), pool.size))
+        return Job(f"pool/{name}", tuple(argv), out, logs, needs, "stages.pool", requeues=False)
 
     def _folder(self, pool: PoolState) -> Path:
         return self.run.folder / POOLS / pool.name

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from launchers.base import State, Status
 from rlinf.errors import SlurmError
-from slurm.ids import array_of, expand
+from slurm.ids import expand, whole_of
 from slurm.states import parse_state
 
 TIMEOUT_S = 60.0
@@ -78,13 +78,13 @@ class SlurmClient:
 
     def accounting(self, ids: Collection[str]) -> dict[str, Status]:
         """What accounting knows of jobs; empty where there is no accounting."""
-        asked = sorted({array_of(identity) for identity in ids})
+        asked = sorted({whole_of(identity) for identity in ids})
         try:
             found = parse_accounting(self.run(*ACCOUNTING, ",".join(asked)))
         except SlurmError:
             return {}
         # Elements that were cancelled while they waited may stand under the id of their array only.
-        names = {i: i if i in found else array_of(i) for i in ids}
+        names = {i: i if i in found else whole_of(i) for i in ids}
         return {identity: found[name] for identity, name in names.items() if name in found}
 
     def cancel(self, ids: Collection[str]) -> None:

@@ -1,6 +1,8 @@
-"""Job ids as Slurm writes them: ``12``, an array's element ``12_3``, several of them ``12_[3-5]``.
+"""Job ids as Slurm writes them: ``12``, an array's element ``12_3``, several of them ``12_[3-5]``,
+a component of a heterogeneous job ``12+1``.
 
-Forms: manual pages of squeue (JOBID) and sbatch (``--array``).
+Forms: manual pages of squeue (JOBID) and sbatch (``--array``), and Slurm's page on heterogeneous
+jobs.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 
+COMPONENT = "RLINF_HET_GROUP"
+"""Variable with the number of a process's component of a heterogeneous job."""
 _SEVERAL = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
@@ -31,18 +35,21 @@ def expand(text: str) -> list[str]:
     return found
 
 
-def array_of(identity: str) -> str:
-    """The id of the whole array that an element belongs to; of another job its own."""
-    return identity.split("_", 1)[0]
+def whole_of(identity: str) -> str:
+    """The id of the array or heterogeneous job that a part belongs to; of another job its own."""
+    return re.split("[_+]", identity, maxsplit=1)[0]
 
 
 def own_id(environment: Mapping[str, str] = os.environ) -> str | None:
     """This process's job, by a name that means it alone; None outside of jobs.
 
     SLURM_JOB_ID of an array's last element is the id of the whole array, so that ``scontrol
-    requeue`` with it would requeue all of its elements.
+    requeue`` with it would requeue all of its elements. In all components of a heterogeneous job it
+    is the id of the first (measured on 22.05).
     """
     array = environment.get("SLURM_ARRAY_JOB_ID")
     if array is not None and "SLURM_ARRAY_TASK_ID" in environment:
         return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    if "SLURM_JOB_ID" in environment and COMPONENT in environment:
+        return f"{environment['SLURM_JOB_ID']}+{environment[COMPONENT]}"
     return environment.get("SLURM_JOB_ID")

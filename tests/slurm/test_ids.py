@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm.ids import array_of, expand, own_id
+from slurm.ids import COMPONENT, expand, own_id, whole_of
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,15 @@ def test_every_element_of_a_list_is_found_once(numbers: set[int]) -> None:
     assert expand(text) == [f"7_{number}" for number in sorted(numbers)]
 
 
-def test_the_array_of_an_element() -> None:
-    assert array_of("12_3") == "12"
-    assert array_of("12") == "12"
+def test_the_whole_of_a_part() -> None:
+    assert whole_of("12_3") == "12"
+    assert whole_of("12+1") == "12"
+    assert whole_of("12") == "12"
 
 
-def test_an_element_names_itself_not_its_array() -> None:
+def test_a_part_names_itself_not_the_whole() -> None:
     last = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "7"}
     assert own_id(last) == "12_7"
+    assert own_id({"SLURM_JOB_ID": "12", COMPONENT: "1"}) == "12+1"
     assert own_id({"SLURM_JOB_ID": "12"}) == "12"
     assert own_id({}) is None

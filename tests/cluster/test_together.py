@@ -1,0 +1,127 @@
+"""Jobs that start together, as one heterogeneous job of a real Slurm, and pools that do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launchers.base import Job, State
+from launchers.submitit import SubmititLauncher
+from pipeline.experiment import compose, execute
+from slurm.client import SlurmClient
+from slurm.ids import whole_of
+from stages.layout import POOLS
+from tests.cluster.helpers import finish_all, job, wait_until
+from tests.cluster.test_quotas import limited, nothing_queued  # noqa: F401
+from tests.cluster.test_runs import words
+from tests.pipeline.helpers import contents, start_driver, until
+
+pytestmark = pytest.mark.cluster
+A100 = {"partition": "a100", "gpus_per_node": 1, "gpu_type": "a100"}
+H100 = {"partition": "h100", "gpus_per_node": 2, "gpu_type": "h100", "tasks_per_node": 2}
+
+
+def both(folder: Path, *what: str) -> list[Job]:
+    """One process on an a100, two on h100, with the logs of one run."""
+    jobs = [job(folder, what[0], **A100), job(folder, what[-1], **H100)]
+    outs = [folder / f"out-{i}" for i in range(2)]
+    return [
+        replace(one, argv=(one.argv[0], str(out)), out=out)
+        for one, out in zip(jobs, outs, strict=True)
+    ]
+
+
+def test_each_component_has_its_own_ranks_devices_and_way_to_meet(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    ids = launcher.submit_together(both(tmp_path, "pass"))
+    leader = whole_of(ids[0])
+    assert ids == [f"{leader}+0", f"{leader}+1"]
+    assert [status.state for status in finish_all(launcher, ids)] == [State.DONE] * 2
+    notes = []
+    for path in ("out-0/rank-0.0.json", "out-1/rank-0.0.json", "out-1/rank-1.0.json"):
+        wait_until(tmp_path / path)
+        notes.append(json.loads((tmp_path / path).read_text()))
+    assert [(n["RANK"], n["WORLD_SIZE"]) for n in notes] == [("0", "1"), ("0", "2"), ("1", "2")]
+    assert [note["node"].partition("-")[0] for note in notes] == ["a100", "h100", "h100"]
+    assert [len(note["gpus"].split(",")) for note in notes] == [1, 2, 2]
+    assert notes[1]["MASTER_PORT"] == notes[2]["MASTER_PORT"] != notes[0]["MASTER_PORT"]
+
+
+def test_they_are_found_again(launcher: SubmititLauncher, tmp_path: Path) -> None:
+    ids = launcher.submit_together(both(tmp_path, "sleep"))
+    wait_until(tmp_path / "out-1/rank-1.0.json")
+    again = SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=3.0)
+    assert again.submit_together(both(tmp_path, "sleep")) == ids
+    again.cancel(ids)
+    assert [status.state for status in finish_all(again, ids)] == [State.CANCELLED] * 2
+
+
+def test_when_one_fails_the_other_ends_and_both_are_failures(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    ids = launcher.submit_together(both(tmp_path, "sleep", "fail"))
+    first, second = finish_all(launcher, ids)
+    assert first.state is State.FAILED
+    assert (second.state, second.exit_code) == (State.FAILED, 65)
+    assert "the reason of the failure" in second.reason
+
+
+@pytest.mark.usefixtures("nothing_queued")
+def test_they_wait_until_there_is_room_for_all(
+    launcher: SubmititLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with limited("user", "root", "MaxSubmitJobs=2"):
+        first = launcher.submit(job(tmp_path / "first", "pass"))
+        ids = launcher.submit_together(both(tmp_path, "pass"))
+        assert ids == ["waiting-0", "waiting-1"]
+        assert "waits to be submitted: MaxSubmitJobs of account root is 2" in caplog.text
+        found = finish_all(launcher, [first, *ids], 90)
+    assert [status.state for status in found] == [State.DONE] * 3
+
+
+def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(
+    cluster: Path, tmp_path: Path
+) -> None:
+    plain = words(tmp_path / "reference", "iterations=12")
+    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    plan = {
+        "grain": "segment",
+        "together": True,
+        "defaults": {"mem_mb": 1500},
+        "stages": {
+            "rollout": {"partition": "a100", "gpus": 1},
+            "reward": {"partition": "h100", "gpus": 1},
+            "inference": {"partition": "h100", "gpus": 1},
+            "train": {"partition": "h100", "gpus": 1},
+        },
+        "pools": [
+            {"stages": ["rollout"], "gpus": {"a100": 1}},
+            {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+        ],
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    site = tmp_path / "site.yaml"
+    # Long enough to be struck.
+    site.write_text(yaml.safe_dump({"defaults": {"duty_cycle": 0.5}}))
+    call = words(tmp_path, "iterations=12", "cluster=slurm", "cluster.poll_s=0.2")
+    call += [f"plan={tmp_path / 'plan.yaml'}", f"cluster.site={site}"]
+    run, log = tmp_path / "tiny", tmp_path / "log"
+    driver = start_driver(call, log)
+    until((run / "it/0002/sync/manifest.json").exists, driver, log)
+    leases = [identity(run, pool, 0) for pool in "01"]
+    assert leases == [f"{whole_of(leases[0])}+0", f"{whole_of(leases[0])}+1"]
+    subprocess.run(["scancel", leases[1]], check=True)
+    assert driver.wait(timeout=250) == 0, log.read_text()
+    assert contents(run) == contents(tmp_path / "reference" / "tiny")
+    later = [identity(run, pool, 1) for pool in "01"]
+    assert whole_of(later[0]) == whole_of(later[1]) != whole_of(leases[0])
+
+
+def identity(run: Path, pool: str, lease: int) -> str:
+    return str(json.loads((run / POOLS / pool / str(lease) / "job.json").read_text())["id"])
