@@ -55,6 +55,13 @@ class Member:
     def workers(self, ranks: int) -> list[str]:
         return [worker_name(self.name, rank) for rank in range(ranks)]
 
+    def hosts(self, ranks: int) -> dict[str, str | None]:
+        """Where its workers are, as far as that is known."""
+        return {
+            worker: self.joined.get(rank, {}).get("host")
+            for rank, worker in enumerate(self.workers(ranks))
+        }
+
 
 @dataclass(eq=False)
 class PoolState:

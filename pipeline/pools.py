@@ -27,6 +27,7 @@ from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
 from pipeline.plan import ELASTIC, SINGLE_PROCESS, Plan
 from pipeline.pool_status import write_pools
+from pipeline.routes import Routes, to_all, tree
 from pipeline.run import Run
 from pipeline.scaling import automatic, put_down, wished
 from rlinf.channels.control import Controller, Joined, Lost, Report
@@ -39,7 +40,8 @@ from stages.runner import StageCall
 
 STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
 """Inputs that are records, by the name of their channel; they can be sent while they are made."""
-PUBLISHED = ("sync", "weights")
+WEIGHTS = "weights"
+PUBLISHED = ("sync", WEIGHTS)
 """The stage and input whose weights one worker sends to the memory of others."""
 WITH = {"sync": "train", "warm_start": "train", "reward": "train", "inference": "train"}
 WITH["evaluate"] = "rollout"
@@ -242,13 +244,9 @@ class PoolExecutor:
                 if mark in self._subscribed[target]:
                     continue
                 self._subscribed[target].add(mark)
-                order = {
-                    "do": "send",
-                    "out": self._relative(self._graph.folder(self.run.folder, source)),
-                    "channel": name,
-                    "to": self._ways(source, target, name, maker, taker),
-                }
-                for worker in maker.workers(self._ranks(source) if name in STREAMS else 1):
+                out = self._relative(self._graph.folder(self.run.folder, source))
+                for worker, to in self._routes(source, target, name, maker, taker).items():
+                    order = {"do": "send", "out": out, "channel": name, "to": to}
                     self._control.send(worker, order)
 
     def _renew(self, maker: str, taker: str) -> None:
@@ -256,23 +254,24 @@ class PoolExecutor:
         makers, takers = self._member(maker), self._member(taker)
         if makers is not None and takers is not None:
             ends = (makers[1].name, takers[1].name)
-            for target, marks in self._subscribed.items():
-                self._subscribed[target] = {mark for mark in marks if mark[1:] != ends}
+            for marks in self._subscribed.values():
+                for mark in list(marks):
+                    # A lease's own workers pass weights on: the tree is made anew.
+                    within = mark[0] == WEIGHTS and ends == (mark[2], mark[2])
+                    if mark[1:] == ends or within:
+                        marks.discard(mark)
 
-    def _ways(
+    def _routes(
         self, source: Node, target: Node, name: str, maker: Member, taker: Member
-    ) -> dict[str, str]:
-        """How an input gets to each worker of a stage: by shared memory only on one node."""
+    ) -> Routes:
+        """Records come from all ranks of the maker, weights from its rank 0 alone."""
         usual = SOCKET if name in STREAMS else SHARED_MEMORY
-        said = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
-        # Weights come from rank 0 alone, records from all ranks.
-        ranks = range(maker.size if name in STREAMS else 1)
-        hosts = {maker.joined.get(rank, {}).get("host") for rank in ranks}
-        ways = {}
-        for rank, worker in enumerate(taker.workers(self._ranks(target))):
-            near = hosts == {taker.joined.get(rank, {}).get("host", "unknown")}
-            ways[worker] = SHARED_MEMORY if near and said == SHARED_MEMORY else SOCKET
-        return ways
+        near = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual) == SHARED_MEMORY
+        takers = taker.hosts(self._ranks(target))
+        if name in STREAMS:
+            return to_all(maker.hosts(self._ranks(source)), takers, near=near)
+        ((first, host),) = maker.hosts(1).items()
+        return tree(first, host, takers, near=near)
 
     def _sent_live(self, source: Node, node: Node) -> bool:
         edge = f"{source.stage} -> {node.stage}"

@@ -99,11 +99,11 @@ class Worker:
         from stages.parts import WEIGHTS
         from stages.weights import Arrivals, Publisher
 
-        arrivals = Arrivals(self._board, config.rollout.staleness)
-        takers = {WEIGHTS: arrivals.take}
-        self._inbox = Inbox(run / CHANNELS, self._name, self._board, takers, shared=shared)
         self._outbox = Outbox(run / CHANNELS, self._cut)
         self._publisher = Publisher(self._outbox)
+        arrivals = Arrivals(self._board, self._publisher, config.rollout.staleness)
+        takers = {WEIGHTS: arrivals.take}
+        self._inbox = Inbox(run / CHANNELS, self._name, self._board, takers, shared=shared)
         self._generator = Generator(
             run,
             config,

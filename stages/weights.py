@@ -1,8 +1,9 @@
 """Weights on their way from the worker that made them to the boards of others.
 
 A version is announced by a record to the inboxes of those who want it. On the sender's node it then
-lies in shared memory, elsewhere its buckets follow as records. Whoever finds a part damaged, or
-gets none, takes the committed folder instead: what did not arrive whole is never served.
+lies in shared memory, elsewhere its buckets follow as records. Who gets buckets passes each on at
+once to the workers it was told of, so that many are reached as a tree. Whoever finds a part
+damaged, or gets none, takes the committed folder instead: only what arrived whole is served.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ WHAT, ATTEMPT, NAME, DIGEST, SUM = "_what", "_attempt", "_name", "_digest", "_su
 SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
 KEEP = 2
 """Versions kept in memory; an older one is on disk."""
+TOLD = 64
+"""Outputs of which it is known who wants them."""
 log = logging.getLogger("rlinf")
 
 
@@ -69,6 +72,7 @@ class Publisher:
         """Workers that want the weights of an output, made or still to be made, and how."""
         with self._lock:
             self._wanted[out] = self._wanted.get(out, {}) | dict(ways)
+            _forget(self._wanted)
             made = self._made.get(out)
             if made is not None:
                 self._thread.submit(self._send, made, dict(ways))
@@ -83,12 +87,37 @@ class Publisher:
                 gone = next(iter(self._made))
                 del self._made[gone]
                 self._wanted.pop(gone, None)
-            self._thread.submit(self._send, made, dict(self._wanted.get(out, {})))
+            if wanted := self._wanted.get(out):
+                self._thread.submit(self._send, made, dict(wanted))
+
+    def apart(self, out: str) -> list[str]:
+        """Those who want an output by socket and are no longer this one's to serve.
+
+        Whoever passes on what arrives has them get it bucket by bucket; :meth:`publish` serves who
+        is on this node, or comes later.
+        """
+        with self._lock:
+            wanted = self._wanted.get(out, {})
+            far = [worker for worker, way in wanted.items() if way != SHARED_MEMORY]
+            for worker in far:
+                del wanted[worker]
+        return far
+
+    def forward(self, out: str, workers: Sequence[str], record: Record) -> None:
+        """Send on a record about an output's weights. Returns at once."""
+        if workers:
+            self._thread.submit(self._forward, f"{out}:{WEIGHTS}", workers, record)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         if self._memory is not None:
             self._memory.writer.close()
+
+    def _forward(self, to: str, workers: Sequence[str], record: Record) -> None:
+        try:
+            self._outbox.writer(to, workers, 0, 1).put(record)
+        except Exception:
+            log.warning("weights of %s were not sent on", to, exc_info=True)
 
     def _send(self, made: _Version, ways: Mapping[str, str]) -> None:
         try:
@@ -170,11 +199,14 @@ class Arrivals:
     """Puts the weights that arrive whole on the board; called by the inbox alone.
 
     Args:
+        publisher: sends on what arrives, to those whom it was told of.
         behind: versions that come before the one in use is done with.
     """
 
-    def __init__(self, board: Board, behind: int = 0) -> None:
-        self._board, self._keep = board, KEEP + behind
+    def __init__(self, board: Board, publisher: Publisher, behind: int = 0) -> None:
+        self._board, self._publisher, self._keep = board, publisher, KEEP + behind
+        self._others: dict[str, list[str]] = {}
+        """By output: who gets each bucket as it comes."""
         self._coming: dict[str, _Coming] = {}
         self._here: dict[int, str] = {}
         self._reader: tuple[str, SharedReader] | None = None
@@ -198,6 +230,9 @@ class Arrivals:
             layout = Layout.from_json(text)
             flat = torch.empty(layout.nbytes, dtype=torch.uint8)
             self._coming[out] = _Coming(attempt, number, text, layout, flat)
+            self._others[out] = [*self._others.get(out, ()), *self._publisher.apart(out)]
+            _forget(self._others)
+            self._publisher.forward(out, self._others[out], record)
             return
         coming = self._coming.get(out)
         if coming is None or (coming.attempt, coming.number) != (attempt, number):
@@ -208,12 +243,17 @@ class Arrivals:
             coming.sums[bucket] = int(checksum(part))
             if f"{coming.sums[bucket]:x}" != record.info[SUM]:
                 raise TransferError(f"bucket {bucket} of version {number} arrived damaged")
-            coming.flat[coming.layout.span(bucket)] = part
+            here = coming.flat[coming.layout.span(bucket)]
+            here.copy_(part)
+            # What waits to be sent on takes no memory of its own.
+            record = replace(record, context={BUCKET: here.numpy()})
+            self._publisher.forward(out, self._others.get(out, ()), record)
             return
         sums = [coming.sums[bucket] for bucket in range(coming.layout.buckets)]
         if digest(number, coming.text, sums) != record.info[DIGEST]:
             raise TransferError(f"version {number} is not what was sent")
         del self._coming[out]
+        self._publisher.forward(out, self._others.pop(out, ()), record)
         self._ready(out, number, attempt, coming.layout.views(coming.flat))
 
     def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
@@ -242,6 +282,13 @@ class Arrivals:
         output.objects[WEIGHTS] = tensors
         output.done(attempt)
         log.info("weights of %s arrived", out)
+        self._publisher.publish(out, attempt, number, output.objects)
+
+
+def _forget(told: dict[str, Any]) -> None:
+    """Keep what was told of the newest outputs: others may never come."""
+    while len(told) > TOLD:
+        del told[next(iter(told))]
 
 
 def digest(number: int, layout: bytes, sums: list[int]) -> str:

@@ -63,16 +63,46 @@ def sent(way: str, out: str = OUT, attempt: str = "data-a", number: int = 3) -> 
     return wire.records
 
 
+class Worker:
+    """What a resident worker has to send and take weights."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.board, self.outbox = Board(), Outbox(folder)
+        self.publisher = Publisher(self.outbox)
+        takers = {WEIGHTS: Arrivals(self.board, self.publisher).take}
+        self.inbox = Inbox(folder, name, self.board, takers)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.outbox.close()
+        self.inbox.close()
+
+    def holds(self, number: int, out: str = OUT) -> bool:
+        held = self.board.output(out).objects.get(WEIGHTS)
+        return held is not None and same(held, state(number))
+
+
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[tuple[Publisher, Board]]:
-    board = Board()
-    inbox = Inbox(tmp_path, "there", board, {WEIGHTS: Arrivals(board).take})
-    outbox = Outbox(tmp_path)
-    publisher = Publisher(outbox)
-    yield publisher, board
-    publisher.close()
-    outbox.close()
-    inbox.close()
+def worker(tmp_path: Path) -> Iterator[Callable[[str], Worker]]:
+    made: list[Worker] = []
+
+    def make(name: str) -> Worker:
+        made.append(Worker(tmp_path, name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def workers(worker: Callable[[str], Worker]) -> tuple[Publisher, Board]:
+    return worker("here").publisher, worker("there").board
+
+
+def arrivals(board: Board, behind: int = 0) -> Arrivals:
+    """Of a worker that nobody asks for anything."""
+    return Arrivals(board, Publisher(Wire()), behind)  # type: ignore[arg-type]
 
 
 def soon(met: Callable[[], bool]) -> bool:
@@ -103,6 +133,42 @@ def test_weights_arrive_as_they_were_with_the_name_of_their_attempt(
     assert not board.output("it/0003/sync").objects
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_who_gets_weights_passes_them_on(worker: Callable[[str], Worker], late: bool) -> None:
+    """To another node bucket by bucket, on its own through shared memory; late ones too."""
+    source, relay, far, near = (worker(name) for name in ("source", "relay", "far", "near"))
+    ways = {"far": "socket", "near": "shared_memory"}
+    if not late:
+        relay.publisher.want(OUT, ways)
+    source.publisher.want(OUT, {"relay": "socket"})
+    source.publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
+    if late:
+        assert soon(lambda: relay.holds(3))
+        relay.publisher.want(OUT, ways)
+    for taker in (relay, far, near):
+        assert soon(lambda taker=taker: taker.holds(3))  # type: ignore[misc]
+        entry = Input(Path(OUT), None, taker.board.output(OUT))
+        assert entry.state == f"{OUT}/data-a"
+
+
+def test_another_attempt_reaches_those_who_got_a_part_of_the_first() -> None:
+    wire, board = Wire(), Board()
+    publisher = Publisher(wire)  # type: ignore[arg-type]
+    publisher.want(OUT, {"far": "socket"})
+    taker = Arrivals(board, publisher)
+    first, second = sent("socket"), sent("socket", attempt="data-b")
+    for record in [*first[:2], *second]:
+        taker.take(OUT, record)
+    assert soon(lambda: len(wire.records) == 2 + len(second))
+    publisher.close()
+    last = Board()
+    end = arrivals(last)
+    for record in wire.records:
+        end.take(OUT, record)
+    assert same(last.output(OUT).objects[WEIGHTS], state(3))
+    assert Input(Path(OUT), None, last.output(OUT)).state == f"{OUT}/data-b"
+
+
 def test_nobody_is_sent_what_nobody_wants() -> None:
     wire = Wire()
     publisher = Publisher(wire)  # type: ignore[arg-type]
@@ -123,9 +189,9 @@ def test_a_flipped_bit_is_found_and_the_version_is_never_served() -> None:
     assert len(buckets) > 1
     for damaged in buckets:
         board = Board()
-        arrivals = Arrivals(board)
+        taker = arrivals(board)
         for i, record in enumerate(records):
-            arrivals.take(OUT, flip(record) if i == damaged else record)
+            taker.take(OUT, flip(record) if i == damaged else record)
         assert not board.output(OUT).objects
 
 
@@ -134,9 +200,9 @@ def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
     swapped = [records[0], replace(other[1], identity=records[1].identity), *records[2:]]
     for stream in (records[:1] + records[2:], swapped, records[:-1]):
         board = Board()
-        arrivals = Arrivals(board)
+        taker = arrivals(board)
         for record in stream:
-            arrivals.take(OUT, record)
+            taker.take(OUT, record)
         assert not board.output(OUT).objects
     assert records[-1].info[WHAT] == DIGEST
 
@@ -150,7 +216,7 @@ def test_damage_in_shared_memory_is_found_and_not_served() -> None:
     for slot in (0, 1):
         memory = np.memmap(f"/dev/shm/{wire.records[0].info[NAME]}-{slot}", np.uint8, "r+")
         memory[len(memory) // 2] ^= 1
-    Arrivals(board).take(OUT, wire.records[0])
+    arrivals(board).take(OUT, wire.records[0])
     publisher.close()
     assert not board.output(OUT).objects
     assert not list(Path("/dev/shm").glob(f"{wire.records[0].info[NAME]}*"))
@@ -159,36 +225,36 @@ def test_damage_in_shared_memory_is_found_and_not_served() -> None:
 def test_a_name_that_is_not_ours_is_not_opened() -> None:
     record = sent("shared_memory")[0]
     board = Board()
-    Arrivals(board).take(OUT, replace(record, info={**record.info, NAME: "../../etc/passwd"}))
+    arrivals(board).take(OUT, replace(record, info={**record.info, NAME: "../../etc/passwd"}))
     assert not board.output(OUT).objects
 
 
 def test_what_a_dead_sender_left_gives_way_to_the_next_attempt() -> None:
     board = Board()
-    arrivals = Arrivals(board)
+    taker = arrivals(board)
     first, second = sent("socket"), sent("socket", attempt="data-b")
     for record in [*first[:2], *second[:1], *first[2:], *second[1:]]:
-        arrivals.take(OUT, record)
+        taker.take(OUT, record)
     assert Input(Path(OUT), None, board.output(OUT)).state == f"{OUT}/data-b"
     assert same(board.output(OUT).objects[WEIGHTS], state(3))
 
 
 def test_older_weights_do_not_take_the_place_of_newer_ones() -> None:
     board = Board()
-    arrivals = Arrivals(board)
+    taker = arrivals(board)
     for number in (5, 6, 4, 5):
         for record in sent("socket", f"it/{number}", f"data-{number}", number):
-            arrivals.take(f"it/{number}", record)
+            taker.take(f"it/{number}", record)
     held = [n for n in range(4, 7) if WEIGHTS in board.output(f"it/{n}").objects]
     assert held == [5, 6]
 
 
 def test_stale_rollouts_find_the_versions_they_lag_behind() -> None:
     board = Board()
-    arrivals = Arrivals(board, behind=2)
+    taker = arrivals(board, behind=2)
     for number in range(6):
         for record in sent("socket", f"it/{number}", f"data-{number}", number):
-            arrivals.take(f"it/{number}", record)
+            taker.take(f"it/{number}", record)
     held = [n for n in range(6) if WEIGHTS in board.output(f"it/{n}").objects]
     assert held == [2, 3, 4, 5]
 
