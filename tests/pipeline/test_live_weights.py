@@ -49,6 +49,18 @@ def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
 
 
 @pytest.mark.slow
+def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> None:
+    """The third gets them from the first, as if each were on a node of its own."""
+    wide = {"rollout": {"processes": 3}, "evaluate": {"processes": 3}}
+    for way in ("file", "socket"):
+        values = pooled(compose, way, way)
+        execute({**values, "plan": {**values["plan"], "stages": wide}})
+    assert contents(tmp_path / "socket") == contents(tmp_path / "file")
+    assert not arrived(tmp_path / "file")
+    assert arrived(tmp_path / "socket") == 3 * 3
+
+
+@pytest.mark.slow
 def test_weights_that_are_to_go_by_file_are_not_sent(compose: Compose, tmp_path: Path) -> None:
     execute(pooled(compose, "file", "file", iterations=1))
     assert not arrived(tmp_path / "file")
