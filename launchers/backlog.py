@@ -106,7 +106,8 @@ class Backlog:
         """
         if self.quotas is None:
             self.quotas = read_quotas(self.client)
-        needs = [quota for entry in unit for quota in self.quotas.of(entry.job.resources)]
+        parts = [part for entry in unit for part in entry.job.components]
+        needs = [quota for part in parts for quota in self.quotas.of(part)]
         room, first = self.quotas.array_size, unit[0]
         for quota in dict.fromkeys(needs):
             counted = {identity for identity, job in self._queue.items() if quota.counts(job)}
@@ -126,7 +127,7 @@ class Backlog:
     def _start(self, units: Sequence[list[Entry]]) -> bool:
         """Submit the first of those waiting; False when there are too many jobs for now."""
         entries = [entry for unit in units for entry in unit]
-        submit = sbatch_together if len(units[0]) > 1 else sbatch
+        submit = sbatch_together if _heterogeneous(units[0]) else sbatch
         try:
             ids = submit([entry.job for entry in entries])
         except SlurmError as error:
@@ -143,14 +144,18 @@ class Backlog:
             for entry, identity in zip(entries, ids, strict=True):
                 entry.id = identity
                 _note(entry.job, identity)
-                self._since.append(entry.job.resources)
+                self._since += entry.job.components
         del self._waiting[: len(units)]
         return True
 
 
+def _heterogeneous(unit: Sequence[Entry]) -> bool:
+    return sum(len(entry.job.components) for entry in unit) > 1
+
+
 def _alike(unit: Sequence[Entry], other: Sequence[Entry]) -> bool:
     """Whether both may be elements of one array."""
-    if len(unit) > 1 or len(other) > 1:
+    if _heterogeneous(unit) or _heterogeneous(other):
         return False
     mine, theirs = unit[0].job, other[0].job
     return mine.resources == theirs.resources and mine.logs == theirs.logs

@@ -73,9 +73,16 @@ class Job:
     logs: Path
     resources: Resources = Resources()
     module: str = "stages"
+    further: tuple[Resources, ...] = ()
+    """More processes of the same job on other devices; their ranks come after those above."""
     requeues: bool = True
     """Whether it has Slurm run it again when it is asked to stop; Slurm waits minutes before it
     does."""
+
+    @property
+    def components(self) -> tuple[Resources, ...]:
+        """All it asks for; several are a heterogeneous job."""
+        return (self.resources, *self.further)
 
 
 class State(Enum):

@@ -16,12 +16,13 @@ import sys
 import time
 import traceback
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlinf.errors import EXIT_REQUEUE, PlanError
 from rlinf.trainers.world import SHARES
-from slurm.ids import own_id
+from slurm.ids import COMPONENT, own_id
 from slurm.requeue import requeue
 
 SPREAD_S = 0.005
@@ -101,18 +102,16 @@ def set_rank_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
     Raises:
         PlanError: a node of the job is of none of the kinds that ``shares`` names.
 
-    The address is the first node of the job, the port follows from job and restart, so that all
+    The address is the node of the first rank, the port follows from job and restart, so that all
     ranks agree without asking and a restarted job does not meet its predecessor.
     """
     job = os.environ["SLURM_JOB_ID"]
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     size = int(os.environ.get("SLURM_NTASKS", "1"))
-    hosts = ["127.0.0.1"]
-    if size > 1:
-        hosts = _scontrol("hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    hosts = hosts_of_ranks() if size > 1 else ["127.0.0.1"]
     if shares:
-        os.environ[SHARES] = ",".join(map(str, speeds(shares, hosts, size)))
+        os.environ[SHARES] = ",".join(map(str, speeds(shares, hosts)))
     # Components of a heterogeneous job have steps, but no number, of their own.
     step = os.environ.get("SLURM_STEP_ID", "0")
     port = 20000 + zlib.crc32(f"{job}.{step}.{restart}".encode()) % 20000
@@ -120,7 +119,7 @@ def set_rank_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
         RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=os.environ.get("SLURM_LOCALID", "0"),
-        LOCAL_WORLD_SIZE=str(size // int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))),
+        LOCAL_WORLD_SIZE=os.environ.get("SLURM_NTASKS_PER_NODE", str(size)),
         MASTER_ADDR=hosts[0],
         MASTER_PORT=str(port),
         RLINF_ATTEMPT=f"{job}-{restart}",
@@ -128,12 +127,31 @@ def set_rank_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
     return rank
 
 
-def speeds(shares: tuple[tuple[str, float], ...], hosts: list[str], size: int) -> tuple[float, ...]:
-    """Relative speed of each rank; ranks fill one node after another, as sbatch places them."""
+def hosts_of_ranks() -> list[str]:
+    """The node of each rank; ranks fill one after another, as sbatch places them.
+
+    Slurm's list of nodes is sorted, while the components of a heterogeneous job keep their order.
+    """
+    groups = os.environ.get(COMPONENT)
+    suffixes = [f"_HET_GROUP_{group}" for group in groups.split(",")] if groups else [""]
+    return [
+        host
+        for suffix in suffixes
+        for host in _scontrol("hostnames", os.environ[f"SLURM_JOB_NODELIST{suffix}"]).split()
+        for _ in range(int(os.environ[f"SLURM_NTASKS_PER_NODE{suffix}"]))
+    ]
+
+
+def speeds(shares: tuple[tuple[str, float], ...], hosts: Sequence[str]) -> tuple[float, ...]:
+    """Relative speed of each rank, given its host.
+
+    Raises:
+        PlanError: a host is of none of the kinds, or of several.
+    """
     if not shares[0][0]:
         return tuple(speed for _, speed in shares)
-    found = []
-    for host in hosts:
+    found: dict[str, float] = {}
+    for host in dict.fromkeys(hosts):
         words = node_words(host)
         kinds = [(kind, speed) for kind, speed in shares if kind in words]
         if len(kinds) != 1:
@@ -142,8 +160,8 @@ def speeds(shares: tuple[tuple[str, float], ...], hosts: list[str], size: int) -
                 f"{', '.join(kind for kind, _ in shares)}; name GPUs or features that tell the "
                 "job's nodes apart"
             )
-        found += [kinds[0][1]] * (size // len(hosts))
-    return tuple(found)
+        found[host] = kinds[0][1]
+    return tuple(found[host] for host in hosts)
 
 
 def node_words(host: str) -> set[str]:

@@ -42,7 +42,7 @@ class LocalLauncher:
     def submit(self, job: Job) -> str:
         attempt = secrets.token_hex(6)
         job.logs.mkdir(parents=True, exist_ok=True)
-        size = job.resources.tasks
+        size = sum(part.tasks for part in job.components)
         port = _free_port() if size > 1 else 0
         shares = job.resources.shares
         if isinstance(shares, Mapping):

@@ -12,6 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from launchers.base import Job, Resources
@@ -63,8 +64,8 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
 def sbatch_together(jobs: Sequence[Job]) -> list[str]:
     """Submit jobs that start at the same moment, as one heterogeneous job; returns their ids.
 
-    Each is a component of it, with its own resources and ranks. When one fails the others end too,
-    and Slurm calls all of them failed.
+    Each is a component of it, or several, with its own resources and ranks. When one fails the
+    others end too, and Slurm calls all of them failed.
 
     Raises:
         SlurmError: it was refused; carries Slurm's message.
@@ -81,34 +82,36 @@ def sbatch_together(jobs: Sequence[Job]) -> list[str]:
             raise SlurmError(f"{names}: sbatch refused the job: {_cause(error)}") from None
     # With several clusters it says on which one: 12;name.
     leader = answer.strip().partition(";")[0]
-    return [f"{leader}+{number}" for number in range(len(jobs))]
+    return [f"{leader}+{number}" for number in _firsts(jobs)]
 
 
 def together_script(jobs: Sequence[Job]) -> str:
-    """The batch script of a heterogeneous job: the options of each component, then one srun each.
+    """The batch script of a heterogeneous job: the options of each component, then an srun a job.
 
     It runs on the first node of the first component, and the job ends with it.
     """
     options, starts = [], []
-    for number, job in enumerate(jobs):
-        wanted = parameters(job.name, job.resources)
-        wanted["additional_parameters"]["output"] = job.logs / "%j_batch.log"
-        options.append(_flags(wanted))
-        log = f'{shlex.quote(str(job.logs))}/"$SLURM_JOB_ID"+{number}_%t_log'
-        srun = ["srun", "--unbuffered", f"--het-group={number}", *wanted["srun_args"]]
-        call = [_python(job.resources), "-u", "-m", "launchers.job", shlex.quote(_call(job).dump())]
-        starts.append(
-            [
-                "(",
-                *wanted["setup"],
-                f"export {COMPONENT}={number}",
-                f"exec {shlex.join(srun)} --output {log}.out --error {log}.err {' '.join(call)}",
-                ") &",
-            ]
-        )
+    for first, job in zip(_firsts(jobs), jobs, strict=True):
+        log = f'{shlex.quote(str(job.logs))}/"$SLURM_JOB_ID"+{first}_%t_log'
+        steps = []
+        groups = ",".join(str(first + i) for i in range(len(job.components)))
+        for number, needs in enumerate(job.components, first):
+            wanted = parameters(job.name, needs)
+            wanted["additional_parameters"]["output"] = job.logs / "%j_batch.log"
+            options.append(_flags(wanted))
+            call = [_python(needs), "-u", "-m", "launchers.job", shlex.quote(_call(job).dump())]
+            lines = [*wanted["setup"], f"export {COMPONENT}={groups}", f"exec {' '.join(call)}"]
+            step = [f"--het-group={number}", *wanted["srun_args"], "bash", "-c", "\n".join(lines)]
+            steps.append(f"--unbuffered --output {log}.out --error {log}.err {shlex.join(step)}")
+        starts.append(f"srun {' : '.join(steps)} &")
     header = "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in options)
-    body = "\n".join(line for lines in starts for line in lines)
+    body = "\n".join(starts)
     return f"#!/bin/bash\n{header}\n\n{body}\n{_UNTIL_ONE_FAILS.format(count=len(jobs))}"
+
+
+def _firsts(jobs: Sequence[Job]) -> list[int]:
+    """The number of each job's first component."""
+    return [0, *accumulate(len(job.components) for job in jobs[:-1])]
 
 
 def _flags(wanted: Mapping[str, Any]) -> list[str]:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.flow import Graph, Node
-from pipeline.metrics import iterations, manifest_of
+from pipeline.metrics import busy_s, iterations, manifest_of
 from pipeline.plan import Plan
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
 from stages.layout import PER_ITERATION
 
+WORK = "work"
+"""In the forecast of a stage of a pool: what it computes, beside what it waits."""
 NEWEST = 20
 """Iterations that count: those of an earlier plan, or of other neighbours, go out of date."""
 
@@ -25,6 +27,8 @@ class Times:
     """From the end of the last input to the end of the stage."""
     inside_s: tuple[float, ...] = ()
     """Of that, loading and work: from the first line of the stage on."""
+    busy_s: tuple[float, ...] = ()
+    """Of that, computing, by the worker that computed longest."""
 
     @property
     def median_s(self) -> float:
@@ -66,6 +70,7 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
     graph = Graph(run.config)
     whole: dict[str, list[float]] = {}
     inside: dict[str, list[float]] = {}
+    busy: dict[str, list[float]] = {}
     for iteration in iterations(run.folder)[-newest:]:
         if not iteration:
             continue
@@ -79,25 +84,38 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
             if len(ready) == len(known):
                 whole.setdefault(stage, []).append(_end(manifest) - max(ready))
                 inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
+                busy.setdefault(stage, []).append(busy_s(run.folder, stage, iteration))
         ends = [manifest_of(run.folder, "sync", i) for i in (iteration - 1, iteration)]
         if ends[0] is not None and ends[1] is not None:
             whole.setdefault("iteration", []).append(_end(ends[1]) - _end(ends[0]))
     return {
-        name: Times(tuple(values), tuple(inside.get(name, ()))) for name, values in whole.items()
+        name: Times(tuple(values), tuple(inside.get(name, ())), tuple(busy.get(name, ())))
+        for name, values in whole.items()
     }
 
 
 def compare(run: Run) -> Sequence[Comparison]:
-    """Predicted against actual, by stage and for the iteration; empty without a prediction."""
-    predicted = Plan.read(run.folder).predicted
+    """Predicted against actual, by stage and for the iteration; empty without a prediction.
+
+    Stages of pools wait for each other in the middle: of them what they compute is compared.
+    """
+    plan = Plan.read(run.folder)
+    predicted = plan.predicted
     if predicted is None:
         return []
     times = actual(run)
-    lines = [
-        Comparison(stage, entry.seconds, entry.low_s, entry.high_s, times[stage])
-        for stage, entry in predicted.stages.items()
-        if stage in times
-    ]
+    lines = []
+    for stage, entry in predicted.stages.items():
+        if stage not in times:
+            continue
+        expected, took = entry.seconds, times[stage]
+        if plan.grain == "segment":
+            if WORK not in entry.parts_s:
+                continue
+            expected, took = entry.parts_s[WORK], Times(times[stage].busy_s)
+        waits = entry.seconds - expected
+        low, high = max(0.0, entry.low_s - waits), entry.high_s - waits
+        lines.append(Comparison(stage, expected, low, high, took))
     if "iteration" in times:
         whole = predicted.iteration_s, predicted.low_s, predicted.high_s
         lines.append(Comparison("iteration", *whole, times["iteration"]))

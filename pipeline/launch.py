@@ -13,6 +13,7 @@ from pydantic import Field
 from launchers.base import Job, Launcher, Resources, State
 from pipeline.driver import Outcome
 from pipeline.flow import Node
+from pipeline.leases import pool_needs
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.config import Section
@@ -54,10 +55,15 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
 
     client = SlurmClient(poll_s=cluster.poll_s)
     partitions, quotas = client.partitions(), read_quotas(client)
-    for stage in SECTIONS:
-        needs = resources(plan.of(stage), cluster)
-        check_resources(needs, partitions, stage)
-        quotas.check(needs, stage)
+    asked = {f"stages.{stage}": plan.of(stage) for stage in SECTIONS}
+    for number, pool in enumerate(plan.pools):
+        for slot in range(pool.workers or 1):
+            for part in pool_needs(plan, number, slot):
+                asked[f"pools[{number}] on {part.partition}"] = part
+    for key, part in asked.items():
+        needs = resources(part, cluster)
+        check_resources(needs, partitions, key)
+        quotas.check(needs, key)
     return SubmititLauncher(client, quotas)
 
 

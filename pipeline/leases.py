@@ -69,7 +69,7 @@ class PoolState:
 
     number: int
     stages: tuple[str, ...]
-    needs: StagePlan
+    needs: tuple[StagePlan, ...]
     slot: int | None = None
     """Of one generator of an elastic pool: which."""
     members: list[Member] = field(default_factory=list)
@@ -91,7 +91,7 @@ class PoolState:
 
     @property
     def size(self) -> int:
-        return self.needs.nodes * self.needs.processes
+        return sum(part.nodes * part.processes for part in self.needs)
 
     @property
     def active(self) -> Member | None:
@@ -106,27 +106,42 @@ def rank_of(worker: str) -> int:
     return int(worker.rpartition("-r")[2])
 
 
-def pool_needs(plan: Plan, number: int, slot: int | None = None) -> StagePlan:
+def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
     """What the job of a pool asks for: the most that one of its stages does.
+
+    Several kinds of devices are components of a heterogeneous job, each on as many nodes as its
+    devices fill, unless a constraint has one partition give them all.
 
     Args:
         slot: which worker of an elastic pool; where that has several kinds of devices, each kind
             has its turn as often as it has devices.
 
     Raises:
-        PlanError: the pool is one job and has devices of several kinds, which no one asks of Slurm.
+        PlanError: the devices of a kind do not fill their nodes.
     """
     pool = plan.pools[number]
     stages = [plan.of(stage) for stage in pool.stages]
     needs = max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
-    if len(pool.gpus) > 1 and pool.workers is not None:
+    if len(pool.gpus) == 1 or (needs.constraint is not None and pool.workers is None):
+        return (needs,)
+    if pool.workers is not None:
         kinds = [kind for kind, count in pool.gpus.items() for _ in range(count)]
-        partition, _, gpu_type = kinds[(slot or 0) % len(kinds)].partition(":")
-        return needs.model_copy(update={"partition": partition, "gpu_type": gpu_type or None})
-    if len(pool.gpus) > 1 and needs.constraint is None:
-        raise PlanError(
-            f"plan.pools[{number}].gpus: {', '.join(pool.gpus)}: a pool is one job; give its "
-            "stages a partition that has both and a constraint such as [a100*1&h100*1], or make "
-            "two pools, or an elastic one of rollout (workers)"
-        )
-    return needs
+        return (needs.model_copy(update=_device(kinds[(slot or 0) % len(kinds)])),)
+    parts = []
+    for kind, count in pool.gpus.items():
+        processes = min(count, needs.processes)
+        nodes, left = divmod(count, processes)
+        if left:
+            raise PlanError(
+                f"plan.pools[{number}].gpus: {count} {kind} do not fill nodes of "
+                f"{needs.processes}, the processes per node of its stages"
+            )
+        update = {"nodes": nodes, "processes": processes, "gpus": processes if needs.gpus else 0}
+        parts.append(needs.model_copy(update=_device(kind) | update))
+    return tuple(parts)
+
+
+def _device(kind: str) -> dict[str, str | None]:
+    """A kind of device as a pool names it, as keys of a stage's plan."""
+    partition, _, gpu_type = kind.partition(":")
+    return {"partition": partition, "gpu_type": gpu_type or None}

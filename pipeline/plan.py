@@ -57,8 +57,9 @@ class Pool(Section):
 
     stages: tuple[str, ...] = Field(min_length=1)
     gpus: dict[str, PositiveInt] = Field(min_length=1)
-    """Devices of each kind (``partition``, or ``partition:gpu_type``). Several kinds are for
-    elastic pools, whose workers are jobs of their own."""
+    """Devices of each kind (``partition``, or ``partition:gpu_type``). Several kinds are components
+    of one heterogeneous job, on each of which every stage of the pool runs; in an elastic pool they
+    are jobs of their own."""
     workers: PositiveInt | None = None
     """Makes the pool elastic: so many jobs of one process each, which generate in claims and may
     come and go at any time (``rlinf scale``). Null: one job."""
@@ -109,6 +110,18 @@ class Sources(Section):
     pins: tuple[str, ...] = ()
 
 
+class Learnt(Section):
+    """What runs under earlier plans have taught, and this prediction takes into account."""
+
+    stage: str
+    kind: str
+    """Of device."""
+    starting: PositiveFloat = 1.0
+    """How much longer than the profile says its jobs take to start."""
+    working: PositiveFloat = 1.0
+    """The same of loading and work."""
+
+
 class Forecast(Section):
     """What was predicted when the plan was made; an edited plan keeps it for comparison."""
 
@@ -122,6 +135,7 @@ class Forecast(Section):
     """Of one iteration."""
     stages: dict[str, StageForecast] = {}
     sources: Sources | None = None
+    learnt: tuple[Learnt, ...] = ()
 
 
 Grain = Literal["stage", "segment"]

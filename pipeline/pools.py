@@ -618,9 +618,17 @@ class PoolExecutor:
         targets = {edge.rpartition(" ")[2] for edge in shared if self._edges[edge] & STREAMS}
         if any(self._of[stage].number == pool.number for stage in targets):
             argv.append("--shared")
-        needs = resources(pool.needs, self.cluster)
-        logs = self.run.folder / "logs" / POOLS
-        return Job(f"pool/{name}", tuple(argv), out, logs, needs, "stages.pool", requeues=False)
+        needs, *further = (resources(part, self.cluster) for part in pool.needs)
+        return Job(
+            f"pool/{name}",
+            tuple(argv),
+            out,
+            self.run.folder / "logs" / POOLS,
+            needs,
+            "stages.pool",
+            tuple(further),
+            requeues=False,
+        )
 
     def _folder(self, pool: PoolState) -> Path:
         return self.run.folder / POOLS / pool.name

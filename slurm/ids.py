@@ -11,8 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 
-COMPONENT = "RLINF_HET_GROUP"
-"""Variable with the number of a process's component of a heterogeneous job."""
+COMPONENT = "RLINF_HET_GROUPS"
+"""Variable with the numbers of the components of a heterogeneous job that are a process's own."""
 _SEVERAL = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
@@ -51,5 +51,5 @@ def own_id(environment: Mapping[str, str] = os.environ) -> str | None:
     if array is not None and "SLURM_ARRAY_TASK_ID" in environment:
         return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
     if "SLURM_JOB_ID" in environment and COMPONENT in environment:
-        return f"{environment['SLURM_JOB_ID']}+{environment[COMPONENT]}"
+        return f"{environment['SLURM_JOB_ID']}+{environment[COMPONENT].partition(',')[0]}"
     return environment.get("SLURM_JOB_ID")

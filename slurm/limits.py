@@ -9,14 +9,17 @@ from rlinf.errors import PlanError, nearest
 from slurm.client import Partition, partition_names
 
 
-def check_resources(needs: Resources, partitions: Mapping[str, Partition], stage: str) -> None:
-    """See that a partition, or each of a list (``a100,h100``), can give what a stage needs.
+def check_resources(needs: Resources, partitions: Mapping[str, Partition], key: str) -> None:
+    """See that a partition, or each of a list (``a100,h100``), can give what a job needs.
+
+    Args:
+        key: of the plan, where it says so: ``stages.train``.
 
     Raises:
         PlanError: unknown or closed partition, unknown GPU type, too many nodes, GPUs, CPUs or
             minutes.
     """
-    where = f"plan: stages.{stage}"
+    where = f"plan: {key}"
     for partition in _chosen(needs.partition, partitions, where):
         _check(needs, partition, where)
 

@@ -99,13 +99,13 @@ class Quotas:
                 found.add(first)
         return tuple(sorted(found, key=lambda quota: (quota.most, quota.what)))
 
-    def check(self, needs: Resources, stage: str) -> None:
+    def check(self, needs: Resources, key: str) -> None:
         """See that a job with these needs may ever run, in each partition that it names.
 
         Raises:
             PlanError: accounting allows no such job; names the limit.
         """
-        where = f"plan: stages.{stage}"
+        where = f"plan: {key}"
         for quota in self.of(needs):
             if quota.most == 0:
                 raise PlanError(f"{where}: {quota.what} is 0: no job may be submitted")

@@ -125,6 +125,7 @@ def _forecast(request: Request, best: stagewise.Choice, rows: Sequence[Row]) -> 
         gpu_hours=best.gpu_hours,
         stages=forecasts(rows),
         sources=request.sources,
+        learnt=request.learnt(),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline.actuals import WORK
 from pipeline.cost.predict import Expected, expect
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
 from pipeline.planner.jobs import LIKE, MOST_CPUS
@@ -38,6 +39,7 @@ def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
         gpu_hours=expected.gpu_hours,
         stages=forecasts(rows),
         sources=request.sources,
+        learnt=request.learnt(),
     )
     plan = _plan(request, problem, best.placement, forecast)
     return Proposal(
@@ -73,7 +75,7 @@ def _rows(problem: Problem, best: Solution, tables: Tables) -> tuple[Row, ...]:
             if n and kind.name in tables[stage.name]
         )
         low, high = interval(finish - start, spread * busy)
-        parts = {"waiting": max(0.0, finish - start - busy), "work": busy}
+        parts = {"waiting": max(0.0, finish - start - busy), WORK: busy}
         rows.append(
             Row(
                 stage.name,

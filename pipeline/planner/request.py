@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.flow import FLOWS
-from pipeline.plan import Grain, Sources
+from pipeline.plan import Grain, Learnt, Sources
 from pipeline.planner.devices import Devices
 from pipeline.planner.objective import IterationTime, Money, Objective, TimeTo
 from pipeline.planner.options import Correction, Option, options
@@ -66,6 +66,13 @@ class Request:
             return tuple(dict.fromkeys(found))
 
         return {stage: sources(stage) for stage in stages}
+
+    def learnt(self) -> tuple[Learnt, ...]:
+        """The corrections, for the plan."""
+        return tuple(
+            Learnt(stage=stage, kind=kind, starting=known.starting, working=known.working)
+            for (stage, kind), known in self.corrections.items()
+        )
 
     def options(self) -> dict[str, list[Option]]:
         """All ways to run each stage as a job."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from pipeline.cost.rates import RateTable, measured_rates
 from pipeline.planner.devices import Devices
-from pipeline.planner.options import MIXING
+from pipeline.planner.options import MIXING, Correction
 from pipeline.planner.problem import Kind, Problem, Stage
 from pipeline.planner.request import Request
 from pipeline.planner.work import ONE_PROCESS, Work, work_items
@@ -89,7 +90,8 @@ def _rates(work: Work, request: Request) -> RateTable:
     )
     if not table.rates.any():
         raise PlanError("no number of devices that is there was measured")
-    return table
+    known = request.corrections.get((work.stage, work.devices.name), Correction())
+    return replace(table, rates=table.rates / known.working)
 
 
 def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:

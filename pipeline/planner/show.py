@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.actuals import Comparison, Times, actual, compare
+from pipeline.actuals import WORK, Comparison, Times, actual, compare
 from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig
 from pipeline.plan import Grain, Plan, Sources, read_plan
@@ -116,8 +116,8 @@ def plan_table(proposal: Proposal) -> Table:
         pad_edge=False,
     )
     out.add_column("stage", no_wrap=True)
-    out.add_column("where", no_wrap=True)
-    out.add_column("size", no_wrap=True)
+    out.add_column("where")
+    out.add_column("size")
     for heading in ("from", "takes", "10 - 90 %"):
         out.add_column(heading, justify="right", no_wrap=True)
     out.add_column("bound by", no_wrap=True)
@@ -129,7 +129,7 @@ def plan_table(proposal: Proposal) -> Table:
             row.size,
             seconds(row.start_s),
             seconds(row.seconds),
-            f"{row.low_s:.3g} - {seconds(row.high_s)}",
+            spread(row.low_s, row.high_s),
             f"{row.bound_by} {share:.0%}",
         )
     return out
@@ -172,9 +172,24 @@ def what_if_table(proposal: Proposal) -> Table:
 
 def seconds(value: float) -> str:
     """A duration with three digits."""
+    unit, factor = _unit(value)
+    return f"{_digits(value * factor)} {unit}"
+
+
+def spread(low: float, high: float) -> str:
+    """Two durations, in the unit of the longer one."""
+    unit, factor = _unit(high)
+    return f"{_digits(low * factor)} - {_digits(high * factor)} {unit}"
+
+
+def _unit(value: float) -> tuple[str, float]:
     if value >= 600:
-        return f"{value / 60:.1f} min"
-    return f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
+        return "min", 1 / 60
+    return ("ms", 1000.0) if 0 < value < 0.1 else ("s", 1.0)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def make(
@@ -231,7 +246,41 @@ def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: b
 def corrections(
     plan: Plan, times: Mapping[str, Times], request: Request
 ) -> dict[tuple[str, str], Correction]:
-    """How much longer than predicted each stage took, for the kinds it ran on."""
+    """How much longer than the profile says each stage takes, for the kinds it ran on.
+
+    The plan's prediction may already hold what an earlier run taught.
+    """
+    assert plan.predicted is not None
+    learnt = {
+        (entry.stage, entry.kind): Correction(entry.starting, entry.working)
+        for entry in plan.predicted.learnt
+    }
+    found = of_pools(plan, times) if plan.pools else of_jobs(plan, times, request)
+    for key, new in found.items():
+        old = learnt.get(key, Correction())
+        learnt[key] = Correction(old.starting * new.starting, old.working * new.working)
+    return learnt
+
+
+def of_pools(plan: Plan, times: Mapping[str, Times]) -> dict[tuple[str, str], Correction]:
+    """Of stages in pools: what they computed beside what was predicted."""
+    assert plan.predicted is not None
+    found = {}
+    for pool in plan.pools:
+        for stage in pool.stages:
+            forecast = plan.predicted.stages.get(stage)
+            if forecast is None or stage not in times:
+                continue
+            longer = statistics.median(times[stage].busy_s) / max(1e-9, forecast.parts_s[WORK])
+            for kind in pool.gpus:
+                found[stage, kind] = Correction(working=max(1e-9, longer))
+    return found
+
+
+def of_jobs(
+    plan: Plan, times: Mapping[str, Times], request: Request
+) -> dict[tuple[str, str], Correction]:
+    """Of stages in jobs of their own: start and imports, and all that comes after these."""
     assert plan.predicted is not None
     found = {}
     for stage, forecast in plan.predicted.stages.items():
@@ -241,7 +290,7 @@ def corrections(
         before = statistics.median(times[stage].whole_s) - inside
         expected = sum(forecast.parts_s.get(part, 0.0) for part in ("start", "imports"))
         known = Correction(
-            starting=before / expected if expected > 0 else 1.0,
+            starting=max(1e-9, before / expected) if expected > 0 else 1.0,
             working=inside / max(1e-9, forecast.seconds - expected),
         )
         resources = plan.of(stage)

@@ -96,7 +96,7 @@ def test_the_limits_of_this_cluster_are_read(cluster: Path) -> None:
     needs = job(cluster, "pass").resources
     assert [quota.most for quota in quotas.of(needs)] == [7, 20000]
     with pytest.raises(PlanError, match="61 minutes asked, account root allows 60"):
-        quotas.check(replace(needs, time_min=61), "train")
+        quotas.check(replace(needs, time_min=61), "stages.train")
 
 
 def test_a_job_that_can_never_start_is_given_up_with_words(

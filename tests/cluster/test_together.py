@@ -20,6 +20,7 @@ from tests.cluster.helpers import finish_all, job, wait_until
 from tests.cluster.test_quotas import limited, nothing_queued  # noqa: F401
 from tests.cluster.test_runs import words
 from tests.pipeline.helpers import contents, start_driver, until
+from tests.pipeline.test_pools import MOVING, assert_like
 
 pytestmark = pytest.mark.cluster
 A100 = {"partition": "a100", "gpus_per_node": 1, "gpu_type": "a100"}
@@ -83,6 +84,56 @@ def test_they_wait_until_there_is_room_for_all(
         assert "waits to be submitted: MaxSubmitJobs of account root is 2" in caplog.text
         found = finish_all(launcher, [first, *ids], 90)
     assert [status.state for status in found] == [State.DONE] * 3
+
+
+def test_ranks_of_one_job_go_on_in_another_partition(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    """Two on an h100 node, then one on an a100, all in one world that knows its speeds."""
+    first, second = both(tmp_path, "pass")
+    shares = {"h100": 2.0, "a100": 1.0}
+    resources = replace(second.resources, shares=shares)
+    wanted = replace(second, resources=resources, further=(first.resources,))
+    identity = launcher.submit(wanted)
+    assert [status.state for status in finish_all(launcher, [identity])] == [State.DONE]
+    notes = []
+    for rank in range(3):
+        wait_until(tmp_path / f"out-1/rank-{rank}.0.json")
+        notes.append(json.loads((tmp_path / f"out-1/rank-{rank}.0.json").read_text()))
+    assert [note["node"].partition("-")[0] for note in notes] == ["h100", "h100", "a100"]
+    assert [note["LOCAL_RANK"] for note in notes] == ["0", "1", "0"]
+    assert {note["MASTER_ADDR"] for note in notes} == {notes[0]["node"]}
+    assert {note["shares"] for note in notes} == {"2.0,2.0,1.0"}
+    assert {note["WORLD_SIZE"] for note in notes} == {"3"}
+    assert len({(note["MASTER_ADDR"], note["MASTER_PORT"]) for note in notes}) == 1
+
+
+def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -> None:
+    """With unequal shares, in a pool that is a heterogeneous job, beside one that is not."""
+    moving = [word.removeprefix("++") for word in MOVING]
+    plain = words(tmp_path / "reference", *moving)
+    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    train = {"partition": "h100", "processes": 2, "gpus": 2, "shares": {"h100": 2.0, "a100": 1.0}}
+    plan = {
+        "grain": "segment",
+        "defaults": {"mem_mb": 1500},
+        "stages": {
+            "rollout": {"partition": "cpu"},
+            "reward": train,
+            "inference": train,
+            "train": train,
+        },
+        "pools": [
+            {"stages": ["rollout"], "gpus": {"cpu": 1}},
+            {"stages": ["reward", "inference", "train"], "gpus": {"h100": 2, "a100": 1}},
+        ],
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    call = words(tmp_path, *moving, "cluster=slurm", "cluster.poll_s=0.2")
+    driver = start_driver([*call, f"plan={tmp_path / 'plan.yaml'}"], tmp_path / "log")
+    assert driver.wait(timeout=250) == 0, (tmp_path / "log").read_text()
+    assert_like(tmp_path / "tiny", tmp_path / "reference" / "tiny")
+    assert identity(tmp_path / "tiny", "1", 0).endswith("+0")
 
 
 def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,39 @@ def test_a_new_plan_predicts_what_the_run_took(
     new = yaml.safe_load((run.folder / "replan.yaml").read_text())["predicted"]["stages"]
     for stage in BUSY:
         assert new[stage]["seconds"] == pytest.approx(old[stage].actual.median_s, rel=0.05)
+
+
+def test_what_an_earlier_run_taught_is_kept(run: Run) -> None:
+    """A second new plan finds nothing off by much any more, and so changes little."""
+    remake(run, None, None, apply=True)
+    first = Plan.read(run.folder).predicted
+    remake(run, None, None, apply=True)
+    second = Plan.read(run.folder).predicted
+    assert first is not None
+    assert second is not None
+    for stage in BUSY:
+        assert second.stages[stage].seconds == pytest.approx(first.stages[stage].seconds, rel=0.05)
+
+
+def test_a_new_plan_of_pools_knows_what_the_stages_computed(run: Run) -> None:
+    plan = Plan.read(run.folder)
+    assert plan.predicted is not None
+    assert plan.predicted.sources is not None
+    asked = request(run.config, plan.predicted.sources, grain="segment")
+    pools = propose(asked).plan
+    (run.folder / "plan.yaml").write_text(yaml.safe_dump(pools.dump()))
+    old = {line.what: line for line in compare(run)}
+    assert old.keys() == {"rollout", "reward", "inference", "train", "iteration"}
+    assert abs(old["train"].error) > 0.5
+    for _ in range(2):
+        remake(run, None, None, apply=True)
+    new = Plan.read(run.folder)
+    assert new.predicted is not None
+    known = {(entry.stage, entry.kind): entry.working for entry in new.predicted.learnt}
+    profiled = pools.predicted
+    assert profiled is not None
+    took = statistics.median(actual(run)["train"].busy_s)
+    assert known["train", "h100"] == pytest.approx(took / profiled.stages["train"].parts_s["work"])
 
 
 def test_a_new_plan_replaces_the_old_one_only_when_asked(run: Run) -> None:

@@ -43,6 +43,6 @@ def test_the_whole_of_a_part() -> None:
 def test_a_part_names_itself_not_the_whole() -> None:
     last = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "7"}
     assert own_id(last) == "12_7"
-    assert own_id({"SLURM_JOB_ID": "12", COMPONENT: "1"}) == "12+1"
+    assert own_id({"SLURM_JOB_ID": "12", COMPONENT: "1,2"}) == "12+1"
     assert own_id({"SLURM_JOB_ID": "12"}) == "12"
     assert own_id({}) is None

@@ -44,17 +44,21 @@ CLUSTER = {
 )
 def test_impossible_requests(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        check_resources(Resources(**wanted), CLUSTER, "train")
+        check_resources(Resources(**wanted), CLUSTER, "stages.train")
 
 
 def test_a_possible_request_passes() -> None:
     check_resources(
-        Resources("a100", nodes=2, gpus_per_node=4, gpu_type="a100", time_min=60), CLUSTER, "train"
+        Resources("a100", nodes=2, gpus_per_node=4, gpu_type="a100", time_min=60),
+        CLUSTER,
+        "stages.train",
     )
 
 
 def test_a_list_of_partitions_passes_where_each_can() -> None:
-    check_resources(Resources("a100,h100", nodes=2, gpus_per_node=4, time_min=60), CLUSTER, "train")
+    check_resources(
+        Resources("a100,h100", nodes=2, gpus_per_node=4, time_min=60), CLUSTER, "stages.train"
+    )
 
 
 def test_the_settings_of_a_list_of_partitions_must_agree(tmp_path: Path) -> None:

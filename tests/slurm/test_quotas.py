@@ -112,14 +112,14 @@ def test_what_accounting_never_allows_is_refused_before_submission(
     account: dict[str, Any], qos: dict[str, Any], asked: dict[str, Any], message: str
 ) -> None:
     own = quotas(TEAM.model_copy(update=account), qos={"normal": QosLimits(**qos)})
-    own.check(Resources(), "train") if "is 0" not in message else None
+    own.check(Resources(), "stages.train") if "is 0" not in message else None
     with pytest.raises(PlanError, match=message):
-        own.check(Resources(**asked), "train")
+        own.check(Resources(**asked), "stages.train")
 
 
 def test_a_wider_qos_lifts_the_limits_of_the_account() -> None:
     own = quotas(qos={"normal": QosLimits(max_wall_min=6000)})
-    own.check(Resources(time_min=700), "train")
+    own.check(Resources(time_min=700), "stages.train")
 
 
 def test_refusals_that_pass_are_told_from_others() -> None:

@@ -59,8 +59,9 @@ def test_the_driver_takes_the_plan_for_unlike_partitions(
             sum(pool.gpus.values()),
         )
         jobs = [pool_needs(plan, number, slot) for slot in range(pool.workers or 1)]
+        assert all(len(parts) == 1 for parts in jobs)
         asks = Counter[str]()
-        for needs in jobs:
+        for (needs,) in jobs:
             asks[str(needs.partition)] += needs.nodes * needs.processes
         assert asks == pool.gpus
 
