@@ -56,7 +56,7 @@ on_policy = Flow(
         "inference": {
             "trajectories": Source("rollout"),
             "initial": INITIAL,
-            "checkpoint": Source("train", back=1),
+            "weights": Source("sync", back=1, otherwise="warm_start"),
         },
         "train": {
             "trajectories": Source("rollout"),

@@ -6,11 +6,11 @@ import numpy as np
 
 from rlinf.data.record import Record
 from stages.context import Context
-from stages.parts import held_reference, held_trainer, make_algorithm
+from stages.parts import held_policy, held_reference, make_algorithm
 
 
 def run(ctx: Context) -> None:
-    """Inputs ``trajectories``, ``initial`` and ``checkpoint``; output channel ``logprobs``."""
+    """Inputs ``trajectories``, ``initial`` and ``weights``; output channel ``logprobs``."""
     algorithm = make_algorithm(ctx.config)
     output = ctx.writer("logprobs")
     recompute = algorithm.config.old_logprobs == "recompute" or algorithm.needs_values
@@ -20,7 +20,7 @@ def run(ctx: Context) -> None:
         trajectories = ctx.records("trajectories", samples)
         columns: dict[int, dict[str, np.ndarray]] = {}
         if recompute:
-            trainer = held_trainer(ctx)
+            trainer = held_policy(ctx)
             with ctx.span("forward"):
                 for row, outputs in trainer.forward(trajectories, temperature):
                     column = columns.setdefault(row, {})

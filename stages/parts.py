@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify
@@ -27,6 +29,8 @@ from stages.context import Context
 from stages.layout import stage_folder
 
 LOOK_S = 0.05
+PUBLISHED, KEPT = "published", 4
+"""Of the newest published weights: the state of the trainer that they are from."""
 WEIGHTS = "weights"
 """Folder of a policy in an output, and the name of its tensors in memory."""
 
@@ -177,6 +181,59 @@ def held_trainer(ctx: Context) -> Any:
         held = ctx.resident["trainer"] = ((start, state), trainer)
     on_device(ctx, held[1], "weights")
     return held[1]
+
+
+def held_policy(ctx: Context) -> Any:
+    """A trainer with the weights of input ``weights``, to evaluate the policy with.
+
+    Where training goes on in this process, its own has them already. Another one keeps no optimizer
+    state, and takes later weights as they come. As for the trainer, it is on the device until a
+    wait.
+    """
+    start, weights = ctx.inputs["initial"].state, ctx.inputs["weights"]
+    state = weights.state
+    training = ctx.resident.get(PUBLISHED, {}).get(state)
+    if state == start:
+        training = (start, "")
+    held = ctx.resident.get("trainer")
+    if held is None or held[0] not in (training, (WEIGHTS, state)):
+        tensors = weights.held(WEIGHTS)
+        if tensors is None:
+            _ = weights.manifest  # waits for it: what follows must not
+        held = ctx.resident.pop("trainer", None)
+        with ctx.span("load"):
+            if held is not None and held[0][0] == WEIGHTS:
+                trainer = held[1]
+                on_device(ctx, trainer, "weights", filled=False)
+                trainer.load_weights(tensors or saved_weights(ctx, "weights"))
+            else:
+                # Not the weights of one in training, whose gradient may be half done.
+                del held
+                residency(ctx).clear(span=ctx.span)
+                source = "weights" if tensors is None else "initial"
+                trainer = new_trainer(ctx, ctx.verified(source) / WEIGHTS)
+                if tensors is not None:
+                    trainer.load_weights(tensors)
+        held = ctx.resident["trainer"] = ((WEIGHTS, state), trainer)
+    on_device(ctx, held[1], "weights")
+    return held[1]
+
+
+def saved_weights(ctx: Context, name: str) -> dict[str, Tensor]:
+    """The tensors in the policy folder of an input."""
+    policy, options = policy_class(ctx.config)
+    tensors: dict[str, Tensor] = policy.load(
+        ctx.verified(name) / WEIGHTS, options
+    ).module.state_dict()
+    return tensors
+
+
+def trainer_published(ctx: Context) -> None:
+    """Remember which state of the trainer has the weights that this attempt will commit."""
+    known = ctx.resident.setdefault(PUBLISHED, {})
+    known[f"{ctx.out}/{ctx.data.name}"] = ctx.resident["trainer"][0]
+    while len(known) > KEPT:
+        del known[next(iter(known))]
 
 
 def held_reference(ctx: Context) -> Any:

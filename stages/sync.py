@@ -11,7 +11,7 @@ from rlinf.config import RunConfig
 from rlinf.models.base import Policy
 from stages.context import Context
 from stages.layout import PER_ITERATION, stage_folder
-from stages.parts import WEIGHTS, held_trainer
+from stages.parts import WEIGHTS, held_trainer, trainer_published
 
 
 def run(ctx: Context) -> None:
@@ -23,6 +23,7 @@ def run(ctx: Context) -> None:
         ctx.hand_on(WEIGHTS, tensors)
         if ctx.world.rank == 0:
             ctx.later(lambda: _write(ctx, trainer.policy, tensors))
+    trainer_published(ctx)
     if ctx.world.rank == 0:
         ctx.metric("version", ctx.iteration + 1)
         ctx.metric("bytes", sum(tensor.nbytes for tensor in tensors.values()))

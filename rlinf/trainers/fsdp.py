@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -305,6 +305,22 @@ class FSDPTrainer:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take whole weights by name, as :meth:`full_state` gives them; every rank has them all.
+
+        The optimizer stays as it is: this is for log-probabilities, not for going on with training.
+        """
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        # Asked for its state, the module lets go of what it gathered for the last pass.
+        for name, value in self.policy.module.state_dict(keep_vars=True).items():
+            own, whole = value.detach(), tensors[name].to(value.device)
+            if isinstance(own, DTensor):
+                mesh, placements = own.device_mesh, own.placements
+                part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                own, whole = own.to_local(), part.to_local()
+            own.copy_(whole)
 
     def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
         """All weights, whole, on CPU, tied ones as one tensor; a collective of several ranks.

@@ -37,7 +37,7 @@ def test_stale_rollouts_wait_for_older_weights_and_for_no_newer(compose: Compose
     sources = [graph.inputs(Node("rollout", i))["weights"] for i in range(5)]
     start = Node("warm_start", 0)
     assert sources == [start, start, start, Node("sync", 0), Node("sync", 1)]
-    assert graph.inputs(Node("inference", 3))["checkpoint"] == Node("train", 2)
+    assert graph.inputs(Node("inference", 3))["weights"] == Node("sync", 2)
 
 
 def test_an_unknown_flow_gets_a_hint(compose: Compose) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.experiment import execute
 from tests.pipeline.helpers import contents
+from tests.pipeline.test_pools import MOVING, assert_like
 
 Compose = Callable[..., dict[str, Any]]
 POOLS = [
@@ -32,9 +33,9 @@ def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[s
     return values
 
 
-def arrived(run: Path) -> int:
-    """How many versions came to the rollout pool's memory."""
-    logs = (run / "logs" / "pools").glob("*pool-0-*.log")
+def arrived(run: Path, pool: int = 0) -> int:
+    """How many versions came to the memory of a pool's workers."""
+    logs = (run / "logs" / "pools").glob(f"*pool-{pool}-*.log")
     return sum(log.read_text().count("arrived") for log in logs)
 
 
@@ -46,6 +47,27 @@ def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     execute(pooled(compose, "sent", way))
     assert contents(tmp_path / "sent") == contents(tmp_path / "tiny")
     assert arrived(tmp_path / "sent") == 3
+
+
+def test_inference_elsewhere_takes_the_weights_as_they_come(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """Two ranks that keep no optimizer and read no checkpoint."""
+    moving = [word.removeprefix("++") for word in MOVING]
+    settings = ("iterations=3", "retention.last=3", "algorithm.old_logprobs=recompute", *moving)
+    values = compose("run.name=apart", "cluster=local", *settings)
+    values["plan"] = {
+        "grain": "segment",
+        "stages": {"inference": {"processes": 2}},
+        "pools": [
+            {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
+            {"stages": ["inference"], "gpus": {"local": 2}},
+        ],
+    }
+    execute(values)
+    execute(compose(*settings))
+    assert_like(tmp_path / "apart", tmp_path / "tiny")
+    assert arrived(tmp_path / "apart", pool=1) == 2 * 2
 
 
 @pytest.mark.slow

@@ -17,7 +17,15 @@ from rlinf.trainers.world import World
 from stages.board import Board
 from stages.context import Context, Input
 from stages.layout import stage_folder
-from stages.parts import held_engine, held_reference, held_trainer, on_device, residency
+from stages.parts import (
+    held_engine,
+    held_policy,
+    held_reference,
+    held_trainer,
+    on_device,
+    residency,
+    trainer_published,
+)
 from tests.conftest import TINY
 
 
@@ -95,3 +103,22 @@ def test_the_trainer_and_the_reference(run: Run) -> None:
         assert_there(held_reference(ctx), committed(run, "warm_start", 0))
     on_device(ctx, held_trainer(ctx))
     assert [span["name"] for span in ctx.spans].count("onload") > 0
+
+
+def test_the_policy_that_is_only_evaluated(run: Run) -> None:
+    """One trainer takes version after version; where training goes on its own has them already."""
+    resident: dict[str, Any] = {}
+    made = []
+    for of in [("warm_start", 0), ("sync", 0), ("sync", 1)]:
+        ctx = context(run, resident, initial=("warm_start", 0), weights=of)
+        made.append(held_policy(ctx))
+        assert_there(made[-1], committed(run, *of))
+    assert made[0] is made[1] is made[2]
+    trainer = held_trainer(
+        context(run, resident, initial=("warm_start", 0), checkpoint=("train", 0))
+    )
+    assert trainer is not made[-1]
+    ctx = context(run, resident, initial=("warm_start", 0), weights=("sync", 0))
+    ctx.out, ctx.data = ctx.inputs["weights"].folder, ctx.inputs["weights"].data
+    trainer_published(ctx)
+    assert held_policy(ctx) is trainer

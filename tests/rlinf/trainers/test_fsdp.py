@@ -68,6 +68,22 @@ print("ok")
 """
 
 
+TAKEN = """
+whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), AlgorithmConfig(),
+                    World())
+trainer.accumulate(records(), loss)
+trainer.update(lr=1e-2)
+for other in (make(), whole):
+    before = other.full_state(copy=True)
+    other.load_weights(trainer.full_state())
+    after = other.full_state()
+    assert all(torch.equal(after[name], t) for name, t in trainer.full_state().items())
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    assert after["lm_head.weight"] is after["model.embed_tokens.weight"]
+print("ok")
+"""
+
+
 def run(program: str, folder: Path, unit_mb: int = 32) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMON + program, str(folder), str(unit_mb)],
@@ -87,3 +103,10 @@ def test_shards_leave_the_device_between_all_calls_and_no_byte_changes(
     tmp_path: Path, unit_mb: int
 ) -> None:
     run(MOVED, tmp_path, unit_mb)
+
+
+@pytest.mark.parametrize("unit_mb", [0, 32])
+def test_whole_weights_are_taken_by_sharded_and_other_trainers(
+    tmp_path: Path, unit_mb: int
+) -> None:
+    run(TAKEN, tmp_path, unit_mb)
