@@ -28,6 +28,8 @@ T = TypeVar("T")
 COMMIT_LOOK_S = 0.02
 BRIEF_S = 0.002
 """Waits shorter than this are not recorded."""
+VERIFIED = 256
+"""Inputs known to be whole; who reads an older one again checks it again."""
 WAIT = "wait"
 PAUSES = frozenset({WAIT, "offload", "onload"})
 """Spans in which a stage computes nothing: it waits, or moves things from and to its device."""
@@ -221,18 +223,20 @@ class Context:
         return self.live.output.arriving(channel, count, self.stopping)
 
     def verified(self, name: str) -> Path:
-        """Data folder of an input after checking sizes and checksums, once per process.
+        """Data folder of an input after checking sizes and checksums, as a rule once per process.
 
         Raises:
             ArtifactError: a file is missing or altered.
         """
         entry = self.inputs[name]
-        done: set[tuple[str, str]] = self.resident.setdefault("verified", set())
+        done: dict[tuple[str, str], None] = self.resident.setdefault("verified", {})
         mark = (str(entry.folder), entry.manifest.data)
         if mark not in done:
             with self.span("verify"):
                 verify(entry.folder, entry.manifest, checksums=True)
-            done.add(mark)
+            done[mark] = None
+            while len(done) > VERIFIED:
+                done.pop(next(iter(done)), None)
         return entry.data
 
     def writer(self, channel: str) -> Writer:
@@ -251,6 +255,17 @@ class Context:
             work()
         else:
             self.live.later.append(work)
+
+    def let_go(self) -> None:
+        """End what refers back to this one, so that it is freed at once with all that it holds.
+
+        A cycle stays until Python's collector looks through all objects: after many iterations in
+        a large process, each of which would leave a copy of the weights and the optimizer.
+        """
+        for entry in self.inputs.values():
+            entry.waiting = contextlib.nullcontext
+        if self.live is not None:
+            self.live.later.clear()
 
     def keep(self, name: str, token: str, make: Callable[[], T]) -> T:
         """A resident object for one state of the world: ``make`` runs when ``token`` changed."""

@@ -125,6 +125,7 @@ class Generator:
             code, reason = error.exit_code, str(error)
         except BaseException as error:
             code, reason = 1, "".join(traceback.format_exception(error))
+        ctx.let_go()
         self._activity.ended(name)
         self._heirs.pop(claim, None)
         if code:

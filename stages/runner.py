@@ -214,8 +214,9 @@ class Attempt:
             entry.waiting = contextlib.nullcontext
         with self._removing():
             _ = ctx.key  # what follows removes old outputs: in the order of the iterations
-            for work in ctx.live.later if ctx.live else ():
-                work()
+            while ctx.live and ctx.live.later:
+                # What it writes is freed once it is written.
+                ctx.live.later.pop(0)()
             if ctx.world.size > 1:
                 report = {
                     "metrics": ctx.metrics,
@@ -249,6 +250,7 @@ class Attempt:
             if isinstance(error, Exception) and not isinstance(error, RlinfError):
                 full = storage_error(error, self.ctx.data)
             shutil.rmtree(self.ctx.data, ignore_errors=True)
+            self.ctx.let_go()
             if full is not None:
                 raise full from error
             raise

@@ -23,9 +23,30 @@ for _ in range(8):
 """
 
 
-def faults(how: str) -> list[int]:
+IN_THREADS = """
+import resource, sys, threading
+if sys.argv[1] == "kept":
+    from rlinf import machine
+    machine.keep_freed()
+over = threading.Event()
+def step(done):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [b"x" * 100_000 for _ in range(300)]
+    del blocks
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    done.set()
+    over.wait()  # an arena is given on when its thread ends
+for _ in range(4):
+    done = threading.Event()
+    threading.Thread(target=step, args=(done,)).start()
+    done.wait()
+over.set()
+"""
+
+
+def faults(how: str, program: str = FAULTS) -> list[int]:
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, how], capture_output=True, text=True, check=True
     )
     return [int(line) for line in done.stdout.split()]
 
@@ -38,6 +59,14 @@ def test_a_step_touches_the_pages_of_the_one_before() -> None:
     given_back, kept = faults("given back"), faults("kept")
     assert given_back[-1] > 10_000
     assert kept[-1] < given_back[-1] / 10
+
+
+def test_a_thread_touches_the_pages_of_the_one_before() -> None:
+    """30 MB are 7,300 pages; by itself glibc has an arena for each thread that is there."""
+    apart, together = faults("given back", IN_THREADS), faults("kept", IN_THREADS)
+    assert apart[-1] > 5_000
+    assert together[0] > 5_000
+    assert together[-1] < 500
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

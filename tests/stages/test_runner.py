@@ -1,0 +1,104 @@
+"""What an attempt holds is freed when it is through, not when Python's collector comes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stages.train
+from pipeline.experiment import compose
+from rlinf.config import RunConfig, validate
+from rlinf.errors import StageError
+from rlinf.trainers.world import World
+from stages.board import Output
+from stages.context import VERIFIED, Context, Input, Live
+from stages.runner import Attempt, StageCall, run_stage
+from stages.turns import Aside
+
+
+class Weights:
+    """Stands for a copy of them that waits to be written."""
+
+    def save(self, path: Path) -> None:
+        if path.name != "weights":
+            raise StageError("the disk is full")
+        path.write_text("1")
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo"]))
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def attempt(config: RunConfig, run: Path, **inputs: Input) -> Attempt:
+    """Of a stage in a pool."""
+    folders = {name: entry.folder for name, entry in inputs.items()}
+    now = time.time()
+    return Attempt(
+        StageCall("train", run / "config.yaml", run / "train", 0, folders),
+        config,
+        World(),
+        inputs,
+        {},
+        lambda: False,
+        began=now,
+        start=now,
+        live=Live(Output(), Aside(), lambda _: pytest.fail("it has no channels"), 1),
+    )
+
+
+@pytest.mark.parametrize("name", ["weights", "too much", "never written"])
+@pytest.mark.usefixtures("without_collector")
+def test_what_is_written_late_is_freed_at_once(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each iteration leaves a copy of weights and optimizer; collections are many of them apart."""
+    held: list[weakref.ref[Weights]] = []
+
+    def run(ctx: Context) -> None:
+        weights = Weights()
+        held.append(weakref.ref(weights))
+        ctx.later(lambda: weights.save(ctx.data / name))
+        if name == "never written":
+            raise StageError("a step failed")
+
+    monkeypatch.setattr(stages.train, "run", run)
+    work = attempt(config, tmp_path)
+    context = weakref.ref(work.ctx)
+    with contextlib.suppress(StageError):
+        work.compute()
+        work.commit()
+    assert held[0]() is None
+    assert (tmp_path / "train/manifest.json").exists() == (name == "weights")
+    del work
+    assert context() is None
+
+
+def test_what_is_known_of_inputs_stays_bounded(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that serves for 100,000 iterations reads some inputs of each."""
+    monkeypatch.setattr(stages.train, "run", lambda ctx: None)
+    call = StageCall("train", tmp_path / "config.yaml", tmp_path / "it")
+    manifest = run_stage(call, config=config)
+    resident: dict[str, object] = {}
+    for number in range(VERIFIED + 20):
+        folder = tmp_path / f"it{number}"
+        folder.symlink_to(call.out)
+        ctx = attempt(config, tmp_path, checkpoint=Input(folder, manifest)).ctx
+        ctx.resident = resident
+        ctx.verified("checkpoint")
+    assert len(resident["verified"]) == VERIFIED
