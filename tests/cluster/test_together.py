@@ -12,14 +12,13 @@ import yaml
 
 from launchers.base import Job, State
 from launchers.submitit import SubmititLauncher
-from pipeline.experiment import compose, execute
 from slurm.client import SlurmClient
 from slurm.ids import whole_of
 from stages.layout import POOLS
 from tests.cluster.helpers import finish_all, job, wait_until
 from tests.cluster.test_quotas import limited, nothing_queued  # noqa: F401
 from tests.cluster.test_runs import words
-from tests.pipeline.helpers import contents, start_driver, until
+from tests.pipeline.helpers import contents, run_here, start_driver, until
 
 pytestmark = pytest.mark.cluster
 A100 = {"partition": "a100", "gpus_per_node": 1, "gpu_type": "a100"}
@@ -88,8 +87,7 @@ def test_they_wait_until_there_is_room_for_all(
 def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(
     cluster: Path, tmp_path: Path
 ) -> None:
-    plain = words(tmp_path / "reference", "iterations=12")
-    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    run_here(words(tmp_path / "reference", "iterations=12"))
     plan = {
         "grain": "segment",
         "together": True,
