@@ -25,6 +25,9 @@ def stage_key(config: RunConfig, stage: str, iteration: int, inputs: Mapping[str
     """
     semantic = config.semantic()
     sections = {name: semantic[name] for name in SECTIONS[stage]}
+    if "evaluate" in sections:
+        # When, not how.
+        sections["evaluate"] = {k: v for k, v in sections["evaluate"].items() if k != "every"}
     schedule = sections.get("algorithm", {}).get("schedule", "constant")
     if stage == "train" and schedule != "constant":
         sections["iterations"] = semantic["iterations"]

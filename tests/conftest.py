@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,26 @@ settings.register_profile("rlinf", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("rlinf")
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny run, undisturbed, in one process. Tests copy what they change."""
+    from pipeline.experiment import compose as hydra_compose
+    from pipeline.experiment import execute
+
+    root = tmp_path_factory.mktemp("reference")
+    execute(hydra_compose(["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY]))
+    return root / "tiny"
+
+
+@pytest.fixture
+def undrawn() -> Iterator[None]:
+    """Runs that a test drives in its own process end without a report."""
+    from tests.pipeline.helpers import no_report
+
+    with no_report():
+        yield
+
+
 @pytest.fixture
 def compose(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Composed values of a tiny arithmetic run below a temporary folder, with overrides."""
@@ -33,7 +53,7 @@ def compose(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             [
                 f"experiment={experiment}",
                 f"++run.root={tmp_path}",
-                "++log.trackers=[]",
+                *QUIET,
                 *tiny,
                 *(f"++{word}" if "." in word.split("=")[0] else word for word in overrides),
             ]
@@ -42,6 +62,7 @@ def compose(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return make
 
 
+QUIET = ["++log.trackers=[]"]
 TINY = [
     "++run.name=tiny",
     "iterations=2",

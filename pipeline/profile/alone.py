@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.driver import Driver
@@ -16,8 +17,10 @@ from pipeline.metrics import manifest_of
 from pipeline.plan import Plan, StagePlan
 from pipeline.profile.schema import Overhead
 from pipeline.run import Run
+from rlinf.artifacts import MANIFEST, commit, read_manifest
 from rlinf.config import EvaluateSection, RunSection
 from rlinf.errors import RequeueRequested
+from stages.identity import stage_key
 from stages.layout import PER_ITERATION, stage_folder
 
 log = logging.getLogger("rlinf")
@@ -97,5 +100,10 @@ def like(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
         shutil.rmtree(partly, ignore_errors=True)
         # The manifest must not be there before the files.
         shutil.copytree(source, partly, copy_function=os.link)
+        manifest = read_manifest(source)
+        if manifest is not None:
+            # It was evaluated on more samples, and is to count all the same.
+            (partly / MANIFEST).unlink()
+            commit(partly, replace(manifest, key=stage_key(made.config, "warm_start", 0, {})))
         partly.rename(target)
     return made

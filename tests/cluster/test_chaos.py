@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.experiment import compose, execute
 from tests.cluster.chaos import FAULTS, Storm, restart_nodes
 from tests.cluster.test_runs import PLAN, words
-from tests.pipeline.helpers import contents, same_samples
+from tests.pipeline.helpers import contents, run_here, same_samples
 
 pytestmark = pytest.mark.cluster
 ITERATIONS = {"segment": 40, "elastic": 40, "stage": 5}
@@ -64,8 +63,7 @@ def shape(request: pytest.FixtureRequest) -> str:
 def reference(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing happened to."""
     root = tmp_path_factory.mktemp("reference")
-    plain = words(root, f"iterations={ITERATIONS[shape]}")
-    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    run_here(words(root, f"iterations={ITERATIONS[shape]}"))
     return root / "tiny"
 
 

@@ -11,7 +11,7 @@ import yaml
 from pipeline.generators import CLAIMS
 from stages.layout import POOLS
 from tests.pipeline import test_elastic as single
-from tests.pipeline.helpers import same_samples, start_driver
+from tests.pipeline.helpers import run_here, same_samples, start_driver
 
 pytestmark = pytest.mark.cluster
 
@@ -22,7 +22,7 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
     """Each kind has a worker, and both do a part of what the trainer leaves."""
     longer = ["rollout.horizon=96", "engine.max_rows=4", "iterations=8", "retention.trajectories=8"]
     log = tmp_path / "log"
-    single.finish(start_driver(single.words(tmp_path / "one", *longer), log), log)
+    run_here(single.words(tmp_path / "one", *longer))
     train = {"partition": "h100", "gpus": 1}
     plan = {
         "grain": "segment",

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.experiment import compose, execute
 from stages.layout import POOLS
 from tests.cluster.test_chaos import POOLS as PLAN
 from tests.cluster.test_runs import words
-from tests.pipeline.helpers import contents, start_driver
+from tests.pipeline.helpers import contents, run_here, start_driver
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ITERATIONS = 100
@@ -19,8 +18,7 @@ ITERATIONS = 100
 
 def test_a_run_outlasts_many_leases(cluster: Path, tmp_path: Path) -> None:
     """All end at about the same time; of each the next is there before."""
-    plain = words(tmp_path / "reference", f"iterations={ITERATIONS}")
-    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    run_here(words(tmp_path / "reference", f"iterations={ITERATIONS}"))
     short = {"partition": "cpu", "mem_mb": 2000, "time_min": 1}
     plan, site = tmp_path / "plan.yaml", tmp_path / "site.yaml"
     plan.write_text(yaml.safe_dump({**PLAN, "defaults": short}))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.experiment import compose, execute
 from rlinf import tree
 from tests.conftest import TINY
 from tests.pipeline.helpers import contents, start_driver
@@ -25,19 +24,14 @@ def words(root: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("reference")
-    marked = [
-        f"++{w}" if not w.startswith("experiment") else w for w in words(root, "iterations=3")
-    ]
-    execute(compose(marked))
-    return contents(root / "tiny")
+def reference(tiny_run: Path) -> dict[str, str]:
+    return contents(tiny_run)
 
 
 def test_slurm_jobs_give_the_same_bytes_though_the_driver_is_killed(
     cluster: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
-    call = words(tmp_path, "iterations=3", "cluster=slurm", "cluster.poll_s=0.2", f"plan={PLAN}")
+    call = words(tmp_path, "cluster=slurm", "cluster.poll_s=0.2", f"plan={PLAN}")
     driver = start_driver(call, tmp_path / "log")
     time.sleep(12)
     driver.kill()
@@ -52,7 +46,6 @@ def test_snakemake_gives_the_same_bytes(
     cluster: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
     settings = [word.replace(".", "__", word.split("=")[0].count(".")) for word in words(tmp_path)]
-    settings = [word for word in settings if not word.startswith("iterations")]
     done = subprocess.run(
         [
             sys.executable,
@@ -62,7 +55,6 @@ def test_snakemake_gives_the_same_bytes(
             "slurm",
             "--config",
             *settings,
-            "iterations=3",
             f"plan={PLAN}",
         ],
         cwd=tree.ROOT,
@@ -106,13 +98,14 @@ def test_snakemake_survives_a_cancelled_job(cluster: Path, tmp_path: Path, profi
     assert (tmp_path / "cp/it/0000/sync/manifest.json").exists()
 
 
-@pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("submitit_local", marks=pytest.mark.slow), "submitit_slurm"]
+)
 def test_a_sweep_runs_its_points_as_jobs(
     cluster: Path, reference: dict[str, str], tmp_path: Path, launcher: str
 ) -> None:
     plain = words(
         tmp_path,
-        "iterations=3",
         "algorithm.lr=1e-2,1e-3",
         f"hydra/launcher={launcher}",
     )

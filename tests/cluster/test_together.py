@@ -12,15 +12,14 @@ import yaml
 
 from launchers.base import Job, State
 from launchers.submitit import SubmititLauncher
-from pipeline.experiment import compose, execute
 from slurm.client import SlurmClient
 from slurm.ids import whole_of
 from stages.layout import POOLS
 from tests.cluster.helpers import finish_all, job, wait_until
 from tests.cluster.test_quotas import limited, nothing_queued  # noqa: F401
 from tests.cluster.test_runs import words
-from tests.pipeline.helpers import contents, start_driver, until
-from tests.pipeline.test_pools import MOVING, assert_like
+from tests.pipeline.helpers import contents, run_here, start_driver, until
+from tests.pipeline.test_pools import assert_like
 
 pytestmark = pytest.mark.cluster
 A100 = {"partition": "a100", "gpus_per_node": 1, "gpu_type": "a100"}
@@ -110,9 +109,7 @@ def test_ranks_of_one_job_go_on_in_another_partition(
 
 def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -> None:
     """With unequal shares, in a pool that is a heterogeneous job, beside one that is not."""
-    moving = [word.removeprefix("++") for word in MOVING]
-    plain = words(tmp_path / "reference", *moving)
-    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    run_here(words(tmp_path / "reference"))
     train = {"partition": "h100", "processes": 2, "gpus": 2, "shares": {"h100": 2.0, "a100": 1.0}}
     plan = {
         "grain": "segment",
@@ -129,7 +126,7 @@ def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -
         ],
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    call = words(tmp_path, *moving, "cluster=slurm", "cluster.poll_s=0.2")
+    call = words(tmp_path, "cluster=slurm", "cluster.poll_s=0.2")
     driver = start_driver([*call, f"plan={tmp_path / 'plan.yaml'}"], tmp_path / "log")
     assert driver.wait(timeout=250) == 0, (tmp_path / "log").read_text()
     assert_like(tmp_path / "tiny", tmp_path / "reference" / "tiny")
@@ -139,8 +136,7 @@ def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -
 def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(
     cluster: Path, tmp_path: Path
 ) -> None:
-    plain = words(tmp_path / "reference", "iterations=12")
-    execute(compose([word if word.startswith("exp") else f"++{word}" for word in plain]))
+    run_here(words(tmp_path / "reference", "iterations=12"))
     plan = {
         "grain": "segment",
         "together": True,

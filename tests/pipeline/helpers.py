@@ -8,16 +8,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.experiment import compose, execute
 from rlinf import tree
 from rlinf.artifacts import read_manifest
 from rlinf.channels.file import FileReader
 from rlinf.data.record import Record
+from rlinf.launch import forced
 
 
 def contents(run: Path) -> dict[str, str]:
@@ -41,6 +44,20 @@ def budget_gib(run: Path, models: float) -> float:
     """As large as so many copies of the weights of a run."""
     weights = next((run / "warm_start").glob("data-*/weights/model.safetensors"))
     return models * weights.stat().st_size / (1 << 30)
+
+
+@contextmanager
+def no_report() -> Iterator[None]:
+    """Runs in this process end without a report: drawing it takes longer than a tiny run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.experiment.write_report", lambda run: run / "report")
+        yield
+
+
+def run_here(words: list[str]) -> None:
+    """The run of a command line, in this process and without a report."""
+    with no_report():
+        execute(compose([forced(word) for word in words]))
 
 
 def start_driver(

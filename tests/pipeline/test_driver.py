@@ -24,17 +24,13 @@ from tests.conftest import TINY
 from tests.pipeline.helpers import contents, start_driver
 
 Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tiny_run: Path) -> Path:
     """An undisturbed run in one process."""
-    from pipeline.experiment import compose as hydra_compose
-
-    root = tmp_path_factory.mktemp("reference")
-    words = ["experiment=arithmetic_grpo", f"++run.root={root}", "++log.trackers=[]", *TINY]
-    execute(hydra_compose(words))
-    return root / "tiny"
+    return tiny_run
 
 
 def test_a_run_leaves_everything_a_user_looks_for(reference: Path) -> None:
@@ -103,10 +99,12 @@ def test_two_ranks_make_the_same_update_of_a_policy_with_continuous_actions(
         "iterations=1",
     )
     runs = []
-    for name, processes in (("one", 1), ("two", 2)):
-        values = compose(*small, f"run.name={name}", "cluster=local", experiment="halfcheetah_ppo")
-        resources = {"processes": processes}
-        values["plan"] = {"stages": dict.fromkeys(("inference", "train"), resources)}
+    for name, cluster in (("one", "inprocess"), ("two", "local")):
+        words = (*small, f"run.name={name}", f"cluster={cluster}")
+        values = compose(*words, experiment="halfcheetah_ppo")
+        if name == "two":
+            ranks = {"processes": 2}
+            values["plan"] = {"stages": dict.fromkeys(("inference", "train"), ranks)}
         execute(values)
         runs.append(weights(tmp_path / name, 0))
     for name, tensor in runs[0].items():

@@ -17,7 +17,7 @@ from pipeline.run import Run
 from pipeline.scaling import scale
 from stages.layout import POOLS
 from tests.conftest import TINY
-from tests.pipeline.helpers import same_samples, start_driver, until
+from tests.pipeline.helpers import run_here, same_samples, start_driver, until
 
 BATCH, GROUP, ITERATIONS = 24, 4, 4
 
@@ -56,7 +56,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
     root = tmp_path_factory.mktemp("reference")
-    finish(start_driver(words(root), root / "log"), root / "log")
+    run_here(words(root))
     return root / "tiny"
 
 
@@ -92,7 +92,7 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness:
     many = 8
     long = ["rollout.horizon=128", "engine.max_rows=4", f"iterations={many}"]
     long += [f"retention.trajectories={many}", f"rollout.staleness={staleness}"]
-    finish(start_driver(words(tmp_path / "one", *long), log), log)
+    run_here(words(tmp_path / "one", *long))
     plan = pools(1).replace("train]", "train], helps_rollout: true")
     finish(start_driver(words(tmp_path, "cluster=local", plan, *long), log), log)
     same_samples(run, tmp_path / "one" / "tiny", range(many))

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from pipeline.experiment import execute
-from tests.pipeline.helpers import contents
-from tests.pipeline.test_pools import MOVING, assert_like
+from tests.conftest import QUIET, TINY
+from tests.pipeline.helpers import contents, run_here
+from tests.pipeline.test_pools import assert_like
 
 Compose = Callable[..., dict[str, Any]]
 POOLS = [
@@ -22,7 +23,16 @@ POOLS = [
     {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
 ]
 EDGES = ("sync -> rollout", "sync -> evaluate")
+pytestmark = pytest.mark.usefixtures("undrawn")
 RECORDS = ("rollout -> reward", "rollout -> inference", "rollout -> train")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in one process."""
+    root = tmp_path_factory.mktemp("reference")
+    run_here(["experiment=arithmetic_grpo", f"run.root={root}", *QUIET, *TINY, "iterations=3"])
+    return root / "tiny"
 
 
 def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[str, Any]:
@@ -41,11 +51,10 @@ def arrived(run: Path, pool: int = 0) -> int:
 
 @pytest.mark.parametrize("way", ["shared_memory", pytest.param("socket", marks=pytest.mark.slow)])
 def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
-    compose: Compose, tmp_path: Path, way: str
+    reference: Path, compose: Compose, tmp_path: Path, way: str
 ) -> None:
-    execute(compose("iterations=3"))
     execute(pooled(compose, "sent", way))
-    assert contents(tmp_path / "sent") == contents(tmp_path / "tiny")
+    assert contents(tmp_path / "sent") == contents(reference)
     assert arrived(tmp_path / "sent") == 3
 
 
@@ -53,8 +62,7 @@ def test_inference_elsewhere_takes_the_weights_as_they_come(
     compose: Compose, tmp_path: Path
 ) -> None:
     """Two ranks that keep no optimizer and read no checkpoint."""
-    moving = [word.removeprefix("++") for word in MOVING]
-    settings = ("iterations=3", "retention.last=3", "algorithm.old_logprobs=recompute", *moving)
+    settings = ("iterations=3", "retention.last=3", "algorithm.old_logprobs=recompute")
     values = compose("run.name=apart", "cluster=local", *settings)
     values["plan"] = {
         "grain": "segment",
@@ -89,7 +97,7 @@ def test_weights_that_are_to_go_by_file_are_not_sent(compose: Compose, tmp_path:
 
 
 def test_who_waits_for_weights_goes_on_after_their_sender_is_killed(
-    compose: Compose, tmp_path: Path
+    reference: Path, compose: Compose, tmp_path: Path
 ) -> None:
     run = tmp_path / "killed"
     killer = threading.Thread(target=kill_sender, args=(run,), daemon=True)
@@ -97,8 +105,7 @@ def test_who_waits_for_weights_goes_on_after_their_sender_is_killed(
     execute(pooled(compose, "killed", "shared_memory"))
     killer.join(1)
     assert not killer.is_alive()
-    execute(compose("iterations=3"))
-    assert contents(run) == contents(tmp_path / "tiny")
+    assert contents(run) == contents(reference)
 
 
 def kill_sender(run: Path) -> None:

@@ -15,8 +15,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline.experiment import compose as hydra_compose
-from pipeline.experiment import drive, execute
+from pipeline.experiment import drive, execute, prepare
 from pipeline.run import LOCK, Run
 from rlinf.artifacts import read_manifest
 from rlinf.channels.control import POINTER
@@ -28,8 +27,7 @@ from tests.pipeline.helpers import budget_gib, contents, moves, start_driver
 from tests.pipeline.test_driver import weights
 
 Compose = Callable[..., dict[str, Any]]
-MOVING = ["++algorithm.entropy_bonus=0.1", "++algorithm.lr=1e-2"]
-"""Tiny runs earn no reward: without these the weights would stay, and nothing would be compared."""
+pytestmark = pytest.mark.usefixtures("undrawn")
 ALL = ["rollout", "reward", "inference", "train"]
 ONE = {"grain": "segment", "pools": [{"stages": ALL, "gpus": {"local": 1}}]}
 TWO = {
@@ -45,20 +43,16 @@ PLANS = {"collocated": ONE, "disaggregated": TWO}
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tiny_run: Path) -> Path:
     """An undisturbed run in one process, whose weights move."""
-    root = tmp_path_factory.mktemp("reference")
-    words = ["experiment=arithmetic_grpo", f"++run.root={root}", "++log.trackers=[]"]
-    execute(hydra_compose([*words, *TINY, *MOVING]))
-    assert rows(root / "tiny")[1]["train/grad_norm"] > 0
-    return root / "tiny"
+    assert rows(tiny_run)[1]["train/grad_norm"] > 0
+    return tiny_run
 
 
 @pytest.fixture
 def pooled(compose: Compose, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def make(plan: dict[str, Any], *overrides: str) -> dict[str, Any]:
-        moving = [word.removeprefix("++") for word in MOVING]
-        return {**compose("cluster=local", *moving, *overrides), "plan": plan}
+        return {**compose("cluster=local", *overrides), "plan": plan}
 
     return make
 
@@ -229,9 +223,10 @@ def test_a_stage_that_always_fails_stops_the_run_with_its_own_reason(
     assert not workers(run)
 
 
-def test_a_damaged_input_is_made_again(reference: Path, pooled: Compose, tmp_path: Path) -> None:
-    execute(pooled(ONE))
-    run = tmp_path / "tiny"
+def test_a_damaged_input_is_made_again(reference: Path, pooled: Compose) -> None:
+    run = prepare(pooled(ONE)).folder
+    for made in ("warm_start", "it", "evaluate"):
+        shutil.copytree(reference / made, run / made)
     for later in ("it/0001/train", "it/0001/sync", "evaluate/0002"):
         shutil.rmtree(run / later)
     folder = run / "it/0001/rollout"
@@ -247,8 +242,6 @@ def test_a_damaged_input_is_made_again(reference: Path, pooled: Compose, tmp_pat
 
 
 def test_a_second_driver_takes_no_workers_from_the_first(pooled: Compose, tmp_path: Path) -> None:
-    from pipeline.experiment import prepare
-
     run = prepare(pooled(ONE))
     with run.driven(), pytest.raises(RunLockedError):
         drive(run)
@@ -258,7 +251,7 @@ def test_a_second_driver_takes_no_workers_from_the_first(pooled: Compose, tmp_pa
 
 def _words(root: Path, plan: str) -> list[str]:
     words = ["experiment=arithmetic_grpo", f"run.root={root}", "log.trackers=[]", "cluster=local"]
-    words += [word.removeprefix("++") for word in (*TINY, *MOVING)]
+    words += [word.removeprefix("++") for word in TINY]
     return [*words, f"plan={_hydra(PLANS[plan])}"]
 
 

@@ -45,6 +45,7 @@ def test_stale_rollouts_go_on_during_the_update_and_give_the_same_run(
     assert all(versions), "no rollout waits for the update just before it"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_samples_under_way_take_on_weights_that_were_published_meanwhile(
     compose: Compose, tmp_path: Path
 ) -> None:

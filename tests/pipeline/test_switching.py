@@ -29,6 +29,7 @@ WORDS = {
 """What each experiment adds: a reference beside the policy, a small size."""
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("experiment", list(WORDS))
 def test_a_budget_for_one_stage_at_a_time_changes_no_byte(
     compose: Compose, tmp_path: Path, experiment: str

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import pytest
 
-from pipeline.experiment import execute
+from pipeline.experiment import compose, prepare, warm_start
 from rlinf.artifacts import read_manifest
 from rlinf.config import RunConfig
 from stages.activity import Activity
@@ -20,6 +21,7 @@ from stages.inbox import Inbox, Outbox
 from stages.layout import CONFIG
 from stages.runner import load_config
 from stages.turns import Turns
+from tests.conftest import QUIET, TINY
 
 OUT = "it/0000/rollout"
 
@@ -77,12 +79,20 @@ class Bench:
         self.inbox.close()
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run after its warm start."""
+    root = tmp_path_factory.mktemp("warm")
+    words = ["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY]
+    run = prepare(compose([*words, "iterations=1", "++rollout.horizon=64"]))
+    warm_start(run)
+    assert read_manifest(run.folder / "warm_start") is not None
+    return run.folder
+
+
 @pytest.fixture
-def bench(compose: Callable[..., dict[str, Any]], tmp_path: Path) -> Iterator[Bench]:
-    execute(compose("iterations=1", "rollout.horizon=64"))
-    run = tmp_path / "tiny"
-    assert read_manifest(run / "warm_start") is not None
-    made = Bench(run)
+def bench(warm: Path, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(shutil.copytree(warm, tmp_path / "tiny"))
     yield made
     made.close()
 

@@ -162,7 +162,11 @@ def test_an_unknown_partition_is_refused_before_anything_runs(compose: Compose) 
     assert not (run.folder / "warm_start").exists()
 
 
-def test_a_damaged_trial_is_refused_until_fresh(compose: Compose) -> None:
+def test_a_damaged_trial_is_refused_until_fresh(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Jobs on their own have no trial.
+    monkeypatch.setattr("pipeline.profile.alone.measure", lambda *_: [])
     run = prepare(compose(*WORDS))
     key = kind_key(Identity.of(run.config), local_kind())
     trial = run.folder.parent / ".profiles" / key / "1x1" / "trial.json"
