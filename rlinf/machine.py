@@ -10,8 +10,8 @@ the arithmetic.
 Each stage of each iteration is a thread of its own, and glibc gives threads up to eight arenas per
 core, none of which takes what is free in another. With one for all, the workers of a run of small
 models in two pools on two cores gained 0.1 to 0.8 MiB in 200 iterations after the 150th instead of
-1.0 to 2.4, and held 6 to 16 MiB less. Iterations took as long (0.99; with
-the example's model 0.95 and 0.99), with 1 % more processor time.
+1.0 to 2.4, and held 6 to 16 MiB less. Iterations took as long (0.99; with the example's model 0.95
+and 0.99), with 1 % more processor time.
 """
 
 from __future__ import annotations
