@@ -18,7 +18,7 @@ from typing import Any
 from launchers.base import Job, Resources
 from launchers.job import ModuleCall
 from rlinf import machine
-from rlinf.errors import SlurmError
+from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError
 from rlinf.tree import python_path
 from slurm.client import run
 from slurm.deadline import MARGIN
@@ -30,7 +30,10 @@ EARLY_S = 30
 _UNTIL_ONE_FAILS = """
 code=0
 for _ in $(seq {count}); do
-  wait -n || {{ code=$?; kill $(jobs -p); break; }}
+  wait -n && continue
+  code=$?
+  # What was asked to stop has said so by this code; so will the others, in their own time.
+  if [ $code != {stopped} ]; then kill $(jobs -p); break; fi
 done
 wait
 exit $code
@@ -106,7 +109,33 @@ def together_script(jobs: Sequence[Job]) -> str:
         starts.append(f"srun {' : '.join(steps)} &")
     header = "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in options)
     body = "\n".join(starts)
-    return f"#!/bin/bash\n{header}\n\n{body}\n{_UNTIL_ONE_FAILS.format(count=len(jobs))}"
+    end = _UNTIL_ONE_FAILS.format(count=len(jobs), stopped=EXIT_REQUEUE)
+    return f"#!/bin/bash\n{header}\n\n{body}\n{end}"
+
+
+def check_components(components: Sequence[tuple[str, Resources]]) -> None:
+    """See that components of a heterogeneous job can have what each asks for, and no more.
+
+    A component takes over most of what the one before it says and it does not (measured on 22.05:
+    time, memory, excluded nodes, nice).
+
+    Args:
+        components: with the key of the plan that each is from.
+
+    Raises:
+        PlanError: an option is given for one and not for a later one.
+    """
+    said: dict[str, str] = {}
+    for key, needs in components:
+        own = _options(parameters(key, needs))
+        for option, before in said.items():
+            if option not in own:
+                raise PlanError(
+                    f"plan: {before} and {key} are one heterogeneous job, where the first one's "
+                    f"--{option} of sbatch would hold for the other too: say it for both, in the "
+                    "plan or the site file"
+                )
+        said |= {option: key for option in own if option not in said}
 
 
 def _firsts(jobs: Sequence[Job]) -> list[int]:
@@ -114,8 +143,8 @@ def _firsts(jobs: Sequence[Job]) -> list[int]:
     return [0, *accumulate(len(job.components) for job in jobs[:-1])]
 
 
-def _flags(wanted: Mapping[str, Any]) -> list[str]:
-    """Lines of a batch script for what :func:`parameters` gives, as submitit writes them."""
+def _options(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """sbatch's options for what :func:`parameters` gives, by name."""
     values = {
         key: value
         for key, value in wanted.items()
@@ -123,11 +152,19 @@ def _flags(wanted: Mapping[str, Any]) -> list[str]:
     }
     # Slurm has no arrays of heterogeneous jobs.
     values.pop("array_parallelism", None)
-    values |= {"signal": f"USR2@{wanted['signal_delay_s']}", **wanted["additional_parameters"]}
+    values |= {
+        "signal": f"USR2@{wanted['signal_delay_s']}",
+        "gres": "none",
+        **wanted["additional_parameters"],
+    }
+    return {key.replace("_", "-"): value for key, value in values.items() if value is not None}
+
+
+def _flags(wanted: Mapping[str, Any]) -> list[str]:
+    """The options as lines of a batch script, as submitit writes them."""
     return [
-        f"#SBATCH --{key.replace('_', '-')}" + (f"={shlex.quote(str(value))}" * (value is not True))
-        for key, value in sorted(values.items())
-        if value is not None
+        f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" * (value is not True))
+        for name, value in sorted(_options(wanted).items())
     ]
 
 

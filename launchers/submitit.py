@@ -200,8 +200,9 @@ class SubmititLauncher:
             if time.time() - since < self.grace_s:
                 # The manifest of a job that ended well may show late on a network filesystem.
                 return Status(State.RUNNING, None, "ended; waiting for its manifest")
-        if code is None or status.state is State.CANCELLED:
-            # What a cancelled job ended with is no wish of its own.
+        if status.state is State.CANCELLED or (code is None and "+" not in identity):
+            # What a cancelled job ended with is no wish of its own. The components of a
+            # heterogeneous job all have the code of the one that failed.
             code = status.exit_code
         reason = f"job {identity} {status.reason or status.state.value}".strip()
         return Status(

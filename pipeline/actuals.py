@@ -63,16 +63,20 @@ class Comparison:
 
 
 def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
-    """By stage, and ``iteration`` for the whole; what never finished is left out.
+    """By stage, and ``iteration`` for the whole; what never finished is left out, and what began
+    under an earlier plan.
 
     An iteration lasts from one publication of weights to the next, so the first does not count.
     """
     graph = Graph(run.config)
+    predicted = Plan.read(run.folder).predicted
+    since = (predicted.since if predicted else None) or 0.0
     whole: dict[str, list[float]] = {}
     inside: dict[str, list[float]] = {}
     busy: dict[str, list[float]] = {}
     for iteration in iterations(run.folder)[-newest:]:
-        if not iteration:
+        first = manifest_of(run.folder, PER_ITERATION[0], iteration)
+        if not iteration or first is None or first.timing["began"] < since:
             continue
         for stage in PER_ITERATION:
             manifest = manifest_of(run.folder, stage, iteration)

@@ -64,7 +64,24 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         needs = resources(part, cluster)
         check_resources(needs, partitions, key)
         quotas.check(needs, key)
+    check_together(plan, cluster)
     return SubmititLauncher(client, quotas)
+
+
+def check_together(plan: Plan, cluster: ClusterConfig) -> None:
+    """See that what will be heterogeneous jobs can be.
+
+    Raises:
+        PlanError: their components ask for what Slurm cannot tell apart.
+    """
+    from launchers.sbatch import check_components
+
+    jobs = []
+    for number in [n for n, pool in enumerate(plan.pools) if pool.workers is None]:
+        key, parts = f"pools[{number}]", pool_needs(plan, number)
+        jobs.append([(f"{key} on {part.partition}", resources(part, cluster)) for part in parts])
+    for components in [[part for job in jobs for part in job]] if plan.together else jobs:
+        check_components(components)
 
 
 def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:

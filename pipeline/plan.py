@@ -136,6 +136,9 @@ class Forecast(Section):
     stages: dict[str, StageForecast] = {}
     sources: Sources | None = None
     learnt: tuple[Learnt, ...] = ()
+    since: float | None = None
+    """When the plan took the place of another one, seconds since the epoch: iterations that began
+    before it are not its own."""
 
 
 Grain = Literal["stage", "segment"]

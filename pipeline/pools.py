@@ -53,6 +53,7 @@ HOLD_S = 0.5
 STATUS_S = 1.0
 LEAVE_S = 10.0
 """How long workers have to leave before their jobs are cancelled."""
+_NO_FAILURE = (None, 0, EXIT_REQUEUE)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 log = logging.getLogger("rlinf")
 
@@ -545,11 +546,15 @@ class PoolExecutor:
         """Ask how the jobs are: one query for all pools."""
         jobs = [member.job for pool in self._pools for member in pool.members]
         statuses: Mapping[str, Status] = self.launcher.poll(jobs) if jobs else {}
-        for pool in self._pools:
-            for member in list(pool.members):
-                status = statuses.get(member.job)
-                if status is None or status.state.active:
-                    continue
+        over = [
+            (pool, member, status)
+            for pool in self._pools
+            for member in pool.members
+            if (status := statuses.get(member.job)) is not None and not status.state.active
+        ]
+        # Of those that end together the one that failed comes first: it is to blame.
+        for pool, member, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
+            if member in pool.members:
                 what = f"job {member.job} {status.state.value}: {status.reason}".strip()
                 if status.exit_code == EXIT_REQUEUE:
                     member.finished = max(1, member.finished)

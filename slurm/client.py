@@ -90,11 +90,15 @@ class SlurmClient:
     def cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs; those already gone are no error, and keep no other one alive.
 
+        A component of a heterogeneous job goes with the whole: while it waits, Slurm refuses to
+        cancel it alone.
+
         Raises:
             SlurmError: a job that is there could not be cancelled.
         """
         if not ids:
             return
+        ids = {whole_of(identity) if "+" in identity else identity for identity in ids}
         try:
             self.run("scancel", *sorted(ids))
         except SlurmError as error:

@@ -15,6 +15,7 @@ runs is not noticed: a longer one ends in a requeue too early, a shorter one nee
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -24,7 +25,7 @@ from datetime import datetime
 
 from rlinf.errors import SlurmError
 from slurm.client import run
-from slurm.ids import own_id
+from slurm.ids import own_components, own_id
 
 log = logging.getLogger("rlinf")
 
@@ -85,8 +86,11 @@ def job_span(
         return Span(_seconds(environment.get("SLURM_JOB_START_TIME", "")), end)
     if environment.get("SLURM_PROCID", "0") != "0":
         return Span(None, None)
+    names = own_components(environment) or [identity]
     try:
-        return parse_span(ask(["scontrol", "show", "job", "-o", identity]))
+        spans = [parse_span(ask(["scontrol", "show", "job", "-o", name])) for name in names]
+        # Where the components of a job have limits of their own, the shortest ends it.
+        return min(spans, key=lambda span: math.inf if span.end is None else span.end)
     except SlurmError as error:
         log.warning("the end of job %s is not known: %s", identity, error)
         return Span(None, None)

@@ -50,6 +50,12 @@ def own_id(environment: Mapping[str, str] = os.environ) -> str | None:
     array = environment.get("SLURM_ARRAY_JOB_ID")
     if array is not None and "SLURM_ARRAY_TASK_ID" in environment:
         return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
-    if "SLURM_JOB_ID" in environment and COMPONENT in environment:
-        return f"{environment['SLURM_JOB_ID']}+{environment[COMPONENT].partition(',')[0]}"
-    return environment.get("SLURM_JOB_ID")
+    components = own_components(environment)
+    return components[0] if components else environment.get("SLURM_JOB_ID")
+
+
+def own_components(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The components of a heterogeneous job that this process's ranks are on; else none."""
+    if "SLURM_JOB_ID" not in environment or COMPONENT not in environment:
+        return []
+    return [f"{environment['SLURM_JOB_ID']}+{n}" for n in environment[COMPONENT].split(",")]

@@ -200,6 +200,10 @@ class Output:
         with self._changed:
             self._streams.pop(channel, None)
 
+    def streams(self, channel: str) -> bool:
+        """Whether it hands on records by this name."""
+        return channel in self._streams
+
     def matches(self, channel: str, manifest: Manifest) -> bool:
         """Whether what was handed on here is what was committed, maybe by another attempt."""
         if channel in self._streams:

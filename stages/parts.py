@@ -31,6 +31,8 @@ from stages.layout import stage_folder
 LOOK_S = 0.05
 PUBLISHED, KEPT = "published", 4
 """Of the newest published weights: the state of the trainer that they are from."""
+POLICY = "policy"
+"""What only evaluates, and the state of its weights."""
 WEIGHTS = "weights"
 """Folder of a policy in an output, and the name of its tensors in memory."""
 
@@ -167,6 +169,9 @@ def held_trainer(ctx: Context) -> Any:
     state = checkpoint.state if checkpoint else ""
     start = initial.state
     held = ctx.resident.get("trainer")
+    if held is None and (start, state) == (ctx.resident.get(POLICY, ("",))[0], ""):
+        # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
+        held = ctx.resident["trainer"] = ((start, state), ctx.resident.pop(POLICY)[1])
     if held is None or held[0] != (start, state):
         for entry in (initial, checkpoint) if checkpoint else (initial,):
             _ = entry.manifest  # waits for it: what follows must not
@@ -186,35 +191,37 @@ def held_trainer(ctx: Context) -> Any:
 def held_policy(ctx: Context) -> Any:
     """A trainer with the weights of input ``weights``, to evaluate the policy with.
 
-    Where training goes on in this process, its own has them already. Another one keeps no optimizer
-    state, and takes later weights as they come. As for the trainer, it is on the device until a
-    wait.
+    Where training goes on in this process and has come as far as these weights, it is that one.
+    Another one keeps no optimizer state, and takes later weights as they come. As for the trainer,
+    it is on the device until a wait.
     """
     start, weights = ctx.inputs["initial"].state, ctx.inputs["weights"]
     state = weights.state
-    training = ctx.resident.get(PUBLISHED, {}).get(state)
-    if state == start:
-        training = (start, "")
+    training = (start, "") if state == start else ctx.resident.get(PUBLISHED, {}).get(state)
     held = ctx.resident.get("trainer")
-    if held is None or held[0] not in (training, (WEIGHTS, state)):
+    if held is not None and held[0] == training:
+        ctx.resident.pop(POLICY, None)
+        on_device(ctx, held[1], "weights")
+        return held[1]
+    held = ctx.resident.get(POLICY)
+    if held is None or held[0] != state:
         tensors = weights.held(WEIGHTS)
         if tensors is None:
             _ = weights.manifest  # waits for it: what follows must not
-        held = ctx.resident.pop("trainer", None)
+            state = weights.state
+        held = ctx.resident.pop(POLICY, None)
         with ctx.span("load"):
-            if held is not None and held[0][0] == WEIGHTS:
-                trainer = held[1]
-                on_device(ctx, trainer, "weights", filled=False)
-                trainer.load_weights(tensors or saved_weights(ctx, "weights"))
-            else:
-                # Not the weights of one in training, whose gradient may be half done.
-                del held
+            if held is None:
                 residency(ctx).clear(span=ctx.span)
                 source = "weights" if tensors is None else "initial"
                 trainer = new_trainer(ctx, ctx.verified(source) / WEIGHTS)
-                if tensors is not None:
-                    trainer.load_weights(tensors)
-        held = ctx.resident["trainer"] = ((WEIGHTS, state), trainer)
+            else:
+                trainer = held[1]
+                on_device(ctx, trainer, "weights", filled=False)
+                tensors = tensors or saved_weights(ctx, "weights")
+            if tensors is not None:
+                trainer.load_weights(tensors)
+        held = ctx.resident[POLICY] = (state, trainer)
     on_device(ctx, held[1], "weights")
     return held[1]
 

@@ -208,7 +208,8 @@ class Arrivals:
         self._others: dict[str, list[str]] = {}
         """By output: who gets each bucket as it comes."""
         self._coming: dict[str, _Coming] = {}
-        self._here: dict[int, str] = {}
+        self._here: dict[int, tuple[str, str]] = {}
+        """By version: its output and attempt."""
         self._reader: tuple[str, SharedReader] | None = None
 
     def take(self, out: str, record: Record) -> None:
@@ -253,7 +254,7 @@ class Arrivals:
         if digest(number, coming.text, sums) != record.info[DIGEST]:
             raise TransferError(f"version {number} is not what was sent")
         del self._coming[out]
-        self._publisher.forward(out, self._others.pop(out, ()), record)
+        self._publisher.forward(out, self._others.get(out, ()), record)
         self._ready(out, number, attempt, coming.layout.views(coming.flat))
 
     def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
@@ -272,11 +273,14 @@ class Arrivals:
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
     def _ready(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
-        if number in self._here or (len(self._here) >= self._keep and number < min(self._here)):
+        for old in [old for old, coming in self._coming.items() if coming.number <= number]:
+            del self._coming[old]  # the rest of it does not come any more
+        late = len(self._here) >= self._keep and number < min(self._here)
+        if late or self._here.get(number) == (out, attempt):
             return
-        self._here[number] = out
+        self._here[number] = (out, attempt)
         while len(self._here) > self._keep:
-            gone = self._here.pop(min(self._here))
+            gone, _ = self._here.pop(min(self._here))
             self._board.output(gone).objects.pop(WEIGHTS, None)
         output = self._board.output(out)
         output.objects[WEIGHTS] = tensors

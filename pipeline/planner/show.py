@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -235,8 +236,15 @@ def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: b
     console = Console()
     console.print(actual_table(lines))
     asked = request(run.config, sources, objective or plan.predicted.objective, plan.grain)
-    proposal = propose(replace(asked, corrections=corrections(plan, actual(run), asked)))
+    same = plan.predicted.sources is None or sources.profile == plan.predicted.sources.profile
+    # Corrections are those of one profile; another one has measured anew.
+    known = corrections(plan, actual(run), asked) if same else {}
+    proposal = propose(replace(asked, corrections=known))
     show(proposal)
+    if proposal.plan.predicted is not None:
+        predicted = proposal.plan.predicted.model_copy(update={"since": time.time()})
+        made = proposal.plan.model_copy(update={"predicted": predicted})
+        proposal = replace(proposal, plan=made)
     out = run.folder / (PLAN if apply else "replan.yaml")
     beside = write(proposal, out, run.folder.name)
     hint = "" if apply else "\nuse it with: rlinf replan --apply, then rlinf resume"
@@ -269,7 +277,7 @@ def of_pools(plan: Plan, times: Mapping[str, Times]) -> dict[tuple[str, str], Co
     for pool in plan.pools:
         for stage in pool.stages:
             forecast = plan.predicted.stages.get(stage)
-            if forecast is None or stage not in times:
+            if forecast is None or stage not in times or WORK not in forecast.parts_s:
                 continue
             longer = statistics.median(times[stage].busy_s) / max(1e-9, forecast.parts_s[WORK])
             for kind in pool.gpus:

@@ -32,6 +32,8 @@ def main() -> int:
         return 65
     if what == "sleep":
         time.sleep(120)
+    if what == "slow":
+        time.sleep(5)
     if what == "requeue" and restart == "0":
         return 75
     if what == "warned" and restart == "0":

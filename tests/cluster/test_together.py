@@ -12,6 +12,7 @@ import yaml
 
 from launchers.base import Job, State
 from launchers.submitit import SubmititLauncher
+from rlinf.errors import EXIT_REQUEUE
 from slurm.client import SlurmClient
 from slurm.ids import whole_of
 from stages.layout import POOLS
@@ -70,6 +71,30 @@ def test_when_one_fails_the_other_ends_and_both_are_failures(
     assert first.state is State.FAILED
     assert (second.state, second.exit_code) == (State.FAILED, 65)
     assert "the reason of the failure" in second.reason
+
+
+def test_one_that_waits_is_cancelled_with_the_other(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    """Slurm refuses to cancel a component alone while it waits."""
+    held = [
+        replace(one, resources=replace(one.resources, sbatch={"hold": True}))
+        for one in both(tmp_path, "pass")
+    ]
+    ids = launcher.submit_together(held)
+    launcher.cancel([ids[1]])
+    assert [status.state for status in finish_all(launcher, ids)] == [State.CANCELLED] * 2
+
+
+def test_one_that_is_asked_to_stop_leaves_the_other_its_time(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    ids = launcher.submit_together(
+        [replace(one, requeues=False) for one in both(tmp_path, "requeue", "slow")]
+    )
+    first, second = finish_all(launcher, ids, 60)
+    assert first.exit_code == EXIT_REQUEUE
+    assert second.state is State.DONE
 
 
 @pytest.mark.usefixtures("nothing_queued")

@@ -83,10 +83,25 @@ def test_a_new_plan_predicts_what_the_run_took(
         assert new[stage]["seconds"] == pytest.approx(old[stage].actual.median_s, rel=0.05)
 
 
+def ran_again(run: Run) -> None:
+    """As if its iterations had been made under the plan that it has now."""
+    values = yaml.safe_load((run.folder / "plan.yaml").read_text())
+    values["predicted"]["since"] = None
+    (run.folder / "plan.yaml").write_text(yaml.safe_dump(values))
+
+
+def test_iterations_of_an_earlier_plan_teach_nothing(run: Run) -> None:
+    remake(run, None, None, apply=True)
+    assert not compare(run)
+    with pytest.raises(PlanError, match="two iterations must be finished"):
+        remake(run, None, None, apply=True)
+
+
 def test_what_an_earlier_run_taught_is_kept(run: Run) -> None:
     """A second new plan finds nothing off by much any more, and so changes little."""
     remake(run, None, None, apply=True)
     first = Plan.read(run.folder).predicted
+    ran_again(run)
     remake(run, None, None, apply=True)
     second = Plan.read(run.folder).predicted
     assert first is not None
@@ -106,6 +121,7 @@ def test_a_new_plan_of_pools_knows_what_the_stages_computed(run: Run) -> None:
     assert old.keys() == {"rollout", "reward", "inference", "train", "iteration"}
     assert abs(old["train"].error) > 0.5
     for _ in range(2):
+        ran_again(run)
         remake(run, None, None, apply=True)
     new = Plan.read(run.folder)
     assert new.predicted is not None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rlinf.errors import SlurmError
 from slurm import deadline
 from slurm.deadline import MARGIN, Span, job_span, parse_span, stop_in
+from slurm.ids import COMPONENT
 from slurm.signals import StopFlag
 
 HOUR = 3600.0
@@ -39,6 +40,19 @@ def test_earlier_versions_are_asked_once_for_the_element_itself() -> None:
     element = job(SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID="3")
     span = job_span(element, answer)
     assert asked == [["scontrol", "show", "job", "-o", "12_3"]]
+    assert span.start is not None
+    assert span.end == span.start + HOUR
+
+
+def test_the_component_that_ends_first_ends_a_job_of_several() -> None:
+    hours = {"12+1": 2, "12+2": 1}
+
+    def answer(command: list[str]) -> str:
+        return (
+            f"JobId=14 StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T0{hours[command[-1]]}:00:00"
+        )
+
+    span = job_span(job(**{COMPONENT: "1,2"}), answer)
     assert span.start is not None
     assert span.end == span.start + HOUR
 

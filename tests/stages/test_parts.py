@@ -106,7 +106,7 @@ def test_the_trainer_and_the_reference(run: Run) -> None:
 
 
 def test_the_policy_that_is_only_evaluated(run: Run) -> None:
-    """One trainer takes version after version; where training goes on its own has them already."""
+    """One takes version after version; where training has come as far it is the trainer itself."""
     resident: dict[str, Any] = {}
     made = []
     for of in [("warm_start", 0), ("sync", 0), ("sync", 1)]:
@@ -114,11 +114,23 @@ def test_the_policy_that_is_only_evaluated(run: Run) -> None:
         made.append(held_policy(ctx))
         assert_there(made[-1], committed(run, *of))
     assert made[0] is made[1] is made[2]
-    trainer = held_trainer(
-        context(run, resident, initial=("warm_start", 0), checkpoint=("train", 0))
-    )
+    inputs = {"initial": ("warm_start", 0), "checkpoint": ("train", 0)}
+    trainer = held_trainer(context(run, resident, **inputs))
     assert trainer is not made[-1]
-    ctx = context(run, resident, initial=("warm_start", 0), weights=("sync", 0))
+    later = {"initial": ("warm_start", 0), "weights": ("sync", 0)}
+    # A process that was started again does not know that these are the trainer's: neither goes.
+    for _ in range(2):
+        assert held_policy(context(run, resident, **later)) is made[-1]
+        assert held_trainer(context(run, resident, **inputs)) is trainer
+    ctx = context(run, resident, **later)
     ctx.out, ctx.data = ctx.inputs["weights"].folder, ctx.inputs["weights"].data
     trainer_published(ctx)
     assert held_policy(ctx) is trainer
+
+
+def test_before_any_training_one_load_serves_both(run: Run) -> None:
+    resident: dict[str, Any] = {}
+    first = ("warm_start", 0)
+    policy = held_policy(context(run, resident, initial=first, weights=first))
+    assert held_trainer(context(run, resident, initial=first)) is policy
+    assert held_policy(context(run, resident, initial=first, weights=first)) is policy

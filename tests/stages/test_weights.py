@@ -239,6 +239,27 @@ def test_what_a_dead_sender_left_gives_way_to_the_next_attempt() -> None:
     assert same(board.output(OUT).objects[WEIGHTS], state(3))
 
 
+def test_another_attempt_that_comes_whole_replaces_the_first() -> None:
+    """It is the one that will be committed; who took the first finds out then."""
+    board = Board()
+    taker = arrivals(board)
+    for attempt in ("data-a", "data-b", "data-b"):
+        for record in sent("socket", attempt=attempt):
+            taker.take(OUT, record)
+    assert Input(Path(OUT), None, board.output(OUT)).state == f"{OUT}/data-b"
+
+
+def test_weights_that_came_in_part_are_freed_by_the_next(tmp_path: Path) -> None:
+    board = Board()
+    taker = arrivals(board)
+    for number in range(3):
+        for record in sent("socket", f"it/{number}", f"data-{number}", number)[:2]:
+            taker.take(f"it/{number}", record)
+    for record in sent("socket", "it/3", "data-3", 3):
+        taker.take("it/3", record)
+    assert not taker._coming
+
+
 def test_older_weights_do_not_take_the_place_of_newer_ones() -> None:
     board = Board()
     taker = arrivals(board)
