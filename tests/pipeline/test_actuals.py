@@ -120,13 +120,13 @@ def test_a_new_plan_of_pools_knows_what_the_stages_computed(run: Run) -> None:
     old = {line.what: line for line in compare(run)}
     assert old.keys() == {"rollout", "reward", "inference", "train", "iteration"}
     assert abs(old["train"].error) > 0.5
+    took = statistics.median(actual(run)["train"].busy_s)
     remake(run, None, None, apply=True)
     new = Plan.read(run.folder)
     assert new.predicted is not None
     known = {(entry.stage, entry.kind): entry.working for entry in new.predicted.learnt}
     profiled = pools.predicted
     assert profiled is not None
-    took = statistics.median(actual(run)["train"].busy_s)
     assert known["train", "h100"] == pytest.approx(took / profiled.stages["train"].parts_s["work"])
 
 
