@@ -13,6 +13,9 @@ export GOMP_SPINCOUNT ?= 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
+# Tests on a Slurm mostly wait: one worker has them, the other has the rest.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-fast chaos lint format bench wheel slurm-up slurm-down clean
@@ -34,7 +37,7 @@ demo: install  ## Warm-start and train the arithmetic model, then say where the 
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
 test: install  ## The suite, on a real Slurm brought up for it
-	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'not slow and not chaos' $(ARGS)
+	RLINF_REQUIRE_SLURM=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
 
 test-slow: install  ## What the suite leaves out: minutes each, or variants of what it has
 	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)

@@ -178,7 +178,9 @@ class PoolExecutor:
             while any(m.joined for m in members) and time.monotonic() < deadline:
                 for event in self._control.events(EVENTS_S):
                     found = self._member(event.worker)
-                    if isinstance(event, Lost) and found is not None:
+                    if isinstance(event, Report) and "claim" in event.content:
+                        self._generators.reported(event.worker, event.content)
+                    elif isinstance(event, Lost) and found is not None:
                         found[1].joined.pop(rank_of(event.worker), None)
         finally:
             self.launcher.cancel([member.job for member in members])

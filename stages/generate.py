@@ -138,8 +138,12 @@ class Generator:
         self._ended(claim, **said)
 
     def _ended(self, claim: str, **said: Any) -> None:
-        """Say what became of a claim, if it is still wanted."""
-        if claim in self._waiting:
+        """Say what became of a claim that is still wanted, or that was done all the same.
+
+        Its last sample may end the rollout, and all claims of it, before this is said.
+        """
+        done = not said.get("code") and bool(said.get("spans"))
+        if claim in self._waiting or done:
             self._waiting.discard(claim)
             usual = {"code": 0, "reason": "", "spans": [], "heir": "", "samples": 0}
             self._report({"claim": claim, "host": gethostname(), **usual, **said})
