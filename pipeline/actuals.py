@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.flow import Graph, Node
+from pipeline.generators import claimed
 from pipeline.metrics import busy_s, iterations, manifest_of
 from pipeline.plan import Plan
 from pipeline.run import Run
@@ -70,6 +73,7 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
     """
     graph = Graph(run.config)
     predicted = Plan.read(run.folder).predicted
+    generated = {iteration: _busiest(spans) for iteration, spans in claimed(run.folder).items()}
     since = (predicted.since if predicted else None) or 0.0
     whole: dict[str, list[float]] = {}
     inside: dict[str, list[float]] = {}
@@ -88,7 +92,9 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
             if len(ready) == len(known):
                 whole.setdefault(stage, []).append(_end(manifest) - max(ready))
                 inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
-                busy.setdefault(stage, []).append(busy_s(run.folder, stage, iteration))
+                # Who orders an elastic rollout only gathers what others generate.
+                seconds = generated.get(iteration) if stage == "rollout" else None
+                busy.setdefault(stage, []).append(seconds or busy_s(run.folder, stage, iteration))
         ends = [manifest_of(run.folder, "sync", i) for i in (iteration - 1, iteration)]
         if ends[0] is not None and ends[1] is not None:
             whole.setdefault("iteration", []).append(_end(ends[1]) - _end(ends[0]))
@@ -124,6 +130,15 @@ def compare(run: Run) -> Sequence[Comparison]:
         whole = predicted.iteration_s, predicted.low_s, predicted.high_s
         lines.append(Comparison("iteration", *whole, times["iteration"]))
     return lines
+
+
+def _busiest(spans: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds for which the busiest of some generators generated."""
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span["name"] == "generate":
+            seconds[span["worker"]] += span["end"] - span["start"]
+    return max(seconds.values(), default=0.0)
 
 
 def _end(manifest: Manifest) -> float:

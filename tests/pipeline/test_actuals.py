@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import yaml
 from pipeline.actuals import actual, compare
 from pipeline.experiment import compose as hydra_compose
 from pipeline.experiment import execute
+from pipeline.generators import CLAIMS
 from pipeline.metrics import manifest_of
 from pipeline.plan import Plan, Sources
 from pipeline.planner.propose import propose
@@ -21,6 +23,7 @@ from pipeline.planner.show import remake, request
 from pipeline.report import write_report
 from pipeline.run import Run
 from rlinf.errors import PlanError
+from stages.layout import POOLS
 from tests.conftest import TINY
 from tests.pipeline.planner import clusters
 
@@ -128,6 +131,18 @@ def test_a_new_plan_of_pools_knows_what_the_stages_computed(run: Run) -> None:
     profiled = pools.predicted
     assert profiled is not None
     assert known["train", "h100"] == pytest.approx(took / profiled.stages["train"].parts_s["work"])
+
+
+def test_an_elastic_rollout_took_what_its_busiest_generator_did(run: Run) -> None:
+    (run.folder / POOLS).mkdir()
+    rows = [
+        {"node": "rollout/1", "worker": f"pool-0w{worker}-0-r0", "host": "h", "starts": [start]}
+        | {"spans": [["generate", at, at + seconds]]}
+        for start, (worker, at, seconds) in enumerate([(0, 0.0, 3.0), (1, 0.0, 2.0), (0, 4.0, 4.0)])
+    ]
+    (run.folder / POOLS / CLAIMS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, *_ = actual(run)["rollout"].busy_s
+    assert first == 7.0
 
 
 def test_a_new_plan_replaces_the_old_one_only_when_asked(run: Run) -> None:
