@@ -24,6 +24,12 @@ LOOK_S = 0.5
 """How often one who waits looks whether it has been asked to stop."""
 
 
+def keep_newest(held: dict[Any, Any], count: int) -> None:
+    """Let go of the oldest entries of what would grow for ever."""
+    while len(held) > count:
+        held.pop(next(iter(held)), None)
+
+
 class Stream:
     """The records of one output channel: each (iteration, sample) once, whatever comes twice."""
 
@@ -249,8 +255,7 @@ class Board:
         """The output of a stage instance; made when first asked for."""
         with self._lock:
             output = self._outputs[folder]
-            while len(self._outputs) > self.KEEP:
-                del self._outputs[next(iter(self._outputs))]
+            keep_newest(self._outputs, self.KEEP)
             return output
 
     @property

@@ -20,7 +20,7 @@ from rlinf.data.record import Record
 from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
 from stages.activity import COMPUTES, TURN
-from stages.board import Output
+from stages.board import Output, keep_newest
 from stages.identity import stage_key
 from stages.turns import Aside, Turn
 
@@ -235,8 +235,7 @@ class Context:
             with self.span("verify"):
                 verify(entry.folder, entry.manifest, checksums=True)
             done[mark] = None
-            while len(done) > VERIFIED:
-                done.pop(next(iter(done)), None)
+            keep_newest(done, VERIFIED)
         return entry.data
 
     def writer(self, channel: str) -> Writer:

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
 from rlinf.channels.shared_memory import SharedMemoryChannel
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import DataError, InputError, StorageError
-from stages.board import Board
+from stages.board import Board, keep_newest
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
 TO, RANK, RANKS = "_to", "_rank", "_ranks"
@@ -139,7 +138,7 @@ class Outbox:
         with self._lock:
             sender = self._senders[to] = Sender(to, self, rank, ranks, made)
             wanted = dict(self._wanted.get(to, {}))
-            _forget(self._senders, self.KEEP)
+            keep_newest(self._senders, self.KEEP)
         sender.admit(wanted)
         return sender
 
@@ -150,7 +149,7 @@ class Outbox:
         """
         with self._lock:
             self._wanted.setdefault(to, {}).update(ways)
-            _forget(self._wanted, self.KEEP)
+            keep_newest(self._wanted, self.KEEP)
             sender = self._senders.get(to)
         if sender is not None:
             # Beside the stage and the worker's orders, which need not wait for it.
@@ -193,12 +192,6 @@ class Outbox:
             channels, self._open = list(self._open.values()), {}
         for channel in channels:
             _leave(channel)
-
-
-def _forget(held: dict[str, Any], keep: int) -> None:
-    """Keep the newest entries."""
-    while len(held) > keep:
-        del held[next(iter(held))]
 
 
 def _leave(channel: Channel) -> None:

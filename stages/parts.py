@@ -25,6 +25,7 @@ from rlinf.residency import GIB, Holder, Residency
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward
 from rlinf.trainers import trainers
+from stages.board import keep_newest
 from stages.context import Context
 from stages.layout import stage_folder
 
@@ -169,9 +170,12 @@ def held_trainer(ctx: Context) -> Any:
     state = checkpoint.state if checkpoint else ""
     start = initial.state
     held = ctx.resident.get("trainer")
-    if held is None and (start, state) == (ctx.resident.get(POLICY, ("",))[0], ""):
+    policy = ctx.resident.get(POLICY)
+    if held is None and checkpoint is None and policy is not None and policy[0] == start:
         # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
-        held = ctx.resident["trainer"] = ((start, state), ctx.resident.pop(POLICY)[1])
+        del ctx.resident[POLICY]
+        held = ctx.resident["trainer"] = ((start, state), policy[1])
+    del policy
     if held is None or held[0] != (start, state):
         for entry in (initial, checkpoint) if checkpoint else (initial,):
             _ = entry.manifest  # waits for it: what follows must not
@@ -239,8 +243,7 @@ def trainer_published(ctx: Context) -> None:
     """Remember which state of the trainer has the weights that this attempt will commit."""
     known = ctx.resident.setdefault(PUBLISHED, {})
     known[f"{ctx.out}/{ctx.data.name}"] = ctx.resident["trainer"][0]
-    while len(known) > KEPT:
-        del known[next(iter(known))]
+    keep_newest(known, KEPT)
 
 
 def held_reference(ctx: Context) -> Any:

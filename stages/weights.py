@@ -26,7 +26,7 @@ from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import RlinfError, TransferError
 from rlinf.weights.buckets import Layout, checksum
 from rlinf.weights.shared import SharedReader, SharedWriter
-from stages.board import Board
+from stages.board import Board, keep_newest
 from stages.inbox import SHARED_MEMORY, Outbox
 from stages.parts import WEIGHTS
 
@@ -35,7 +35,7 @@ SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
 KEEP = 2
 """Versions kept in memory; an older one is on disk."""
 TOLD = 64
-"""Outputs of which it is known who wants them."""
+"""Outputs of which it is known who wants them; some of them never come."""
 log = logging.getLogger("rlinf")
 
 
@@ -72,7 +72,7 @@ class Publisher:
         """Workers that want the weights of an output, made or still to be made, and how."""
         with self._lock:
             self._wanted[out] = self._wanted.get(out, {}) | dict(ways)
-            _forget(self._wanted)
+            keep_newest(self._wanted, TOLD)
             made = self._made.get(out)
             if made is not None:
                 self._thread.submit(self._send, made, dict(ways))
@@ -117,6 +117,7 @@ class Publisher:
         try:
             self._outbox.writer(to, workers, 0, 1).put(record)
         except Exception:
+            # They wait for the commit instead.
             log.warning("weights of %s were not sent on", to, exc_info=True)
 
     def _send(self, made: _Version, ways: Mapping[str, str]) -> None:
@@ -232,7 +233,7 @@ class Arrivals:
             flat = torch.empty(layout.nbytes, dtype=torch.uint8)
             self._coming[out] = _Coming(attempt, number, text, layout, flat)
             self._others[out] = [*self._others.get(out, ()), *self._publisher.apart(out)]
-            _forget(self._others)
+            keep_newest(self._others, TOLD)
             self._publisher.forward(out, self._others[out], record)
             return
         coming = self._coming.get(out)
@@ -287,12 +288,6 @@ class Arrivals:
         output.done(attempt)
         log.info("weights of %s arrived", out)
         self._publisher.publish(out, attempt, number, output.objects)
-
-
-def _forget(told: dict[str, Any]) -> None:
-    """Keep what was told of the newest outputs: others may never come."""
-    while len(told) > TOLD:
-        del told[next(iter(told))]
 
 
 def digest(number: int, layout: bytes, sums: list[int]) -> str:
