@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
 from pipeline.plan import ELASTIC, SINGLE_PROCESS, Plan
 from pipeline.pool_status import write_pools
-from pipeline.routes import Routes, to_all, tree
+from pipeline.routes import tree
 from pipeline.run import Run
 from pipeline.scaling import automatic, put_down, wished
 from rlinf.channels.control import Controller, Joined, Lost, Report
@@ -248,9 +248,9 @@ class PoolExecutor:
                     continue
                 self._subscribed[target].add(mark)
                 out = self._relative(self._graph.folder(self.run.folder, source))
-                for worker, to in self._routes(source, target, name, maker, taker).items():
+                for source_rank, worker, to in self._routes(source, target, name, maker, taker):
                     order = {"do": "send", "out": out, "channel": name, "to": to}
-                    self._control.send(worker, order)
+                    self._control.send(worker, {**order, "maker": source_rank})
 
     def _renew(self, maker: str, taker: str) -> None:
         """A connection broke: what was sent by it is sent again, as long as both are there."""
@@ -259,22 +259,25 @@ class PoolExecutor:
             ends = (makers[1].name, takers[1].name)
             for marks in self._subscribed.values():
                 for mark in list(marks):
-                    # A lease's own workers pass weights on: the tree is made anew.
-                    within = mark[0] == WEIGHTS and ends == (mark[2], mark[2])
+                    # Those who take pass on: the tree is made anew.
+                    within = ends == (mark[2], mark[2])
                     if mark[1:] == ends or within:
                         marks.discard(mark)
 
     def _routes(
         self, source: Node, target: Node, name: str, maker: Member, taker: Member
-    ) -> Routes:
-        """Records come from all ranks of the maker, weights from its rank 0 alone."""
+    ) -> Iterator[tuple[str, str, dict[str, str]]]:
+        """Who made it, who sends it, and to whom by which way.
+
+        Records come from all ranks of the maker, weights from its rank 0 alone.
+        """
         usual = SOCKET if name in STREAMS else SHARED_MEMORY
         near = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual) == SHARED_MEMORY
         takers = taker.hosts(self._ranks(target))
-        if name in STREAMS:
-            return to_all(maker.hosts(self._ranks(source)), takers, near=near)
-        ((first, host),) = maker.hosts(1).items()
-        return tree(first, host, takers, near=near)
+        makers = maker.hosts(self._ranks(source) if name in STREAMS else 1)
+        for turn, (first, host) in enumerate(makers.items()):
+            for sender, to in tree(first, host, takers, near=near, turn=turn).items():
+                yield first, sender, to
 
     def _sent_live(self, source: Node, node: Node) -> bool:
         edge = f"{source.stage} -> {node.stage}"

@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stages.inbox import SHARED_MEMORY, SOCKET
 
 FAN_OUT = 2
-"""Nodes that a worker sends weights on to; more would share its link, fewer make longer ways."""
+"""To how many a worker sends by socket; more would share its link, fewer make longer ways."""
 Hosts = Mapping[str, str | None]
 """By worker its node; None: not known."""
 Routes = dict[str, dict[str, str]]
 """By sender: to whom, and by which way."""
 
 
-def to_all(makers: Hosts, takers: Hosts, *, near: bool) -> Routes:
-    """Records: from every maker to every taker.
+def tree(source: str, host: str | None, takers: Hosts, *, near: bool, turn: int = 0) -> Routes:
+    """From one worker to all takers, of which some pass on what they get.
+
+    It crosses to each node once: the first worker there sends it to the others of the node, and
+    on to further nodes.
 
     Args:
         near: whether those on one node may use its memory.
+        turn: of several sources each has another one, so that each taker passes on some.
     """
-    here = set(makers.values())
-    ways = {
-        worker: SHARED_MEMORY if near and host is not None and here == {host} else SOCKET
-        for worker, host in takers.items()
-    }
-    return {maker: dict(ways) for maker in makers}
-
-
-def tree(source: str, host: str | None, takers: Hosts, *, near: bool) -> Routes:
-    """Weights: from one worker to all takers, of which some pass them on.
-
-    They cross to each node once, where its first worker shares them with the others; nodes form a
-    tree, each sending to :data:`FAN_OUT` others.
-
-    Args, Returns: as :func:`to_all`.
-    """
+    names = [worker for worker in takers if worker != source]
+    first = turn % len(names) if names else 0
     nodes: dict[object, list[str]] = defaultdict(list)
-    for worker, at in takers.items():
-        nodes[at if near and at is not None else worker].append(worker)
+    for worker in (*names[first:], *names[:first]):
+        at = takers[worker]
+        nodes[(worker,) if at is None else at].append(worker)
     routes: Routes = defaultdict(dict)
-    routes[source] = dict.fromkeys(nodes.pop(host, ()), SHARED_MEMORY)
-    heads = [source, *(workers[0] for workers in nodes.values())]
-    for number, head in enumerate(heads[1:]):
-        routes[heads[number // FAN_OUT]][head] = SOCKET
-    for head, *others in nodes.values():
-        if others:
+    here = nodes.pop(host, []) if host is not None else []
+    heads = [workers[0] for workers in nodes.values()]
+    _pass_on(routes, source, heads)
+    for head, others in [(source, here), *((head, rest) for head, *rest in nodes.values())]:
+        if near:
             routes[head] |= dict.fromkeys(others, SHARED_MEMORY)
+        else:
+            _pass_on(routes, head, others)
     return {sender: to for sender, to in routes.items() if to}
+
+
+def _pass_on(routes: Routes, source: str, workers: Sequence[str]) -> None:
+    """A tree of sockets."""
+    senders = [source, *workers]
+    for number, worker in enumerate(workers):
+        routes[senders[number // FAN_OUT]][worker] = SOCKET

@@ -23,11 +23,12 @@ from rlinf.errors import DataError, InputError, StorageError
 from stages.board import Board, keep_newest
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
-TO, RANK, RANKS = "_to", "_rank", "_ranks"
+TO, FROM, RANK, RANKS = "_to", "_from", "_rank", "_ranks"
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 SHARED_BYTES = 128 << 20
 """Shared memory of a worker that takes records so; none may be larger."""
 Taker = Callable[[str, Record], None]
+Passing = Callable[[str, str, Record], None]
 log = logging.getLogger("rlinf")
 
 
@@ -37,6 +38,7 @@ class Inbox:
     Args:
         takers: of what is no stream of records, by channel: given the output and what came.
         shared: take records through shared memory too.
+        passing: given all that belongs to streams: output and channel, who made it, what came.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Inbox:
         takers: Mapping[str, Taker] | None = None,
         *,
         shared: bool = False,
+        passing: Passing = lambda *_: None,
     ) -> None:
-        self._board, self._takers = board, takers or {}
+        self._board, self._takers, self._passing = board, takers or {}, passing
         self.failure: str | None = None
         """Why nothing comes any more: its worker is of no use then."""
         self._channels: list[Channel] = [SocketChannel.create(folder, name)]
@@ -90,10 +93,12 @@ class Inbox:
 
     def _take(self, record: Record) -> None:
         info = dict(record.info)
-        folder, _, channel = str(info.pop(TO)).rpartition(":")
+        to, maker = str(info.pop(TO)), str(info.pop(FROM, ""))
+        folder, _, channel = to.rpartition(":")
         if channel in self._takers:
             self._takers[channel](folder, replace(record, info=info))
             return
+        self._passing(to, maker, record)
         stream = self._board.output(folder).stream(channel)
         if RANKS in info:
             stream.end(int(info[RANK]), int(info[RANKS]))
@@ -115,13 +120,16 @@ class Outbox:
 
     Args:
         cut: told of a worker that does not take records any more.
+        name: of this worker.
     """
 
     KEEP = 64
     """Outputs that can still be asked for; older ones are on disk."""
 
-    def __init__(self, folder: Path, cut: Callable[[str], None] = lambda _: None) -> None:
-        self._folder, self._cut = folder, cut
+    def __init__(
+        self, folder: Path, cut: Callable[[str], None] = lambda _: None, name: str = ""
+    ) -> None:
+        self._folder, self._cut, self.name = folder, cut, name
         self._open: dict[tuple[str, str], Channel] = {}
         """By worker and way."""
         self._wanted: dict[str, dict[str, str]] = {}
@@ -221,7 +229,7 @@ class Sender:
         # No record may come between those made before and the next one, or after the end.
         self._lock = threading.Lock()
         self._whole = True
-        info: dict[str, Scalar] = {TO: to, RANK: rank, RANKS: ranks}
+        info: dict[str, Scalar] = {TO: to, FROM: outbox.name, RANK: rank, RANKS: ranks}
         self._end = Record(Identity(0, -1, 0), info=info)
         self._ended = False
 
@@ -261,7 +269,8 @@ class Sender:
         return self._whole
 
     def _addressed(self, record: Record) -> Record:
-        return replace(record, info={**record.info, TO: self._to})
+        # What is passed on says already who made it.
+        return replace(record, info={FROM: self._outbox.name, **record.info, TO: self._to})
 
     def _send(self, name: str, records: Sequence[Record], weight: int = 1) -> None:
         with self._leaving_out(name):

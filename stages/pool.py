@@ -38,6 +38,7 @@ from stages.context import Input, Live, Writer
 from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CONFIG
+from stages.relays import Relays
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
 
@@ -99,11 +100,19 @@ class Worker:
         from stages.parts import WEIGHTS
         from stages.weights import Arrivals, Publisher
 
-        self._outbox = Outbox(run / CHANNELS, self._cut)
+        self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
+        self._relays = Relays(self._outbox)
         self._publisher = Publisher(self._outbox)
         arrivals = Arrivals(self._board, self._publisher, config.rollout.staleness)
         takers = {WEIGHTS: arrivals.take}
-        self._inbox = Inbox(run / CHANNELS, self._name, self._board, takers, shared=shared)
+        self._inbox = Inbox(
+            run / CHANNELS,
+            self._name,
+            self._board,
+            takers,
+            shared=shared,
+            passing=self._relays.arrived if self._world.size > 1 else lambda *_: None,
+        )
         self._generator = Generator(
             run,
             config,
@@ -145,7 +154,7 @@ class Worker:
                     break
                 for order in orders:
                     if order["do"] == "send":
-                        self._wanted(str(order["out"]), str(order["channel"]), order["to"])
+                        self._wanted(order)
                 # All places are taken before any stage begins: all ranks see the same order.
                 begun = [stage for order in orders for stage in order.get("stages", ())]
                 for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
@@ -184,6 +193,7 @@ class Worker:
         self._turns.close()
         self._generator.close()
         self._publisher.close()
+        self._relays.close()
         self._outbox.close()
         self._link.close()
         self._inbox.close()
@@ -196,15 +206,17 @@ class Worker:
         with contextlib.suppress(ChannelClosed, ChannelFailed):
             self._link.report({"cut": worker})
 
-    def _wanted(self, out: str, channel: str, to: Mapping[str, str]) -> None:
-        """Other workers wait for something that is made here."""
+    def _wanted(self, order: Mapping[str, Any]) -> None:
+        """Other workers wait for something that is made here, or is to be passed on."""
         from stages.parts import WEIGHTS
 
+        out, channel, maker, ways = (order[key] for key in ("out", "channel", "maker", "to"))
         if channel == WEIGHTS:
-            self._publisher.want(out, to)
+            self._publisher.want(out, ways)
+        elif maker == self._name:
+            self._outbox.want(f"{out}:{channel}", ways)
         else:
-            others = {name: way for name, way in to.items() if name != self._name}
-            self._outbox.want(f"{out}:{channel}", others)
+            self._relays.want(f"{out}:{channel}", maker, ways)
 
     def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""

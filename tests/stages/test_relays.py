@@ -1,0 +1,112 @@
+"""What one rank got, the others of its pool have too: all of it, once, whenever they ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.data.record import Identity, Record
+from stages.board import Board, Stream
+from stages.inbox import SOCKET, Inbox, Outbox
+from stages.relays import Relays
+
+FOLDER, CHANNEL = "it/0000/rollout", "trajectories"
+TO = f"{FOLDER}:{CHANNEL}"
+
+
+class Rank:
+    """What a worker has of its own to take and pass on records."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.board = name, Board()
+        self.cut: list[str] = []
+        self.outbox = Outbox(folder, self.cut.append, name)
+        self.relays = Relays(self.outbox)
+        self.inbox = Inbox(folder, name, self.board, passing=self._passing)
+        self.passed: list[int] = []
+
+    def _passing(self, to: str, maker: str, record: Record) -> None:
+        self.passed.append(record.identity.sample)
+        self.relays.arrived(to, maker, record)
+
+    @property
+    def stream(self) -> Stream:
+        return self.board.output(FOLDER).stream(CHANNEL)
+
+    def close(self) -> None:
+        self.relays.close()
+        self.outbox.close()
+        self.inbox.close()
+
+
+def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return there()
+
+
+def records(samples: range) -> list[Record]:
+    return [Record(Identity(0, s), {"x": np.array([s])}, info={"group": 7}) for s in samples]
+
+
+def test_records_and_their_end_reach_all_by_way_of_one(tmp_path: Path) -> None:
+    maker, ranks = Rank(tmp_path, "m"), [Rank(tmp_path, f"r{i}") for i in range(4)]
+    ranks[0].relays.want(TO, "m", {"r1": SOCKET, "r2": SOCKET})
+    sender = maker.outbox.writer(TO, ["r0"], 0, 1)
+    for record in records(range(5)):
+        sender.put(record)
+    assert until(lambda: all(len(rank.stream) == 5 for rank in ranks[:3]))
+    assert not ranks[1].stream.complete(range(6)), "there is no end yet"
+    # One that is told of late gets what came before.
+    ranks[1].relays.want(TO, "m", {"r3": SOCKET})
+    assert until(lambda: len(ranks[3].stream) == 5)
+    sender.close()
+    assert until(lambda: all(rank.stream.complete(range(9)) for rank in ranks))
+    for rank in ranks:
+        taken = rank.stream.take(range(9))
+        assert [int(record.steps["x"][0]) for record in taken] == list(range(5))
+        assert {str(record.info) for record in taken} == {"{'group': 7}"}
+    for rank in [maker, *ranks]:
+        rank.close()
+
+
+def test_only_what_that_worker_made_is_passed_on_and_nothing_twice(tmp_path: Path) -> None:
+    makers = [Rank(tmp_path, "m0"), Rank(tmp_path, "m1")]
+    ranks = [Rank(tmp_path, f"r{i}") for i in range(2)]
+    ranks[0].relays.want(TO, "m0", {"r1": SOCKET})
+    ranks[1].relays.want(TO, "m1", {"r0": SOCKET})
+    senders = [maker.outbox.writer(TO, [f"r{i}"], i, 2) for i, maker in enumerate(makers)]
+    first, second = records(range(2)), records(range(2, 5))
+    for record in [*first, *first]:
+        senders[0].put(record)
+    for record in second:
+        senders[1].put(record)
+    for sender in senders:
+        sender.close()
+    assert until(lambda: all(rank.stream.complete(range(9)) for rank in ranks))
+    assert until(lambda: [len(rank.passed) for rank in ranks] == [5 + 4, 4 + 3])
+    time.sleep(0.3)
+    assert sorted(ranks[0].passed) == [-1, -1, 0, 0, 1, 1, 2, 3, 4]
+    assert sorted(ranks[1].passed) == [-1, -1, 0, 1, 2, 3, 4], "what comes again is not passed on"
+    for rank in [*makers, *ranks]:
+        rank.close()
+
+
+def test_a_rank_that_is_gone_does_not_keep_the_others_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker, head, there = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r2")
+    head.relays.want(TO, "m", {"r1": SOCKET, "r2": SOCKET})
+    sender = maker.outbox.writer(TO, ["r0"], 0, 1)
+    for record in records(range(3)):
+        sender.put(record)
+    sender.close()
+    assert until(lambda: there.stream.complete(range(9)))
+    assert until(lambda: head.cut == ["r1"]), "the driver is told"
+    for rank in (maker, head, there):
+        rank.close()
