@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -142,7 +142,9 @@ class Forecast(Section):
 
 
 Grain = Literal["stage", "segment"]
-Transport = Literal["shared_memory", "socket", "file"]
+Transport = Literal["shared_memory", "socket", "gloo", "nccl", "file"]
+GROUPS = frozenset({"gloo", "nccl"})
+"""Transports that are process groups."""
 
 
 class Plan(Section):
@@ -163,7 +165,8 @@ class Plan(Section):
     transports: dict[str, Transport] = {}
     """By edge between pools, ``rollout -> reward``; stages of one worker pass references. Where
     nothing is said, weights go by shared memory on one node, by socket between nodes; records by
-    socket; all else is read from files. Between nodes ``shared_memory`` means socket."""
+    socket; all else is read from files. Between nodes ``shared_memory`` means socket. ``gloo`` and
+    ``nccl`` are for weights: a process group, which is fast and not encrypted."""
     predicted: Forecast | None = None
 
     def of(self, stage: str) -> StagePlan:
@@ -203,15 +206,25 @@ class Plan(Section):
             raise ValueError("together: needs two pools that are one job each (no workers)")
         return self
 
-    def check_edges(self, edges: Collection[str]) -> None:
+    def check_edges(self, edges: Mapping[str, Collection[str]]) -> None:
         """
+        Args:
+            edges: of the flow, with the names of what goes along each.
+
         Raises:
-            PlanError: transports are given for what is no edge of the flow.
+            PlanError: transports are given for what is no edge of the flow, or cannot carry what
+                goes along it.
         """
-        for edge in self.transports:
+        for edge, transport in self.transports.items():
             if edge not in edges:
                 raise PlanError(
                     f"plan.transports: no stage gets anything by {edge!r}{nearest(edge, edges)}"
+                )
+            if transport in GROUPS and "weights" not in edges[edge]:
+                ways = ", ".join(way for way in get_args(Transport) if way not in GROUPS)
+                raise PlanError(
+                    f"plan.transports.{edge}: {transport} carries weights alone, and here go "
+                    f"{', '.join(sorted(edges[edge]))}; use one of {ways}"
                 )
 
     @model_validator(mode="after")

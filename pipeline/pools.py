@@ -25,7 +25,7 @@ from pipeline.generators import Generators
 from pipeline.launch import ClusterConfig, resources
 from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
-from pipeline.plan import ELASTIC, SINGLE_PROCESS, Plan
+from pipeline.plan import ELASTIC, GROUPS, SINGLE_PROCESS, Plan
 from pipeline.pool_status import write_pools
 from pipeline.routes import tree
 from pipeline.run import Run
@@ -272,8 +272,13 @@ class PoolExecutor:
         Records come from all ranks of the maker, weights from its rank 0 alone.
         """
         usual = SOCKET if name in STREAMS else SHARED_MEMORY
-        near = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual) == SHARED_MEMORY
+        way = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
         takers = taker.hosts(self._ranks(target))
+        if way in GROUPS and name == WEIGHTS:
+            (first,) = maker.workers(1)
+            yield first, first, dict.fromkeys(takers, way)
+            return
+        near = way == SHARED_MEMORY
         makers = maker.hosts(self._ranks(source) if name in STREAMS else 1)
         for turn, (first, host) in enumerate(makers.items()):
             for sender, to in tree(first, host, takers, near=near, turn=turn).items():

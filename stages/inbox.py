@@ -134,6 +134,8 @@ class Outbox:
         """By worker and way."""
         self._wanted: dict[str, dict[str, str]] = {}
         self._senders: dict[str, Sender] = {}
+        self._parting: set[str] = set()
+        """Of whom the driver is about to be told."""
         self._lock = threading.Lock()
 
     def stream(self, to: str, rank: int, ranks: int, made: Callable[[], list[Record]]) -> Sender:
@@ -186,14 +188,20 @@ class Outbox:
         with self._lock:
             for key in [key for key, known in self._open.items() if known is channel]:
                 del self._open[key]
+            # Who sends many things finds out with each of them.
+            tell = name not in self._parting
+            self._parting.add(name)
         # Beside the stage, which need not wait until the connection has ended.
-        threading.Thread(target=self._parted, args=(name, channel), daemon=True).start()
+        threading.Thread(target=self._parted, args=(name, channel, tell), daemon=True).start()
 
-    def _parted(self, name: str, channel: Channel | None) -> None:
+    def _parted(self, name: str, channel: Channel | None, tell: bool) -> None:
         if channel is not None:
             _leave(channel)
-        time.sleep(AGAIN_S)
-        self._cut(name)
+        if tell:
+            time.sleep(AGAIN_S)
+            with self._lock:
+                self._parting.discard(name)
+            self._cut(name)
 
     def close(self) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
 """Weights on their way from the worker that made them to the boards of others.
 
 A version is announced by a record to the inboxes of those who want it. On the sender's node it then
-lies in shared memory, elsewhere its buckets follow as records. Who gets buckets passes each on at
+lies in shared memory, elsewhere its buckets follow as records, or by a process group where the plan
+says so (:mod:`stages.groups`). Who gets buckets passes each on at
 once to the workers it was told of, so that many are reached as a tree. Whoever finds a part
 damaged, or gets none, takes the committed folder instead: only what arrived whole is served.
 """
@@ -19,18 +20,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import RlinfError, TransferError
-from rlinf.weights.buckets import Layout, checksum
+from rlinf.weights.buckets import Layout, checksum, digest
 from rlinf.weights.shared import SharedReader, SharedWriter
 from stages.board import Board, keep_newest
-from stages.inbox import SHARED_MEMORY, Outbox
+from stages.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, DIGEST, NAME, WHAT, Groups
+from stages.inbox import SHARED_MEMORY, SOCKET, Outbox
 from stages.parts import WEIGHTS
 
-WHAT, ATTEMPT, NAME, DIGEST, SUM = "_what", "_attempt", "_name", "_digest", "_sum"
+SUM = "_sum"
 SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
 KEEP = 2
 """Versions kept in memory; an older one is on disk."""
@@ -62,6 +63,7 @@ class Publisher:
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
+        self.groups = Groups(outbox)
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "weights")
         self._wanted: dict[str, dict[str, str]] = {}
@@ -93,12 +95,12 @@ class Publisher:
     def apart(self, out: str) -> list[str]:
         """Those who want an output by socket and are no longer this one's to serve.
 
-        Whoever passes on what arrives has them get it bucket by bucket; :meth:`publish` serves who
-        is on this node, or comes later.
+        Whoever passes on what arrives has them get it bucket by bucket; :meth:`publish` serves the
+        others, and who comes later.
         """
         with self._lock:
             wanted = self._wanted.get(out, {})
-            far = [worker for worker, way in wanted.items() if way != SHARED_MEMORY]
+            far = [worker for worker, way in wanted.items() if way == SOCKET]
             for worker in far:
                 del wanted[worker]
         return far
@@ -110,6 +112,7 @@ class Publisher:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+        self.groups.close()
         if self._memory is not None:
             self._memory.writer.close()
 
@@ -122,10 +125,13 @@ class Publisher:
 
     def _send(self, made: _Version, ways: Mapping[str, str]) -> None:
         try:
-            near = [worker for worker, way in ways.items() if way == SHARED_MEMORY]
-            far = [worker for worker in ways if worker not in near]
-            if near and not self._share(made, near):
+            by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
+            far = by.get(SOCKET, [])
+            if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
                 far += near
+            for backend in BACKENDS:
+                if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
+                    far += members
             if far:
                 self._stream(made, far)
         except Exception:
@@ -212,6 +218,8 @@ class Arrivals:
         self._here: dict[int, tuple[str, str]] = {}
         """By version: its output and attempt."""
         self._reader: tuple[str, SharedReader] | None = None
+        self._lock = threading.Lock()
+        """Groups bring weights in threads of their own."""
 
     def take(self, out: str, record: Record) -> None:
         """A record about the weights of an output; damage is logged and forgets the version."""
@@ -222,7 +230,10 @@ class Arrivals:
             log.warning("weights of %s: %s; waiting for its commit", out, error)
 
     def _take(self, out: str, record: Record) -> None:
-        what, attempt = record.info[WHAT], str(record.info[ATTEMPT])
+        if (what := record.info[WHAT]) in ABOUT_GROUPS:
+            self._publisher.groups.take(out, record, self._ready)
+            return
+        attempt = str(record.info[ATTEMPT])
         number = record.identity.iteration
         if what == SHARED:
             self._ready(out, number, attempt, self._from_memory(str(record.info[NAME]), number))
@@ -274,6 +285,10 @@ class Arrivals:
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
     def _ready(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
+        with self._lock:
+            self._arrived(out, number, attempt, tensors)
+
+    def _arrived(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
         for old in [old for old, coming in self._coming.items() if coming.number <= number]:
             del self._coming[old]  # the rest of it does not come any more
         late = len(self._here) >= self._keep and number < min(self._here)
@@ -288,8 +303,3 @@ class Arrivals:
         output.done(attempt)
         log.info("weights of %s arrived", out)
         self._publisher.publish(out, attempt, number, output.objects)
-
-
-def digest(number: int, layout: bytes, sums: list[int]) -> str:
-    """Of a version: its number, its table and the checksums of its buckets."""
-    return xxhash.xxh3_128_hexdigest(repr((number, layout, sums)).encode())

@@ -1,54 +1,59 @@
-"""Weights from the trainer to engines in other processes, by ``torch.distributed``.
+"""Weights from the trainer to engines in other processes, by a process group of torch.distributed.
 
-Buckets follow one another through two buffers on each side: while one is on its way, the sender
-packs the next and a receiver checks and unpacks the one before. The backend is the group's: Gloo
-for tensors on CPUs, NCCL on GPUs, whose links a broadcast shares as a tree or ring by itself.
+Buckets follow one another: while one is on its way, the sender packs the next and a receiver sums
+up the one before. Gloo moves tensors on CPUs; NCCL those on GPUs, whose links a broadcast shares as
+a tree or ring by itself.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlinf.errors import TransferError
-from rlinf.weights.buckets import ALIGN, Layout, checksum
+from rlinf.weights.buckets import Layout, checksum, digest
 
 BUCKET_BYTES = 64 << 20
+TIMEOUT_S = 10.0
+"""How long one bucket may take: a peer that is gone or stopped is noticed within this time."""
 _LONGEST_LAYOUT = 256 << 20
 _MAGIC = 0x726C696E667774
+_LOOK_S = 0.0005
+
+
+class Group(Protocol):
+    """A process group, or one backend of it."""
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work: ...
 
 
 @dataclass(frozen=True)
 class Received:
-    """A version that arrived whole. The next transfer reuses ``tensors``: copy what shall stay."""
+    """A version that arrived whole; ``digest`` is that of :func:`rlinf.weights.buckets.digest`."""
 
     version: int
     tensors: dict[str, Tensor]
+    digest: str
 
 
 class Broadcast:
     """One end of a group that weights are broadcast in; all ranks take part in every transfer.
 
     Args:
-        group: from ``torch.distributed.new_group``; its timeout bounds how long a dead peer holds
-            the others up.
-        source: global rank of the sender.
-        device: where buffers are; of one type in the whole group.
+        group: with a timeout of its own, so that a dead peer does not hold the others up for long.
+        source: rank of the sender in the group.
+        device: where buckets are while they travel; of one type in the whole group.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        source: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, group: Group, source: int = 0, device: torch.device | str = "cpu") -> None:
         self._group, self._source, self._device = group, source, torch.device(device)
-        self._layout: Layout | None = None
-        self._tensors: dict[str, Tensor] = {}
 
     def send(
         self,
@@ -57,75 +62,115 @@ class Broadcast:
         *,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        """Send a state to all other ranks of the group, float32 tensors as ``dtype``."""
-        layout = Layout.of(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
-        text = torch.frombuffer(bytearray(layout.to_json().encode()), dtype=torch.uint8)
-        self._share(torch.tensor([_MAGIC, version, len(text)]).to(self._device))
-        self._share(text.to(self._device))
-        works: list[dist.Work | None] = [None, None]
-        for bucket, (buffer, part, trailer) in enumerate(self._buffers(layout)):
-            if (work := works[bucket % 2]) is not None:
-                work.wait()
-            layout.pack(bucket, tensors, part)
-            trailer.copy_(checksum(part))
-            works[bucket % 2] = self._start(buffer)
-        for work in works:
-            if work is not None:
-                work.wait()
+    ) -> str:
+        """Send a state to all other ranks of the group, float32 tensors as ``dtype``.
 
-    def receive(self) -> Received:
-        """Take part in the sender's next transfer.
+        Returns:
+            The digest of what was sent.
 
         Raises:
-            TransferError: something arrived damaged. The transfer is over and the group in order;
-                the weights are not to be served.
+            TransferError: another rank does not take part any more; the group is of no use then.
         """
-        head = torch.zeros(3, dtype=torch.int64, device=self._device)
-        self._share(head)
-        magic, version, length = head.tolist()
-        if magic != _MAGIC or not 0 < length <= _LONGEST_LAYOUT:
-            raise TransferError(f"broadcast of weights: not its beginning ({magic:#x}, {length})")
-        text = torch.empty(length, dtype=torch.uint8, device=self._device)
-        self._share(text)
-        layout = Layout.from_json(text.cpu().numpy().tobytes())
-        if layout != self._layout:
-            self._tensors = {}
-            self._layout, self._tensors = layout, layout.empty(self._device)
-        damaged = torch.zeros(1, dtype=torch.int64, device=self._device)
-        before: tuple[int, Tensor, Tensor] | None = None
-        for bucket, (buffer, part, trailer) in enumerate(self._buffers(layout)):
-            work = self._start(buffer)
-            if before is not None:
-                damaged += self._unpack(layout, *before)
-            if work is not None:
-                work.wait()
-            before = (bucket, part, trailer)
-        if before is not None:
-            damaged += self._unpack(layout, *before)
-        if count := int(damaged):
+        layout = Layout.of(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
+        text = layout.to_json().encode()
+        size = min(layout.bucket_bytes, layout.nbytes)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        sums = torch.zeros(layout.buckets, dtype=torch.int64, device=self._device)
+        with self._in_time():
+            self._share(torch.tensor([_MAGIC, version, len(text)]).to(self._device))
+            self._share(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
+            before: dist.Work | None = None
+            for bucket in range(layout.buckets):
+                span = layout.span(bucket)
+                # Its last content has left: only the bucket before this one is under way.
+                part = buffers[bucket % 2][: span.stop - span.start]
+                layout.pack(bucket, tensors, part)
+                sums[bucket : bucket + 1] = checksum(part)
+                self._wait(before)
+                before = self._start(part)
+            self._wait(before)
+            self._share(sums)
+        return digest(version, text, sums.tolist())
+
+    def receive(self) -> Received:
+        """Take part in the sender's next transfer; tensors are on the CPU.
+
+        Raises:
+            TransferError: something arrived damaged, and the group is in order; or another rank
+                does not take part any more, and it is of no use. The weights are not to be served.
+        """
+        with self._in_time():
+            head = torch.zeros(3, dtype=torch.int64, device=self._device)
+            self._share(head)
+            magic, version, length = head.tolist()
+            if magic != _MAGIC or not 0 < length <= _LONGEST_LAYOUT:
+                raise TransferError(f"not the beginning of weights ({magic:#x}, {length})")
+            text = torch.empty(length, dtype=torch.uint8, device=self._device)
+            self._share(text)
+            table = text.cpu().numpy().tobytes()
+            layout = Layout.from_json(table)
+            flat, sums = self._take(layout)
+            sent = torch.empty_like(sums)
+            self._share(sent)
+        if count := int((sums != sent).sum()):
             raise TransferError(
                 f"broadcast of weights: {count} of {layout.buckets} buckets of version {version} "
                 "arrived damaged; they are not served"
             )
-        return Received(version, self._tensors)
+        return Received(version, layout.views(flat), digest(version, table, sums.tolist()))
 
-    def _unpack(self, layout: Layout, bucket: int, part: Tensor, trailer: Tensor) -> Tensor:
-        layout.unpack(bucket, part, self._tensors)
-        return checksum(part) != trailer
-
-    def _buffers(self, layout: Layout) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each bucket what is sent: the whole, its bytes, and their checksum behind them."""
-        size = min(layout.bucket_bytes, layout.nbytes) + ALIGN
-        memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+    def _take(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """The flat state on the CPU, and the checksums of what came, on the group's device."""
+        on_cpu = self._device.type == "cpu"
+        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+        # On a CPU they come to where they stay.
+        size = 0 if on_cpu else min(layout.bucket_bytes, layout.nbytes)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        sums = torch.zeros(layout.buckets, dtype=torch.int64, device=self._device)
+        before: tuple[int, Tensor] | None = None
         for bucket in range(layout.buckets):
             span = layout.span(bucket)
             length = span.stop - span.start
-            buffer = memory[bucket % 2][: length + 8]
-            yield buffer, buffer[:length], buffer[length:].view(torch.int64)
+            part = flat[span] if on_cpu else buffers[bucket % 2][:length]
+            work = self._start(part)
+            if before is not None:
+                self._put(layout, *before, flat, sums)
+            self._wait(work)
+            before = (bucket, part)
+        if before is not None:
+            self._put(layout, *before, flat, sums)
+        return flat, sums
 
-    def _start(self, buffer: Tensor) -> dist.Work | None:
-        return dist.broadcast(buffer, self._source, self._group, async_op=True)
+    @staticmethod
+    def _put(layout: Layout, bucket: int, part: Tensor, flat: Tensor, sums: Tensor) -> None:
+        sums[bucket : bucket + 1] = checksum(part)
+        if part.device.type != "cpu":
+            flat[layout.span(bucket)].copy_(part)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransferError(
+                f"broadcast of weights: another rank is gone, stopped or cut off ({error})"
+            ) from error
+
+    def _start(self, part: Tensor) -> dist.Work:
+        return self._group.broadcast(part, self._source)
 
     def _share(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self._source, self._group)
+        self._wait(self._start(tensor))
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is None:
+            return
+        if self._device.type != "cpu":
+            # NCCL's own wait holds up the stream, not this thread: a peer that is gone would hold
+            # up the stream for good.
+            deadline = time.monotonic() + TIMEOUT_S
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no progress in {TIMEOUT_S:g} s")
+                time.sleep(_LOOK_S)
+        work.wait()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -227,6 +227,11 @@ def weighted_sum(data: Tensor) -> Tensor:
     words = data.view(torch.int64)
     factors = torch.arange(1, 2 * len(words), 2, device=data.device) * _ODD
     return (words * factors).sum().reshape(1)
+
+
+def digest(version: int, layout: bytes, sums: Sequence[int]) -> str:
+    """Of a version that travels: its number, its table as JSON and the checksums of its buckets."""
+    return xxhash.xxh3_128_hexdigest(repr((version, layout, list(sums))).encode())
 
 
 _ODD = 0x1E3779B97F4A7C15

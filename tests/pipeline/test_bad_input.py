@@ -56,8 +56,12 @@ HELPS = {
             "no stage gets anything by 'rollout -> rewards'; did you mean 'rollout -> reward'",
         ),
         (
+            {"plan": {"transports": {"rollout -> reward": "http"}}},
+            r"transports\.rollout -> reward: .*'shared_memory', 'socket', .* or 'file'",
+        ),
+        (
             {"plan": {"transports": {"rollout -> reward": "nccl"}}},
-            r"transports\.rollout -> reward: .*'shared_memory', 'socket' or 'file'",
+            r"transports\.rollout -> reward: nccl carries weights alone, and here go trajectories",
         ),
         (
             {"plan": HELPS},

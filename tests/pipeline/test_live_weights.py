@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.experiment import execute
+from pipeline.plan import GROUPS
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
 from tests.pipeline.test_pools import assert_like
@@ -38,7 +39,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[str, Any]:
     """A tiny run of two pools whose weights and records go one way."""
     values = compose(f"run.name={name}", f"iterations={iterations}", "cluster=local")
-    transports = dict.fromkeys((*EDGES, *RECORDS), way)
+    transports = dict.fromkeys(EDGES, way)
+    if way not in GROUPS:
+        transports |= dict.fromkeys(RECORDS, way)
     values["plan"] = {"grain": "segment", "pools": POOLS, "transports": transports}
     return values
 
@@ -49,13 +52,17 @@ def arrived(run: Path, pool: int = 0) -> int:
     return sum(log.read_text().count("arrived") for log in logs)
 
 
-@pytest.mark.parametrize("way", ["shared_memory", pytest.param("socket", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["shared_memory", "gloo", pytest.param("socket", marks=pytest.mark.slow)]
+)
 def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     reference: Path, compose: Compose, tmp_path: Path, way: str
 ) -> None:
     execute(pooled(compose, "sent", way))
     assert contents(tmp_path / "sent") == contents(reference)
     assert arrived(tmp_path / "sent") == 3
+    logs = (tmp_path / "sent" / "logs" / "pools").glob("*.log")
+    assert not any(f"no {way}" in log.read_text() for log in logs), "they went another way"
 
 
 def test_inference_elsewhere_takes_the_weights_as_they_come(
@@ -82,12 +89,13 @@ def test_inference_elsewhere_takes_the_weights_as_they_come(
 def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> None:
     """The third gets them from the first, as if each were on a node of its own."""
     wide = {"rollout": {"processes": 3}, "evaluate": {"processes": 3}}
-    for way in ("file", "socket"):
+    for way in ("file", "socket", "gloo"):
         values = pooled(compose, way, way)
         execute({**values, "plan": {**values["plan"], "stages": wide}})
-    assert contents(tmp_path / "socket") == contents(tmp_path / "file")
     assert not arrived(tmp_path / "file")
-    assert arrived(tmp_path / "socket") == 3 * 3
+    for way in ("socket", "gloo"):
+        assert contents(tmp_path / way) == contents(tmp_path / "file")
+        assert arrived(tmp_path / way) == 3 * 3
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ class Worker:
     """What a resident worker has to send and take weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.board, self.outbox = Board(), Outbox(folder)
+        self.board, self.outbox = Board(), Outbox(folder, name=name)
         self.publisher = Publisher(self.outbox)
         takers = {WEIGHTS: Arrivals(self.board, self.publisher).take}
         self.inbox = Inbox(folder, name, self.board, takers)
