@@ -142,9 +142,9 @@ class Forecast(Section):
 
 
 Grain = Literal["stage", "segment"]
-Transport = Literal["shared_memory", "socket", "gloo", "nccl", "file"]
-GROUPS = frozenset({"gloo", "nccl"})
-"""Transports that are process groups."""
+Transport = Literal["shared_memory", "socket", "gloo", "nccl", "delta", "file"]
+FOR_WEIGHTS = frozenset({"gloo", "nccl", "delta"})
+"""Transports that carry no records."""
 
 
 class Plan(Section):
@@ -165,8 +165,9 @@ class Plan(Section):
     transports: dict[str, Transport] = {}
     """By edge between pools, ``rollout -> reward``; stages of one worker pass references. Where
     nothing is said, weights go by shared memory on one node, by socket between nodes; records by
-    socket; all else is read from files. Between nodes ``shared_memory`` means socket. ``gloo`` and
-    ``nccl`` are for weights: a process group, which is fast and not encrypted."""
+    socket; all else is read from files. Between nodes ``shared_memory`` means socket. For weights
+    alone there are ``gloo`` and ``nccl``, process groups, which are fast and not encrypted, and
+    ``delta``: what changed, as files."""
     predicted: Forecast | None = None
 
     def of(self, stage: str) -> StagePlan:
@@ -220,8 +221,8 @@ class Plan(Section):
                 raise PlanError(
                     f"plan.transports: no stage gets anything by {edge!r}{nearest(edge, edges)}"
                 )
-            if transport in GROUPS and "weights" not in edges[edge]:
-                ways = ", ".join(way for way in get_args(Transport) if way not in GROUPS)
+            if transport in FOR_WEIGHTS and "weights" not in edges[edge]:
+                ways = ", ".join(way for way in get_args(Transport) if way not in FOR_WEIGHTS)
                 raise PlanError(
                     f"plan.transports.{edge}: {transport} carries weights alone, and here go "
                     f"{', '.join(sorted(edges[edge]))}; use one of {ways}"

@@ -25,7 +25,7 @@ from pipeline.generators import Generators
 from pipeline.launch import ClusterConfig, resources
 from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
-from pipeline.plan import ELASTIC, GROUPS, SINGLE_PROCESS, Plan
+from pipeline.plan import ELASTIC, FOR_WEIGHTS, SINGLE_PROCESS, Plan
 from pipeline.pool_status import write_pools
 from pipeline.routes import tree
 from pipeline.run import Run
@@ -274,7 +274,7 @@ class PoolExecutor:
         usual = SOCKET if name in STREAMS else SHARED_MEMORY
         way = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
         takers = taker.hosts(self._ranks(target))
-        if way in GROUPS and name == WEIGHTS:
+        if way in FOR_WEIGHTS and name == WEIGHTS:
             (first,) = maker.workers(1)
             yield first, first, dict.fromkeys(takers, way)
             return

@@ -6,6 +6,8 @@ from pathlib import Path
 
 CONFIG, PLAN, RUN = "config.yaml", "plan.yaml", "run.json"
 POOLS, STATUS = "pools", "status.json"
+VERSIONS = "versions"
+"""Weights as deltas, where the plan asks for them."""
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 PER_ITERATION = ("rollout", "reward", "inference", "train", "sync")
 

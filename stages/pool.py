@@ -98,12 +98,14 @@ class Worker:
         self._lock = threading.Lock()
         # Not above: the driver imports this module, and has no use for tensors.
         from stages.parts import WEIGHTS
+        from stages.versions import Versions
         from stages.weights import Arrivals, Publisher
 
         self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
         self._relays = Relays(self._outbox)
-        self._publisher = Publisher(self._outbox)
-        arrivals = Arrivals(self._board, self._publisher, config.rollout.staleness)
+        behind = config.rollout.staleness
+        self._publisher = Publisher(self._outbox, Versions(run, behind))
+        arrivals = Arrivals(self._board, self._publisher, behind)
         takers = {WEIGHTS: arrivals.take}
         self._inbox = Inbox(
             run / CHANNELS,

@@ -1,10 +1,12 @@
 """Weights on their way from the worker that made them to the boards of others.
 
 A version is announced by a record to the inboxes of those who want it. On the sender's node it then
-lies in shared memory, elsewhere its buckets follow as records, or by a process group where the plan
-says so (:mod:`stages.groups`). Who gets buckets passes each on at
-once to the workers it was told of, so that many are reached as a tree. Whoever finds a part
-damaged, or gets none, takes the committed folder instead: only what arrived whole is served.
+lies in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
+process group (:mod:`stages.groups`), or lies on the shared filesystem (:mod:`stages.versions`).
+
+Who gets buckets passes each on at once to the workers it was told of, so that many are reached as a
+tree. Whoever finds a part damaged, or gets none, takes the committed folder instead: only what
+arrived whole is served.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from stages.board import Board, keep_newest
 from stages.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, DIGEST, NAME, WHAT, Groups
 from stages.inbox import SHARED_MEMORY, SOCKET, Outbox
 from stages.parts import WEIGHTS
+from stages.versions import Versions
 
 SUM = "_sum"
-SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
+SHARED, LAYOUT, BUCKET, DELTA = "shared", "layout", "bucket", "delta"
 KEEP = 2
 """Versions kept in memory; an older one is on disk."""
 TOLD = 64
@@ -61,8 +64,8 @@ class _Memory:
 class Publisher:
     """Sends the weights made here, in a thread of its own, to the workers that want them."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, outbox: Outbox, versions: Versions) -> None:
+        self._outbox, self.versions = outbox, versions
         self.groups = Groups(outbox)
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "weights")
@@ -113,6 +116,7 @@ class Publisher:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self.groups.close()
+        self.versions.close()
         if self._memory is not None:
             self._memory.writer.close()
 
@@ -129,6 +133,11 @@ class Publisher:
             far = by.get(SOCKET, [])
             if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
                 far += near
+            if followers := by.get(DELTA):
+                if self.versions.publish(made.number, made.tensors):
+                    self._put(made, followers, 0, {}, {WHAT: DELTA})
+                else:
+                    far += followers
             for backend in BACKENDS:
                 if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
                     far += members
@@ -219,7 +228,7 @@ class Arrivals:
         """By version: its output and attempt."""
         self._reader: tuple[str, SharedReader] | None = None
         self._lock = threading.Lock()
-        """Groups bring weights in threads of their own."""
+        """Groups and versions bring weights in threads of their own."""
 
     def take(self, out: str, record: Record) -> None:
         """A record about the weights of an output; damage is logged and forgets the version."""
@@ -237,6 +246,9 @@ class Arrivals:
         number = record.identity.iteration
         if what == SHARED:
             self._ready(out, number, attempt, self._from_memory(str(record.info[NAME]), number))
+            return
+        if what == DELTA:
+            self._publisher.versions.follow(out, number, attempt, self._ready)
             return
         if what == LAYOUT:
             text = record.context[LAYOUT].tobytes()

@@ -6,7 +6,7 @@
     weights/000001/manifest.json, data-<attempt>/delta.safetensors
     weights/000010/manifest.json, data-<attempt>/{delta,full}.safetensors
 
-Every version but the first has the delta from the one before; every so many have the full state
+Every version has the delta from the one before, if there is one; every so many have the full state
 too, in the same folder, so that who follows reads deltas alone and who joins late starts at a full
 one. The files and the state they lead to have checksums in the manifest, whose creation is the
 commit (:mod:`rlinf.artifacts`).
@@ -109,10 +109,12 @@ class WeightStore:
         return sorted(v for v in found if (self._folder(v) / MANIFEST).exists())
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
-        """Commit the next version; publishing the same weights again changes nothing.
+        """Commit a version; publishing the same weights again changes nothing.
+
+        One that does not follow the newest is a full one.
 
         Raises:
-            TransferError: not the version after the newest, or already there with other weights.
+            TransferError: older than the newest, or there with other weights.
         """
         start = time.time()
         kept, ties = distinct(tensors)
@@ -133,11 +135,8 @@ class WeightStore:
                 f"{self._folder(version)}: version {newest} is published already and versions do "
                 f"not change; publish {newest + 1} next"
             )
-        if newest is not None and version != newest + 1:
-            raise TransferError(
-                f"{self._root}: version {version} cannot follow {newest}; publish {newest + 1} next"
-            )
-        manifest = self._write(state, self._base(newest), start)
+        follows = newest is not None and version == newest + 1
+        manifest = self._write(state, self._base(newest) if follows else None, start)
         self._published = state
         if self._keep is not None:
             self.prune(self._keep)

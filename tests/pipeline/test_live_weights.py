@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline.experiment import execute
-from pipeline.plan import GROUPS
+from pipeline.plan import FOR_WEIGHTS
+from stages.layout import VERSIONS
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
 from tests.pipeline.test_pools import assert_like
@@ -40,7 +41,7 @@ def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[s
     """A tiny run of two pools whose weights and records go one way."""
     values = compose(f"run.name={name}", f"iterations={iterations}", "cluster=local")
     transports = dict.fromkeys(EDGES, way)
-    if way not in GROUPS:
+    if way not in FOR_WEIGHTS:
         transports |= dict.fromkeys(RECORDS, way)
     values["plan"] = {"grain": "segment", "pools": POOLS, "transports": transports}
     return values
@@ -53,7 +54,7 @@ def arrived(run: Path, pool: int = 0) -> int:
 
 
 @pytest.mark.parametrize(
-    "way", ["shared_memory", "gloo", pytest.param("socket", marks=pytest.mark.slow)]
+    "way", ["shared_memory", "gloo", "delta", pytest.param("socket", marks=pytest.mark.slow)]
 )
 def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     reference: Path, compose: Compose, tmp_path: Path, way: str
@@ -63,6 +64,7 @@ def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     assert arrived(tmp_path / "sent") == 3
     logs = (tmp_path / "sent" / "logs" / "pools").glob("*.log")
     assert not any(f"no {way}" in log.read_text() for log in logs), "they went another way"
+    assert (tmp_path / "sent" / VERSIONS).exists() == (way == "delta")
 
 
 def test_inference_elsewhere_takes_the_weights_as_they_come(
@@ -89,11 +91,11 @@ def test_inference_elsewhere_takes_the_weights_as_they_come(
 def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> None:
     """The third gets them from the first, as if each were on a node of its own."""
     wide = {"rollout": {"processes": 3}, "evaluate": {"processes": 3}}
-    for way in ("file", "socket", "gloo"):
+    for way in ("file", "socket", "gloo", "delta"):
         values = pooled(compose, way, way)
         execute({**values, "plan": {**values["plan"], "stages": wide}})
     assert not arrived(tmp_path / "file")
-    for way in ("socket", "gloo"):
+    for way in ("socket", "gloo", "delta"):
         assert contents(tmp_path / way) == contents(tmp_path / "file")
         assert arrived(tmp_path / way) == 3 * 3
 

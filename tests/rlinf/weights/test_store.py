@@ -187,10 +187,19 @@ def test_what_was_not_committed_is_no_version(tmp_path: Path) -> None:
     assert same(store.load(2).tensors, states[2])
 
 
-def test_versions_follow_one_another_and_do_not_change(tmp_path: Path) -> None:
+def test_a_version_that_does_not_follow_the_newest_is_a_full_one(tmp_path: Path) -> None:
     store, states = published(tmp_path, 3)
-    with pytest.raises(TransferError, match="publish 3 next"):
-        store.publish(4, states[0])
+    held = store.load(2)
+    assert set(store.publish(7, states[0]).files) == {FULL}
+    assert set(store.publish(8, states[1]).files) == {DELTA}
+    for reader in (held, None):
+        assert same(store.load(8, reader).tensors, states[1])
+    with pytest.raises(ArtifactError, match="there are 0 to 8"):
+        store.load(5)
+
+
+def test_versions_do_not_change(tmp_path: Path) -> None:
+    store, states = published(tmp_path, 3)
     with pytest.raises(TransferError, match="do not change"):
         store.publish(2, states[0])
     again = WeightStore(tmp_path).publish(2, states[2])

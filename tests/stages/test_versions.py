@@ -1,0 +1,80 @@
+"""Weights by way of the shared filesystem: small, and another way where that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlinf.artifacts import read_manifest
+from rlinf.weights.store import DELTA, FULL
+from stages.layout import VERSIONS
+from stages.parts import WEIGHTS
+from tests.stages.test_weights import Worker, soon, state
+
+Make = Callable[[str], Worker]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Make]:
+    made: list[Worker] = []
+
+    def make(name: str) -> Worker:
+        made.append(Worker(tmp_path, name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def publish(source: Worker, number: int, to: list[str]) -> str:
+    out = f"it/{number:04d}/sync"
+    source.publisher.want(out, dict.fromkeys(to, "delta"))
+    source.publisher.publish(out, "data-a", number, {WEIGHTS: state(number)})
+    return out
+
+
+def test_who_follows_holds_each_version_and_who_comes_late_the_newest(
+    worker: Make, tmp_path: Path
+) -> None:
+    source, first = worker("s"), worker("r0")
+    for number in (3, 4, 5):
+        out = publish(source, number, ["r0"])
+        assert soon(lambda out=out, n=number: first.holds(n, out))
+    files = [set((read_manifest(tmp_path / VERSIONS / f"{n:06d}") or 0).files) for n in (3, 4, 5)]
+    assert files == [{FULL}, {DELTA}, {DELTA}]
+    late = worker("r1")
+    source.publisher.want(out, {"r1": "delta"})
+    assert soon(lambda: late.holds(5, out))
+
+
+def test_where_versions_cannot_be_written_weights_go_by_socket(
+    worker: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / VERSIONS).write_text("in the way")
+    source, there = worker("s"), worker("r0")
+    out = publish(source, 3, ["r0"])
+    assert soon(lambda: there.holds(3, out))
+    assert "no version 3" in caplog.text
+
+
+def test_a_damaged_version_is_not_served(
+    worker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stages.versions.SEEN_S", (0.0, 0.05))
+    source, there = worker("s"), worker("r0")
+    out = publish(source, 3, ["r0"])
+    assert soon(lambda: there.holds(3, out))
+    publish(source, 4, [])
+    out = publish(source, 4, [])
+    source.publisher.versions.publish(4, state(4))
+    (delta,) = (tmp_path / VERSIONS / "000004").glob(f"data-*/{DELTA}")
+    data = bytearray(delta.read_bytes())
+    data[len(data) // 2] ^= 1
+    delta.chmod(0o600)
+    delta.write_bytes(bytes(data))
+    source.publisher.want(out, {"r0": "delta"})
+    assert soon(lambda: "waiting for its commit" in caplog.text)
+    assert not there.holds(4, out)
