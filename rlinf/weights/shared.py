@@ -4,6 +4,9 @@ Two slots take turns, so a version is written while readers use the one before. 
 of its own, and readers hold a shared lock on it, the writer an exclusive one while it writes: no
 reader ever sees half a version, and the kernel drops the lock of a process that dies. Readers map
 a slot read-only and use the tensors in place. A reader that waits checks buckets as they come.
+
+The flat state of a slot is in its segment, or in memory of a GPU that readers open by the handle in
+the segment, only while they hold the lock: CUDA wants such memory to outlive all who have it open.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -27,14 +30,28 @@ from torch import Tensor
 
 from rlinf.errors import TransferError
 from rlinf.weights.buckets import Layout, checksum
+from rlinf.weights.handles import Exported, Handle, finish
 
 _FOLDER = Path("/dev/shm")
-_HEADER = struct.Struct("<8sqqqQ")
+_HEADER = struct.Struct("<8sqqqQQ")
 """Magic; version (-1: none, or being written); version that is being, or was, written and how many
-of its buckets are there; length of the layout's JSON, which follows."""
+of its buckets are there; lengths of the layout's JSON, which follows, and of the handle's behind it
+(0: the flat state is here)."""
 _VERSION, _PROGRESS = 8, 16
-_MAGIC = b"rlinfwt1"
+_MAGIC = b"rlinfwt2"
 _PAGE = 4096
+
+
+@dataclass
+class _WrittenSlot:
+    memory: SharedMemory
+    exported: Exported | None
+    """The flat state, where it is in memory of a GPU."""
+
+    def parts(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Checksums and flat state, in place."""
+        sums, flat = _parts(_buffer(self.memory), layout)
+        return sums, flat if self.exported is None else self.exported.flat
 
 
 class SharedWriter:
@@ -44,30 +61,30 @@ class SharedWriter:
         name: of the shared memory, unique on the node; readers need it.
         layout: of the state; it cannot change.
         timeout_s: how long to wait for readers that still use the version before the last.
+        device: where the flat states are, ``"cpu"`` or a GPU of this process. Readers of a GPU's
+            memory are other processes that see this GPU, and lose it with this process.
+
+    Raises:
+        TransferError: no room for two states, or no such GPU.
     """
 
-    def __init__(self, name: str, layout: Layout, timeout_s: float = 60) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        timeout_s: float = 60,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._layout, self._timeout_s, self._name = layout, timeout_s, name
+        self._device = torch.device(device)
         self._newest = -1
-        text = layout.to_json().encode()
-        size = _data_start(len(text), layout.buckets) + layout.nbytes
-        self._slots: list[SharedMemory] = []
+        self._slots: list[_WrittenSlot] = []
         try:
             for slot in (0, 1):
-                memory = SharedMemory(f"{name}-{slot}", create=True, size=size)
-                self._slots.append(memory)
-                with (_FOLDER / memory.name).open("r+b") as file:
-                    # Else a full /dev/shm would show only in the middle of writing, as a SIGBUS.
-                    os.posix_fallocate(file.fileno(), 0, size)
-                buffer = _buffer(memory)
-                _HEADER.pack_into(buffer, 0, _MAGIC, -1, -1, 0, len(text))
-                buffer[_HEADER.size : _HEADER.size + len(text)] = text
-        except OSError as error:
+                self._make(f"{name}-{slot}")
+        except TransferError:
             self.close()
-            raise TransferError(
-                f"shared memory {name!r}: cannot make two slots of {size} bytes in {_FOLDER} "
-                f"({error}); enlarge it, or send weights another way"
-            ) from None
+            raise
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Write a version into the older slot; readers find it when all of it is there.
@@ -86,27 +103,64 @@ class SharedWriter:
                     f"shared memory {self._name!r}: {entry.name!r} is missing or not of shape "
                     f"{entry.shape}; a state of another layout needs another writer"
                 )
-        memory = min(self._slots, key=_version)
-        with self._alone(memory):
-            buffer = _buffer(memory)
+        slot = min(self._slots, key=lambda slot: _version(slot.memory))
+        with self._alone(slot.memory):
+            buffer = _buffer(slot.memory)
             struct.pack_into("<qqq", buffer, _VERSION, -1, version, 0)
-            sums, flat = _parts(buffer, self._layout)
+            sums, flat = slot.parts(self._layout)
             for bucket in range(self._layout.buckets):
                 part = flat[self._layout.span(bucket)]
                 self._layout.pack(bucket, tensors, part)
                 sums[bucket : bucket + 1] = checksum(part)
                 struct.pack_into("<qq", buffer, _PROGRESS, version, bucket + 1)
+            finish(flat.device)
             struct.pack_into("<q", buffer, _VERSION, version)
         self._newest = version
 
     def close(self) -> None:
-        """Free the memory; readers keep what they have mapped."""
+        """Free the memory; readers keep what they have mapped of the host's.
+
+        Raises:
+            TransferError: readers did not let go of memory of a GPU. It stays; close again.
+        """
         while self._slots:
-            memory = self._slots.pop()
+            memory, exported = self._slots[-1].memory, self._slots[-1].exported
+            if exported is not None:
+                with self._alone(memory):
+                    # For readers that know the slot: its memory will hold something else.
+                    struct.pack_into("<qqq", _buffer(memory), _VERSION, -1, -1, 0)
+                    exported.free()
+            self._slots.pop()
             memory.unlink()
             # Where a tensor still points into it, it goes with the last one.
             with suppress(BufferError):
                 memory.close()
+
+    def _make(self, name: str) -> None:
+        text, state = self._layout.to_json().encode(), self._layout.nbytes
+        exported, handle = None, b""
+        with ExitStack() as undo:
+            if self._device.type != "cpu":
+                exported, state = Exported(max(1, state), self._device), 0
+                undo.callback(exported.free)
+                handle = exported.handle.to_json().encode()
+            size = _data_start(len(text) + len(handle), self._layout.buckets) + state
+            try:
+                memory = SharedMemory(name, create=True, size=size)
+                undo.callback(memory.unlink)
+                with (_FOLDER / memory.name).open("r+b") as file:
+                    # Else a full /dev/shm would show only in the middle of writing, as a SIGBUS.
+                    os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                raise TransferError(
+                    f"shared memory {self._name!r}: cannot make two slots of {size} bytes in "
+                    f"{_FOLDER} ({error}); enlarge it, or send weights another way"
+                ) from None
+            buffer = _buffer(memory)
+            _HEADER.pack_into(buffer, 0, _MAGIC, -1, -1, 0, len(text), len(handle))
+            buffer[_HEADER.size : _HEADER.size + len(text) + len(handle)] = text + handle
+            self._slots.append(_WrittenSlot(memory, exported))
+            undo.pop_all()
 
     @contextmanager
     def _alone(self, memory: SharedMemory) -> Iterator[None]:
@@ -129,19 +183,29 @@ class SharedWriter:
 class SharedView:
     """A version in shared memory, kept from being overwritten until released.
 
-    ``tensors`` are read-only and in place: writing to one ends the process. The writer can
-    publish one further version while this one is held, not two.
+    ``tensors`` are in place, on the device of the memory. Do not write to them: on a CPU that ends
+    the process, on a GPU other readers would see it. The writer can publish one further version
+    while this one is held, not two.
     """
 
     version: int
     tensors: dict[str, Tensor]
     _lock: int
+    _device: torch.device
 
     def release(self) -> None:
-        """Let the writer have the slot; the tensors must not be used any more."""
+        """Let the writer have the slot; the tensors must not be used any more.
+
+        Finish copies of them first. Those that were started on the GPU are waited for here, on all
+        its streams; memory of a GPU stays open until no tensor points into it, so keep none.
+        """
         if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            try:
+                finish(self._device)
+                self.tensors = {}
+            finally:
+                os.close(self._lock)
+                self._lock = -1
 
     def __enter__(self) -> SharedView:
         return self
@@ -156,10 +220,11 @@ class SharedView:
 
 
 class SharedReader:
-    """A reading end.
+    """A reading end, of host memory or a GPU's.
 
     Raises:
-        TransferError: no writer made memory of this name on this node, or it is not ours.
+        TransferError: no writer made memory of this name on this node, it is not ours, or it is a
+            GPU's that this process does not see.
     """
 
     def __init__(self, name: str) -> None:
@@ -170,22 +235,28 @@ class SharedReader:
         """The newest version if it is newer than ``after``.
 
         Raises:
-            TransferError: it is damaged: a checksum differs.
+            TransferError: it is damaged: a checksum differs; or its writer has ended.
         """
         for slot in self._slots:
             if slot.version() == -1:
-                slot.check()
+                slot.check_ahead()
         while (slot := max(self._slots, key=_MappedSlot.version)).version() > after:
-            lock = os.open(slot.path, os.O_RDONLY)
+            try:
+                lock = os.open(slot.path, os.O_RDONLY)
+            except FileNotFoundError:
+                raise TransferError(
+                    f"shared memory {self._name!r}: its writer has closed it, or ended"
+                ) from None
             try:
                 # A slot that is locked, or has changed since, is being written anew: look again.
                 if _locked(lock, fcntl.LOCK_SH) and (version := slot.version()) > after:
-                    if (damaged := slot.check()) is not None:
+                    flat, tensors = slot.state()
+                    if (damaged := slot.check(flat)) is not None:
                         raise TransferError(
                             f"shared memory {self._name!r}: bucket {damaged} of version {version} "
                             "is damaged; it is not served"
                         )
-                    view = SharedView(version, slot.tensors, lock)
+                    view = SharedView(version, tensors, lock, flat.device)
                     lock = -1
                     return view
             finally:
@@ -209,29 +280,52 @@ class _MappedSlot:
             ) from None
         if len(self._map) < _HEADER.size or self._map[:8] != _MAGIC:
             raise TransferError(f"shared memory {name!r} holds no weights")
-        *_, length = _HEADER.unpack_from(self._map)
-        self._layout = Layout.from_json(self._map[_HEADER.size : _HEADER.size + length])
-        if _data_start(length, self._layout.buckets) + self._layout.nbytes > len(self._map):
+        *_, length, more = _HEADER.unpack_from(self._map)
+        text = self._map[_HEADER.size : _HEADER.size + length + more]
+        self._layout = Layout.from_json(text[:length])
+        self._handle = Handle.from_json(text[length:]) if more else None
+        room = len(self._map) - _data_start(length + more, self._layout.buckets)
+        if self._handle is not None and room >= 0:
+            room = self._handle.nbytes
+            self._handle.index()  # else only the first version would show that the GPU is hidden
+        if room < self._layout.nbytes:
             raise TransferError(f"shared memory {name!r} is smaller than its layout")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._sums, self._flat = _parts(self._map, self._layout)
-        self.tensors = self._layout.views(self._flat)
+        self._tensors = {} if self._handle else self._layout.views(self._flat)
         self._seen, self._good = -1, 0
 
     def version(self) -> int:
         return _number(self._map, _VERSION)
 
-    def check(self) -> int | None:
-        """Check the buckets that came since the last look; the first damaged one.
+    def state(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The flat state and its tensors; to be called with the lock.
 
-        Without the lock that one may just be about to change: it is looked at again.
+        Raises:
+            TransferError: memory of a GPU cannot be opened.
         """
+        if self._handle is None:
+            return self._flat, self._tensors
+        flat = self._handle.open()
+        return flat, self._layout.views(flat)
+
+    def check_ahead(self) -> None:
+        """Check what is there of a version that is being written; without the lock.
+
+        A bucket may just be about to change: a damaged one is looked at again. Memory of a GPU may
+        be gone without the lock, and is checked too fast for this to matter.
+        """
+        if self._handle is None:
+            self.check(self._flat)
+
+    def check(self, flat: Tensor) -> int | None:
+        """Check the buckets that came since the last look; the first damaged one."""
         version, ready = struct.unpack_from("<qq", self._map, _PROGRESS)
         if version != self._seen:
             self._seen, self._good = version, 0
         for bucket in range(self._good, ready):
-            if checksum(self._flat[self._layout.span(bucket)]) != self._sums[bucket]:
+            if checksum(flat[self._layout.span(bucket)]) != self._sums[bucket]:
                 return bucket
             self._good = bucket + 1
         return None
@@ -251,14 +345,14 @@ def _number(buffer: memoryview | mmap.mmap, offset: int) -> int:
 
 
 def _data_start(text: int, buckets: int) -> int:
-    """Where the flat state begins: after header, layout and checksums, at a page."""
+    """Where the flat state begins: after header, texts and checksums, at a page."""
     return math.ceil((_HEADER.size + text + 7 + 8 * buckets) / _PAGE) * _PAGE
 
 
 def _parts(buffer: memoryview | mmap.mmap, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
-    *_, length = _HEADER.unpack_from(buffer)
-    start = _data_start(length, layout.buckets)
+    """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]`` if here, in place."""
+    *_, length, handle = _HEADER.unpack_from(buffer)
+    start = _data_start(length + handle, layout.buckets)
     whole = torch.frombuffer(buffer, dtype=torch.uint8)
     sums = whole[start - 8 * layout.buckets : start].view(torch.int64)
     return sums, whole[start : start + layout.nbytes]
