@@ -9,7 +9,6 @@ such backend, is given up, and the weights go another way.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -17,7 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from rlinf.channels.curve import own_addresses
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.device import local_device
 from rlinf.errors import TransferError
-from rlinf.weights.broadcast import TIMEOUT_S, Broadcast
+from rlinf.weights.broadcast import TIMEOUT_S, Broadcast, Group
 from stages.board import keep_newest
 from stages.inbox import Outbox
 from stages.parts import WEIGHTS
@@ -43,6 +42,8 @@ WHAT, ATTEMPT, NAME, DIGEST = "_what", "_attempt", "_name", "_digest"
 MEMBERS, BACKEND, KEY = "_members", "_backend", "_key"
 KEEP = 4
 """Groups at a time; one more takes the place of the oldest."""
+PATIENCE_S = 0.5
+"""How long what is under way may take when the worker ends."""
 Ready = Callable[[str, int, str, dict[str, Tensor]], None]
 log = logging.getLogger("rlinf")
 
@@ -91,8 +92,8 @@ class Groups:
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._lock = threading.Lock()
-        self._ends: dict[tuple[str, ...], tuple[str, Broadcast, Any]] = {}
-        """By backend and members: those this worker sends in, their names and groups."""
+        self._ends: dict[tuple[str, ...], tuple[str, Broadcast]] = {}
+        """By backend and members: those this worker sends in, and their names."""
         self._failed: dict[tuple[str, ...], None] = {}
         self._members: dict[str, _Member] = {}
         """By name: those it takes weights in."""
@@ -112,7 +113,7 @@ class Groups:
         if group in self._failed:
             return False
         try:
-            name, end, _ = self._ends.get(group) or self._form(group)
+            name, end = self._ends.get(group) or self._form(group)
             self._say(out, workers, number, {WHAT: COMES, NAME: name, ATTEMPT: attempt})
             digest = end.send(number, tensors)
             self._say(out, workers, number, {WHAT: CAME, NAME: name, DIGEST: digest})
@@ -149,12 +150,13 @@ class Groups:
             member.next.put((out, record))
 
     def close(self) -> None:
+        """Give up all groups. Gloo ends the process if some are left when Python ends."""
         for group in list(self._ends):
             self._drop(group)
-        for member in self._members.values():
-            member.leave()
+        while self._members:
+            self._members.popitem()[1].close()
 
-    def _form(self, group: tuple[str, ...]) -> tuple[str, Broadcast, Any]:
+    def _form(self, group: tuple[str, ...]) -> tuple[str, Broadcast]:
         backend, _, *workers = group
         name = f"group-{secrets.token_hex(8)}"
         device = device_of(backend)
@@ -162,16 +164,16 @@ class Groups:
         members = ",".join(group[1:])
         self._say(name, workers, 0, {WHAT: FORM, NAME: name, MEMBERS: members, BACKEND: backend})
         formed = form(backend, mail, 0, len(workers) + 1)
-        self._ends[group] = (name, Broadcast(formed, 0, device), formed)
+        self._ends[group] = (name, Broadcast(formed, 0, device))
         while len(self._ends) > KEEP:
             self._drop(next(iter(self._ends)))
         return self._ends[group]
 
     def _drop(self, group: tuple[str, ...]) -> None:
         if group in self._ends:
-            name, _, formed = self._ends.pop(group)
+            name, end = self._ends.pop(group)
             self._say(name, group[2:], 0, {WHAT: OVER, NAME: name})
-            end(formed)
+            end.close()
 
     def _mail_of(self, name: str, out: str = "", others: Sequence[str] = ()) -> Mail:
         """The mail of a group; some of it may come before the group is known here."""
@@ -205,29 +207,37 @@ class _Member:
     def __init__(self, backend: str, mail: Mail, rank: int, size: int, ready: Ready) -> None:
         self.next: queue.SimpleQueue[tuple[str, Record] | None] = queue.SimpleQueue()
         self._ready = ready
-        work = threading.Thread(
+        self._end: Broadcast | None = None
+        self._thread = threading.Thread(
             target=self._work, args=(backend, mail, rank, size), name="group", daemon=True
         )
-        work.start()
+        self._thread.start()
 
     def leave(self) -> None:
         """There is nothing more to take."""
         self.next.put(None)
 
+    def close(self) -> None:
+        """Leave at once, whatever is under way."""
+        self.leave()
+        self._thread.join(PATIENCE_S)
+        if (end := self._end) is not None:
+            end.close()
+        self._thread.join(TIMEOUT_S)
+
     def _work(self, backend: str, mail: Mail, rank: int, size: int) -> None:
-        formed = None
         try:
             device = device_of(backend)
-            formed = form(backend, mail, rank, size)
-            broadcast = Broadcast(formed, 0, device)
+            self._end = end = Broadcast(form(backend, mail, rank, size), 0, device)
             while (coming := self.next.get()) is not None:
                 out, record = coming
-                self._take(out, record, broadcast)
+                self._take(out, record, end)
         except (TransferError, RuntimeError, queue.Empty, LookupError) as error:
             log.warning("no weights by %s: %r", backend, error)
         finally:
-            if formed is not None:
-                end(formed)
+            if self._end is not None:
+                self._end.close()
+                self._end = None
 
     def _take(self, out: str, record: Record, broadcast: Broadcast) -> None:
         received = broadcast.receive()
@@ -256,7 +266,7 @@ def device_of(backend: str) -> torch.device:
     return local_device("cuda")
 
 
-def form(backend: str, store: Store, rank: int, size: int) -> Any:
+def form(backend: str, store: Store, rank: int, size: int) -> Group:
     """A group of its own beside those of the workers' pools; waits for all members.
 
     Raises:
@@ -270,7 +280,7 @@ def form(backend: str, store: Store, rank: int, size: int) -> Any:
             # Gloo's own choice, what the host's name stands for, often is the loopback.
             address = own_addresses()[0]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        return cast(Group, dist.ProcessGroupGloo(store, rank, size, options))
     # NCCL's watchdog would end the process when another one is gone; here that is noticed by who
     # waits (:mod:`rlinf.weights.broadcast`).
     handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -279,15 +289,9 @@ def form(backend: str, store: Store, rank: int, size: int) -> Any:
     try:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return cast(Group, dist.ProcessGroupNCCL(store, rank, size, options))
     finally:
         if before is None:
             del os.environ[handling]
         else:
             os.environ[handling] = before
-
-
-def end(group: Any) -> None:
-    """Give a group up; what waits in it fails."""
-    with contextlib.suppress(RuntimeError):
-        group.abort()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,8 @@ class Group(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work: ...
 
+    def abort(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Received:
@@ -53,7 +55,8 @@ class Broadcast:
     """
 
     def __init__(self, group: Group, source: int = 0, device: torch.device | str = "cpu") -> None:
-        self._group, self._source, self._device = group, source, torch.device(device)
+        self._group: Group | None = group
+        self._source, self._device = source, torch.device(device)
 
     def send(
         self,
@@ -119,6 +122,13 @@ class Broadcast:
             )
         return Received(version, layout.views(flat), digest(version, table, sums.tolist()))
 
+    def close(self) -> None:
+        """Give the group up; whoever waits in it gets a TransferError."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError):
+                group.abort()
+
     def _take(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """The flat state on the CPU, and the checksums of what came, on the group's device."""
         on_cpu = self._device.type == "cpu"
@@ -157,6 +167,8 @@ class Broadcast:
             ) from error
 
     def _start(self, part: Tensor) -> dist.Work:
+        if self._group is None:
+            raise RuntimeError("the group was given up")
         return self._group.broadcast(part, self._source)
 
     def _share(self, tensor: Tensor) -> None:

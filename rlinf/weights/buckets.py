@@ -110,28 +110,13 @@ class Layout:
             source = tensors[entry.name].detach().reshape(-1)[elements]
             out[part].view(DTYPES[entry.dtype]).copy_(source)
 
-    def unpack(self, bucket: int, data: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Write the elements in a bucket, uint8, into contiguous tensors such as :meth:`empty`."""
-        for entry, elements, part in self._pieces(bucket):
-            tensors[entry.name].view(-1)[elements].copy_(data[part].view(DTYPES[entry.dtype]))
-
-    def empty(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Tensors to unpack into; tied names share one."""
-        return self._tied(
-            {
-                e.name: torch.empty(e.shape, dtype=DTYPES[e.dtype], device=device)
-                for e in self.entries
-            }
-        )
-
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The tensors in a flat state, uint8 ``[nbytes]``, without a copy; tied names share one."""
-        return self._tied(
-            {
-                e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
-                for e in self.entries
-            }
-        )
+        kept = {
+            e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
+            for e in self.entries
+        }
+        return kept | {name: kept[other] for name, other in self.ties.items()}
 
     def to_json(self) -> str:
         """The layout as text."""
@@ -165,9 +150,6 @@ class Layout:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise TransferError(f"damaged layout of weights ({error})") from None
         return layout
-
-    def _tied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return tensors | {name: tensors[kept] for name, kept in self.ties.items()}
 
     @cached_property
     def _offsets(self) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 COUNT = 3
 PROGRAM = '''
 """Rank 0 sends three versions, the others compare; the last one is of another layout."""
+import os
 import sys
 import time
 from datetime import timedelta
@@ -41,7 +42,7 @@ def wanted(version):
 end = Broadcast(group)
 if case == "gone":
     if rank == 2:
-        sys.exit()
+        os._exit(0)
     began = time.monotonic()
     try:
         end.send(0, state(0)) if rank == 0 else end.receive()
@@ -49,6 +50,8 @@ if case == "gone":
         end.send(1, state(0)) if rank == 0 else end.receive()
     except TransferError as error:
         print("gone" if "gone" in str(error) else error, time.monotonic() - began < 20)
+    end.close()
+    del group, end
     sys.exit()
 if case == "damage" and rank == 0:
     pack = Layout.pack
@@ -77,6 +80,9 @@ for version in (0, 1, 1, 2):
         print("whole", version, got.digest)
     except TransferError as error:
         print("refused", version, "1 of" in str(error))
+# What is left of it when Python ends would end the process.
+end.close()
+del group, end
 '''
 
 

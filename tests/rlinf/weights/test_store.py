@@ -188,7 +188,8 @@ def test_what_was_not_committed_is_no_version(tmp_path: Path) -> None:
 
 
 def test_a_version_that_does_not_follow_the_newest_is_a_full_one(tmp_path: Path) -> None:
-    store, states = published(tmp_path, 3)
+    _, states = published(tmp_path, 3)
+    store = WeightStore(tmp_path, full_every=100)
     held = store.load(2)
     assert set(store.publish(7, states[0]).files) == {FULL}
     assert set(store.publish(8, states[1]).files) == {DELTA}
