@@ -21,6 +21,8 @@ from pipeline.metrics import manifest_of
 from stages.layout import PER_ITERATION
 
 ROUNDS = 3
+PAIRS = 7
+"""Rounds of pipelining: a machine whose speed drifts by a third needs more of them."""
 WARM = 2
 COMPUTE = frozenset({"generate", "score", "forward", "reference", "update"})
 DEMO = [
@@ -86,7 +88,7 @@ def pipelining(root: Path) -> list[Row]:
     """Two workers, with the batch passed on whole and in parts."""
     gains, balances = [], []
     words = [*DEMO, *BALANCED, f"++engine.max_rows={balanced_rows(root)}"]
-    for number in range(ROUNDS):
+    for number in range(PAIRS):
         whole = run(root, f"whole-{number}", "local", TWO_POOLS, 8, words)
         parts = run(root, f"parts-{number}", "local", TWO_POOLS | {"chunks": CHUNKS}, 8, words)
         sequential = statistics.median(seconds(whole, 8))
