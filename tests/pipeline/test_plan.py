@@ -10,9 +10,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.leases import pool_needs
 from pipeline.plan import Plan, parse_plan, read_plan
+from rlinf import tree
 from rlinf.errors import PlanError
 from stages import SECTIONS
+
+PLANS = tree.ROOT / "configs" / "plans"
 
 resources = st.fixed_dictionaries(
     {},
@@ -74,6 +78,17 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
 def test_what_a_plan_cannot_mean_is_refused_with_the_key(values: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         parse_plan(values, "plan.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
+    plan = read_plan(path)
+    plan.check_edges({})
+    for number, pool in enumerate(plan.pools):
+        (needs,) = pool_needs(plan, number)
+        (kind,) = pool.gpus
+        assert (needs.partition, needs.gpu_type or "cpu") == (kind, kind)
+        assert needs.gpus == (kind != "cpu")
 
 
 def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
