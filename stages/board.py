@@ -36,8 +36,10 @@ class Stream:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._records: dict[int, Record] = {}
-        self._ends: set[int] = set()
-        self._ended = False
+        self._ends: dict[int, int] = {}
+        """By rank of the stage that has ended: how many records it made."""
+        self._due: int | None = None
+        """How many records there are in the end; None: not all ranks have ended."""
         self.digest = 0
         """Of all records, in any order."""
         self._reached: dict[int, int] = {}
@@ -52,16 +54,20 @@ class Stream:
                 self.digest ^= record.digest() if digest is None else digest
                 self._changed.notify_all()
 
-    def end(self, rank: int = 0, ranks: int = 1) -> None:
-        """No further record comes of a rank of the stage; not every sample need have one."""
+    def end(self, count: int, rank: int = 0, ranks: int = 1) -> None:
+        """A rank of the stage has made all its records; not every sample need have one.
+
+        Args:
+            count: how many they are. Some may have been lost on their way, or still be.
+        """
         with self._changed:
-            self._ends.add(rank)
-            self._ended = len(self._ends) >= ranks
+            self._ends[rank] = count
+            self._due = sum(self._ends.values()) if len(self._ends) >= ranks else None
             self._changed.notify_all()
 
     def complete(self, samples: range) -> bool:
         """Whether all records of a range of samples are here that ever will be."""
-        if self._ended:
+        if self._due is not None and len(self._records) >= self._due:
             return True
         reached = self._reached.get(samples.start, samples.start)
         while reached < samples.stop and reached in self._records:

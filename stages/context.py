@@ -122,18 +122,20 @@ class _Both:
         self._file, self._live, self._rank, self._ranks = file, live, world.rank, world.size
         self._channel = channel
         self._stream = live.output.stream(channel)
+        self._put: set[int] = set()
         live.digests[channel] = 0
         self._sinks = live.sinks(channel)
 
     def put(self, record: Record, weight: int = 1) -> None:
         digest = record.digest()
         self._live.digests[self._channel] ^= digest
+        self._put.add(record.identity.sample)
         self._stream.put(record, digest)
         self._sinks.put(record, weight)
         self._file.put(record, weight)
 
     def close(self) -> None:
-        self._stream.end(self._rank, self._ranks)
+        self._stream.end(len(self._put), self._rank, self._ranks)
         self._sinks.close()
         self._live.later.append(self._file.close)
 

@@ -2,9 +2,9 @@
 
 The worker that publishes them forms a group with those who want them, which may be of another pool.
 How its members find each other, what comes next and the digest of it they learn from their inboxes,
-which are encrypted and authenticated; the weights themselves travel as the backend sends them,
-open to whoever can read the network. A group that fails, because one of it is gone or has no
-such backend, is given up, and the weights go another way.
+which are encrypted and authenticated; the weights themselves travel as the backend sends them, open
+to whoever can read the network, or join in where it listens. A group that fails, because one of it
+is gone or has no such backend, is given up, and the weights go another way.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ WHAT, ATTEMPT, NAME, DIGEST = "_what", "_attempt", "_name", "_digest"
 MEMBERS, BACKEND, KEY = "_members", "_backend", "_key"
 KEEP = 4
 """Groups at a time; one more takes the place of the oldest."""
-PATIENCE_S = 0.5
-"""How long what is under way may take when the worker ends."""
+PATIENCE_S = 1.0
 Ready = Callable[[str, int, str, dict[str, Tensor]], None]
 log = logging.getLogger("rlinf")
 
@@ -97,6 +96,9 @@ class Groups:
         self._failed: dict[tuple[str, ...], None] = {}
         self._members: dict[str, _Member] = {}
         """By name: those it takes weights in."""
+        self._left: list[_Member] = []
+        """Those that are over, as long as their threads run."""
+        self._closed = False
         self._mail: dict[str, Mail] = {}
 
     def send(
@@ -140,21 +142,32 @@ class Groups:
             backend = str(record.info[BACKEND])
             mail = self._mail_of(name, out, [m for m in members if m != self._outbox.name])
             rank = members.index(self._outbox.name)
-            self._members[name] = _Member(backend, mail, rank, len(members), ready)
+            with self._lock:
+                if not self._closed:
+                    self._members[name] = _Member(backend, mail, rank, len(members), ready)
             while len(self._members) > KEEP:
-                self._members.pop(next(iter(self._members))).leave()
+                self._over(next(iter(self._members)))
         elif what == OVER:
-            if (left := self._members.pop(name, None)) is not None:
-                left.leave()
+            self._over(name)
         elif (member := self._members.get(name)) is not None:
             member.next.put((out, record))
 
     def close(self) -> None:
         """Give up all groups. Gloo ends the process if some are left when Python ends."""
+        with self._lock:
+            self._closed = True
         for group in list(self._ends):
             self._drop(group)
-        while self._members:
-            self._members.popitem()[1].close()
+        for name in list(self._members):
+            self._over(name)
+        for member in self._left:
+            member.join()
+
+    def _over(self, name: str) -> None:
+        with self._lock:
+            if (member := self._members.pop(name, None)) is not None:
+                member.leave()
+                self._left = [left for left in [*self._left, member] if left.runs]
 
     def _form(self, group: tuple[str, ...]) -> tuple[str, Broadcast]:
         backend, _, *workers = group
@@ -207,7 +220,6 @@ class _Member:
     def __init__(self, backend: str, mail: Mail, rank: int, size: int, ready: Ready) -> None:
         self.next: queue.SimpleQueue[tuple[str, Record] | None] = queue.SimpleQueue()
         self._ready = ready
-        self._end: Broadcast | None = None
         self._thread = threading.Thread(
             target=self._work, args=(backend, mail, rank, size), name="group", daemon=True
         )
@@ -217,27 +229,28 @@ class _Member:
         """There is nothing more to take."""
         self.next.put(None)
 
-    def close(self) -> None:
-        """Leave at once, whatever is under way."""
-        self.leave()
-        self._thread.join(PATIENCE_S)
-        if (end := self._end) is not None:
-            end.close()
-        self._thread.join(TIMEOUT_S)
+    @property
+    def runs(self) -> bool:
+        """Whether something is still under way in it."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until it has left: no longer than one bucket, or a member, may take."""
+        self._thread.join(TIMEOUT_S + PATIENCE_S)
 
     def _work(self, backend: str, mail: Mail, rank: int, size: int) -> None:
+        end = None
         try:
             device = device_of(backend)
-            self._end = end = Broadcast(form(backend, mail, rank, size), 0, device)
+            end = Broadcast(form(backend, mail, rank, size), 0, device)
             while (coming := self.next.get()) is not None:
                 out, record = coming
                 self._take(out, record, end)
         except (TransferError, RuntimeError, queue.Empty, LookupError) as error:
             log.warning("no weights by %s: %r", backend, error)
         finally:
-            if self._end is not None:
-                self._end.close()
-                self._end = None
+            if end is not None:
+                end.close()
 
     def _take(self, out: str, record: Record, broadcast: Broadcast) -> None:
         received = broadcast.receive()
@@ -273,6 +286,9 @@ def form(backend: str, store: Store, rank: int, size: int) -> Group:
         RuntimeError: not all came.
     """
     limit = timedelta(seconds=TIMEOUT_S)
+    # NCCL itself would wait for a member that never comes without a limit.
+    store.set(f"here/{rank}", "1")
+    store.wait([f"here/{other}" for other in range(size)], limit)
     if backend == GLOO:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = limit

@@ -23,7 +23,7 @@ from rlinf.errors import DataError, InputError, StorageError
 from stages.board import Board, keep_newest
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
-TO, FROM, RANK, RANKS = "_to", "_from", "_rank", "_ranks"
+TO, FROM, RANK, RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 SHARED_BYTES = 128 << 20
 """Shared memory of a worker that takes records so; none may be larger."""
@@ -98,12 +98,12 @@ class Inbox:
         if channel in self._takers:
             self._takers[channel](folder, replace(record, info=info))
             return
-        self._passing(to, maker, record)
         stream = self._board.output(folder).stream(channel)
         if RANKS in info:
-            stream.end(int(info[RANK]), int(info[RANKS]))
+            stream.end(int(info[COUNT]), int(info[RANK]), int(info[RANKS]))
         else:
             stream.arrived(replace(record, info=info))
+        self._passing(to, maker, record)
 
 
 def copied(record: Record) -> Record:
@@ -186,22 +186,26 @@ class Outbox:
     def drop(self, name: str, channel: Channel | None) -> None:
         """Forget a connection to a worker that does not answer."""
         with self._lock:
-            for key in [key for key, known in self._open.items() if known is channel]:
+            keys = [key for key, known in self._open.items() if known is channel]
+            for key in keys:
                 del self._open[key]
             # Who sends many things finds out with each of them.
             tell = name not in self._parting
             self._parting.add(name)
         # Beside the stage, which need not wait until the connection has ended.
-        threading.Thread(target=self._parted, args=(name, channel, tell), daemon=True).start()
+        left = channel if keys else None
+        threading.Thread(target=self._parted, args=(name, left, tell), daemon=True).start()
 
     def _parted(self, name: str, channel: Channel | None, tell: bool) -> None:
-        if channel is not None:
-            _leave(channel)
-        if tell:
-            time.sleep(AGAIN_S)
-            with self._lock:
-                self._parting.discard(name)
-            self._cut(name)
+        try:
+            if channel is not None:
+                _leave(channel)
+        finally:
+            if tell:
+                time.sleep(AGAIN_S)
+                with self._lock:
+                    self._parting.discard(name)
+                self._cut(name)
 
     def close(self) -> None:
         with self._lock:
@@ -237,9 +241,9 @@ class Sender:
         # No record may come between those made before and the next one, or after the end.
         self._lock = threading.Lock()
         self._whole = True
-        info: dict[str, Scalar] = {TO: to, FROM: outbox.name, RANK: rank, RANKS: ranks}
-        self._end = Record(Identity(0, -1, 0), info=info)
-        self._ended = False
+        self._about: dict[str, Scalar] = {TO: to, FROM: outbox.name, RANK: rank, RANKS: ranks}
+        self._put: set[int] = set()
+        self._end: Record | None = None
 
     def admit(self, ways: Mapping[str, str]) -> None:
         """Send to further workers: what was made so far, and what will be."""
@@ -254,10 +258,11 @@ class Sender:
                     continue
                 self._channels[name] = channel
                 before = [self._addressed(record) for record in self._made()]
-                self._send(name, [*before, self._end] if self._ended else before)
+                self._send(name, before if self._end is None else [*before, self._end])
 
     def put(self, record: Record, weight: int = 1) -> None:
         with self._lock:
+            self._put.add(record.identity.sample)
             if self._channels:
                 addressed = self._addressed(record)
                 for name in list(self._channels):
@@ -265,7 +270,8 @@ class Sender:
 
     def close(self) -> None:
         with self._lock:
-            self._ended = True
+            info = {**self._about, COUNT: len(self._put)}
+            self._end = Record(Identity(0, -1, 0), info=info)
             for name in list(self._channels):
                 self._send(name, [self._end])
 

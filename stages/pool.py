@@ -102,8 +102,8 @@ class Worker:
         from stages.weights import Arrivals, Publisher
 
         self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
-        self._relays = Relays(self._outbox)
         behind = config.rollout.staleness
+        self._relays = Relays(self._outbox, behind)
         self._publisher = Publisher(self._outbox, Versions(run, behind))
         arrivals = Arrivals(self._board, self._publisher, behind)
         takers = {WEIGHTS: arrivals.take}

@@ -2,14 +2,17 @@
 
 What another worker makes crosses to each node of a pool once, at another rank for each maker; these
 pass it on as a tree (:mod:`pipeline.routes`). Who passes on and who gets it share a fate: a pool
-that loses a rank is replaced as a whole.
+that loses a rank is replaced as a whole. What is lost on the way they read from disk: the end
+that a worker tells says how many records there are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from rlinf.data.record import Record
 from stages.board import keep_newest
@@ -19,27 +22,37 @@ log = logging.getLogger("rlinf")
 
 
 class Relays:
-    """Sends on, in a thread of its own: inboxes are emptied whatever others do with theirs."""
+    """Sends on, in a thread of its own: inboxes are emptied whatever others do with theirs.
 
-    KEEP = 64
-    """Outputs of which it is remembered what came; older ones are on disk."""
+    Args:
+        behind: versions that rollouts may lag behind; so many more iterations are under way.
+    """
 
-    def __init__(self, outbox: Outbox) -> None:
+    STREAMS = 3
+    """Channels of an iteration: trajectories, rewards, log-probabilities."""
+
+    def __init__(self, outbox: Outbox, behind: int = 0) -> None:
         self._outbox = outbox
+        self._keep = self.STREAMS * (2 + behind)
         self._thread = ThreadPoolExecutor(1, "relays")
         self._relays: dict[str, dict[str, _Relay]] = {}
         """By output and channel, and by who makes it."""
 
     def want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
         """Workers that get from here what a worker makes, what came before too; returns at once."""
-        self._thread.submit(self._want, to, maker, dict(ways))
+        self._submit(self._want, to, maker, dict(ways))
 
     def arrived(self, to: str, maker: str, record: Record) -> None:
         """A record, or the end of them, as it came from the inbox; returns at once."""
-        self._thread.submit(self._arrived, to, maker, record)
+        self._submit(self._arrived, to, maker, record)
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        """Pass on nothing more; what is just being sent ends with its connection."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # closed
+            self._thread.submit(work, *arguments)
 
     def _want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
         try:
@@ -56,7 +69,8 @@ class Relays:
 
     def _relay(self, to: str, maker: str) -> _Relay:
         relays = self._relays.setdefault(to, {})
-        keep_newest(self._relays, self.KEEP)
+        # What is older who asks for it reads from disk.
+        keep_newest(self._relays, self._keep)
         if maker not in relays:
             relays[maker] = _Relay(to, self._outbox)
         return relays[maker]

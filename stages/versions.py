@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -40,30 +41,45 @@ class Versions:
         self._held: State | None = None
         self._thread = ThreadPoolExecutor(1, "versions")
 
-    def publish(self, number: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Write a version unless it is there; False if that failed."""
+    def submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do something in the one thread that reads and writes versions; returns at once."""
+        self._thread.submit(self._logged, work, *arguments)
+
+    def publish(self, number: int, tensors: Mapping[str, Tensor]) -> str | None:
+        """Write a version unless it is there; the digest of its content, None if that failed."""
         try:
-            self._store.publish(number, tensors)
+            return self._store.publish(number, tensors).key
         except (TransferError, ArtifactError, OSError) as error:
             log.warning("no version %d: %s", number, error)
-            return False
-        return True
+            return None
 
-    def follow(self, out: str, number: int, attempt: str, ready: Ready) -> None:
-        """Read a version and pass it to ``ready``, in a thread of its own; returns at once."""
-        self._thread.submit(self._follow, out, number, attempt, ready)
+    def follow(self, out: str, number: int, attempt: str, digest: str, ready: Ready) -> None:
+        """Read a version of this digest and pass it to ``ready``; returns at once."""
+        self.submit(self._follow, out, number, attempt, digest, ready)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _follow(self, out: str, number: int, attempt: str, ready: Ready) -> None:
+    def _follow(self, out: str, number: int, attempt: str, digest: str, ready: Ready) -> None:
         for pause in SEEN_S:
             time.sleep(pause)
             try:
-                self._held = self._store.load(number, self._held)
-            except (ArtifactError, OSError) as error:
+                held = self._store.load(number, self._held)
+                # Another trainer, cut off and taken for dead, may have published its own.
+                if held.digest != digest:
+                    raise TransferError(f"version {number} is not the one that was announced")
+            except (ArtifactError, TransferError, OSError) as error:
                 reason = error
                 continue
-            ready(out, number, attempt, self._held.tensors)
+            self._held = held
+            ready(out, number, attempt, held.tensors)
             return
         log.warning("weights of %s: %s; waiting for its commit", out, reason)
+
+    @staticmethod
+    def _logged(work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except Exception:
+            # Those who wait for it take the commit instead.
+            log.warning("a version of the weights", exc_info=True)

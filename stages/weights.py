@@ -29,7 +29,7 @@ from rlinf.errors import RlinfError, TransferError
 from rlinf.weights.buckets import Layout, checksum, digest
 from rlinf.weights.shared import SharedReader, SharedWriter
 from stages.board import Board, keep_newest
-from stages.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, DIGEST, NAME, WHAT, Groups
+from stages.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, COMES, DIGEST, NAME, WHAT, Groups
 from stages.inbox import SHARED_MEMORY, SOCKET, Outbox
 from stages.parts import WEIGHTS
 from stages.versions import Versions
@@ -80,20 +80,20 @@ class Publisher:
             keep_newest(self._wanted, TOLD)
             made = self._made.get(out)
             if made is not None:
-                self._thread.submit(self._send, made, dict(ways))
+                self._thread.submit(self._send, out, dict(ways))
 
     def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
         """Send the weights among what an output holds; they do not change. Returns at once."""
         if WEIGHTS not in objects:
             return
         with self._lock:
-            made = self._made[out] = _Version(out, attempt, number, objects[WEIGHTS])
+            self._made[out] = _Version(out, attempt, number, objects[WEIGHTS])
             while len(self._made) > KEEP:
                 gone = next(iter(self._made))
                 del self._made[gone]
                 self._wanted.pop(gone, None)
             if wanted := self._wanted.get(out):
-                self._thread.submit(self._send, made, dict(wanted))
+                self._thread.submit(self._send, out, dict(wanted))
 
     def apart(self, out: str) -> list[str]:
         """Those who want an output by socket and are no longer this one's to serve.
@@ -127,17 +127,18 @@ class Publisher:
             # They wait for the commit instead.
             log.warning("weights of %s were not sent on", to, exc_info=True)
 
-    def _send(self, made: _Version, ways: Mapping[str, str]) -> None:
+    def _send(self, out: str, ways: Mapping[str, str]) -> None:
+        # What waits to be sent is kept no longer than versions are: one that is late is on disk.
+        if (made := self._made.get(out)) is None:
+            return
         try:
             by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
             far = by.get(SOCKET, [])
             if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
                 far += near
             if followers := by.get(DELTA):
-                if self.versions.publish(made.number, made.tensors):
-                    self._put(made, followers, 0, {}, {WHAT: DELTA})
-                else:
-                    far += followers
+                # Files take their time: those who get the weights another way need not wait.
+                self.versions.submit(self._write, out, followers)
             for backend in BACKENDS:
                 if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
                     far += members
@@ -146,6 +147,14 @@ class Publisher:
         except Exception:
             # They wait for the commit instead.
             log.warning("weights of %s were not sent", made.out, exc_info=True)
+
+    def _write(self, out: str, followers: list[str]) -> None:
+        if (made := self._made.get(out)) is None:
+            return
+        if (digest := self.versions.publish(made.number, made.tensors)) is not None:
+            self._put(made, followers, 0, {}, {WHAT: DELTA, DIGEST: digest})
+        else:
+            self._thread.submit(self._send, out, dict.fromkeys(followers, SOCKET))
 
     def _share(self, made: _Version, workers: list[str]) -> bool:
         layout, held = Layout.of(made.tensors), self._memory
@@ -227,28 +236,35 @@ class Arrivals:
         self._here: dict[int, tuple[str, str]] = {}
         """By version: its output and attempt."""
         self._reader: tuple[str, SharedReader] | None = None
-        self._lock = threading.Lock()
+        self._announced: dict[int, tuple[str, str]] = {}
+        """By version: the output and attempt that were announced last."""
+        self._lock = threading.RLock()
         """Groups and versions bring weights in threads of their own."""
 
     def take(self, out: str, record: Record) -> None:
         """A record about the weights of an output; damage is logged and forgets the version."""
         try:
-            self._take(out, record)
+            with self._lock:
+                self._take(out, record)
         except (RlinfError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
             self._coming.pop(out, None)
             log.warning("weights of %s: %s; waiting for its commit", out, error)
 
     def _take(self, out: str, record: Record) -> None:
-        if (what := record.info[WHAT]) in ABOUT_GROUPS:
+        what, number = record.info[WHAT], record.identity.iteration
+        if what in (SHARED, LAYOUT, DELTA, COMES):
+            self._announced[number] = (out, str(record.info[ATTEMPT]))
+            keep_newest(self._announced, TOLD)
+        if what in ABOUT_GROUPS:
             self._publisher.groups.take(out, record, self._ready)
             return
         attempt = str(record.info[ATTEMPT])
-        number = record.identity.iteration
         if what == SHARED:
             self._ready(out, number, attempt, self._from_memory(str(record.info[NAME]), number))
             return
         if what == DELTA:
-            self._publisher.versions.follow(out, number, attempt, self._ready)
+            content = str(record.info[DIGEST])
+            self._publisher.versions.follow(out, number, attempt, content, self._ready)
             return
         if what == LAYOUT:
             text = record.context[LAYOUT].tobytes()
@@ -304,7 +320,9 @@ class Arrivals:
         for old in [old for old, coming in self._coming.items() if coming.number <= number]:
             del self._coming[old]  # the rest of it does not come any more
         late = len(self._here) >= self._keep and number < min(self._here)
-        if late or self._here.get(number) == (out, attempt):
+        # What was announced before it can take longer on its way.
+        other = self._announced.get(number) != (out, attempt)
+        if late or other or self._here.get(number) == (out, attempt):
             return
         self._here[number] = (out, attempt)
         while len(self._here) > self._keep:

@@ -123,7 +123,7 @@ class Broadcast:
         return Received(version, layout.views(flat), digest(version, table, sums.tolist()))
 
     def close(self) -> None:
-        """Give the group up; whoever waits in it gets a TransferError."""
+        """Give the group up. Whoever waits in one of Gloo waits until its timeout."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):

@@ -137,7 +137,8 @@ class WeightStore:
             )
         follows = newest is not None and version == newest + 1
         manifest = self._write(state, self._base(newest) if follows else None, start)
-        self._published = state
+        # The next delta starts from what is there, should another process have been first.
+        self._published = state if manifest.key == state.digest else None
         if self._keep is not None:
             self.prune(self._keep)
         return manifest

@@ -42,16 +42,18 @@ def test_a_range_is_complete_once_each_sample_is_there_in_whatever_order(
     first = {sample: arrivals.index(sample) for sample in there}
     assert values(stream.take(samples)) == [(s, first[s]) for s in samples if s in there]
     assert len(stream) == len(there), "what came twice counts once"
-    stream.end()
+    stream.end(len(there) + 1)
+    assert stream.complete(samples) == (set(samples) <= there), "one is still on its way"
+    stream.end(len(there))
     assert stream.complete(samples), "nothing more comes"
 
 
 def test_a_stream_ends_when_all_ranks_have_ended() -> None:
     stream = Output().stream("x")
-    stream.end(1, 2)
-    stream.end(1, 2)
+    stream.end(0, 1, 2)
+    stream.end(0, 1, 2)
     assert not stream.complete(range(1))
-    stream.end(0, 2)
+    stream.end(0, 0, 2)
     assert stream.complete(range(1))
 
 

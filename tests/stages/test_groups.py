@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import Store
 
-from rlinf.data.record import Record
+from rlinf.data.record import Identity, Record
 from stages import groups
 from stages.groups import CAME, DIGEST, GLOO, NCCL, WHAT, Mail, device_of
 from stages.parts import WEIGHTS
@@ -33,6 +34,21 @@ def worker(tmp_path: Path) -> Iterator[Make]:
         each.close()
 
 
+@pytest.fixture
+def formed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rank and size of every end of a group that was formed."""
+    found: list[tuple[int, int]] = []
+    form = groups.form
+
+    def noted(backend: str, store: Store, rank: int, size: int) -> groups.Group:
+        group = form(backend, store, rank, size)
+        found.append((rank, size))
+        return group
+
+    monkeypatch.setattr(groups, "form", noted)
+    return found
+
+
 def publish(source: Worker, number: int, to: list[str], way: str = GLOO) -> str:
     out = f"it/{number:04d}/sync"
     source.publisher.want(out, dict.fromkeys(to, way))
@@ -41,20 +57,20 @@ def publish(source: Worker, number: int, to: list[str], way: str = GLOO) -> str:
 
 
 def test_every_member_holds_each_version_by_one_group(
-    worker: Make, monkeypatch: pytest.MonkeyPatch
+    worker: Make, formed: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, ranks = worker("s"), [worker(f"r{i}") for i in range(3)]
-    formed = []
-    form = groups.form
-    monkeypatch.setattr(groups, "form", lambda *a: formed.append(a[2:]) or form(*a))
     for number in (3, 4, 5):
         out = publish(source, number, ["r0", "r1", "r2"])
         assert soon(lambda out=out, n=number: all(r.holds(n, out) for r in ranks))
         assert ranks[0].board.output(out).attempt(lambda: True) == "data-a"
     assert sorted(formed) == [(rank, 4) for rank in range(4)], "one group serves them all"
+    assert "no gloo" not in caplog.text
 
 
-def test_other_members_are_another_group(worker: Make) -> None:
+def test_other_members_are_another_group(
+    worker: Make, formed: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
+) -> None:
     source, first, second = worker("s"), worker("r0"), worker("r1")
     out = publish(source, 3, ["r0"])
     assert soon(lambda: first.holds(3, out))
@@ -62,6 +78,8 @@ def test_other_members_are_another_group(worker: Make) -> None:
     assert soon(lambda: second.holds(4, out))
     out = publish(source, 5, ["r0"])
     assert soon(lambda: first.holds(5, out))
+    assert sorted(formed) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert "no gloo" not in caplog.text
 
 
 def test_where_one_is_missing_the_others_get_them_by_socket(
@@ -93,7 +111,7 @@ def test_who_has_no_gpu_gets_weights_for_nccl_by_socket(worker: Make) -> None:
 def test_weights_that_are_not_those_announced_are_not_served(
     worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever forges what travels by the group cannot forge what comes by the inbox."""
+    """What comes by the group must be what the inbox says."""
     source, there = worker("s"), worker("r0")
     take = there.publisher.groups.take
 
@@ -131,7 +149,7 @@ def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> No
         {WHAT: groups.FORM},
     ):
         worker_out = there.outbox.writer(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
-        worker_out.put(Record((3, 0, 0), info=dict(info)))  # type: ignore[arg-type]
+        worker_out.put(Record(Identity(3, 0), info=dict(info)))
     source = worker("s")
     out = publish(source, 4, ["r0"])
     assert soon(lambda: there.holds(4, out)), "the inbox works on"

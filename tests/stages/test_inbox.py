@@ -34,6 +34,21 @@ outbox.close()
 """
 
 
+def test_the_driver_is_told_once_of_a_worker_that_many_records_do_not_reach(
+    tmp_path: Path,
+) -> None:
+    cut: list[str] = []
+    outbox = Outbox(tmp_path, cut.append)
+    for sample in range(20):
+        outbox.writer(TO, ["never was"], 0, 1).put(Record(Identity(0, sample)))
+    assert until(lambda: bool(cut))
+    time.sleep(1)
+    assert cut == ["never was"]
+    outbox.writer(TO, ["never was"], 0, 1)
+    assert until(lambda: len(cut) == 2), "and once more when it happens again"
+    outbox.close()
+
+
 def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not there() and time.monotonic() < deadline:

@@ -11,7 +11,7 @@ import pytest
 
 from rlinf.data.record import Identity, Record
 from stages.board import Board, Stream
-from stages.inbox import SOCKET, Inbox, Outbox
+from stages.inbox import SHARED_MEMORY, SOCKET, Inbox, Outbox
 from stages.relays import Relays
 
 FOLDER, CHANNEL = "it/0000/rollout", "trajectories"
@@ -21,12 +21,12 @@ TO = f"{FOLDER}:{CHANNEL}"
 class Rank:
     """What a worker has of its own to take and pass on records."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, shared: bool = False) -> None:
         self.name, self.board = name, Board()
         self.cut: list[str] = []
         self.outbox = Outbox(folder, self.cut.append, name)
         self.relays = Relays(self.outbox)
-        self.inbox = Inbox(folder, name, self.board, passing=self._passing)
+        self.inbox = Inbox(folder, name, self.board, shared=shared, passing=self._passing)
         self.passed: list[int] = []
 
     def _passing(self, to: str, maker: str, record: Record) -> None:
@@ -94,6 +94,42 @@ def test_only_what_that_worker_made_is_passed_on_and_nothing_twice(tmp_path: Pat
     assert sorted(ranks[0].passed) == [-1, -1, 0, 0, 1, 1, 2, 3, 4]
     assert sorted(ranks[1].passed) == [-1, -1, 0, 1, 2, 3, 4], "what comes again is not passed on"
     for rank in [*makers, *ranks]:
+        rank.close()
+
+
+def test_who_missed_a_record_does_not_take_the_rest_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A record that comes by socket may be too large for the shared memory of the next rank."""
+    monkeypatch.setattr("stages.inbox.SHARED_BYTES", 1 << 20)
+    maker, head, behind = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r1", True)
+    head.relays.want(TO, "m", {"r1": SHARED_MEMORY})
+    sender = maker.outbox.writer(TO, ["r0"], 0, 1)
+    small, large = records(range(1))[0], Record(Identity(0, 1), {"x": np.zeros(1 << 19)})
+    for record in (small, large, records(range(2, 3))[0]):
+        sender.put(record)
+    sender.close()
+    assert until(lambda: head.stream.complete(range(9)))
+    assert until(lambda: len(behind.stream) == 2)
+    time.sleep(0.3)
+    assert "was not passed on" in caplog.text
+    assert not behind.stream.complete(range(9)), "it would go on with fewer records than others"
+    for rank in (maker, head, behind):
+        rank.close()
+
+
+def test_what_is_long_gone_is_not_kept(tmp_path: Path) -> None:
+    head, late = Rank(tmp_path, "r0"), Rank(tmp_path, "r1")
+    for iteration in range(20):
+        head.relays.arrived(f"it/{iteration:04d}/rollout:{CHANNEL}", "m", records(range(1))[0])
+    for to in ("it/0000/rollout", "it/0019/rollout"):
+        head.relays.want(f"{to}:{CHANNEL}", "m", {"r1": SOCKET})
+    newest = late.board.output("it/0019/rollout").stream(CHANNEL)
+    assert until(lambda: len(newest) == 1)
+    assert not len(late.board.output("it/0000/rollout").stream(CHANNEL))
+    head.relays.close()
+    head.relays.arrived(TO, "m", records(range(1))[0])
+    for rank in (head, late):
         rank.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.weights.store import DELTA, FULL
 from stages.layout import VERSIONS
 from stages.parts import WEIGHTS
+from stages.versions import Ready
 from tests.stages.test_weights import Worker, soon, state
 
 Make = Callable[[str], Worker]
@@ -60,6 +62,38 @@ def test_where_versions_cannot_be_written_weights_go_by_socket(
     assert "no version 3" in caplog.text
 
 
+def test_a_version_of_another_trainer_is_not_taken_for_the_one_announced(
+    worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is cut off and taken for dead may still publish."""
+    monkeypatch.setattr("stages.versions.SEEN_S", (0.0, 0.05))
+    source, there = worker("s"), worker("r0")
+    publish(source, 3, [])
+    digest = source.publisher.versions.publish(3, state(3))
+    assert digest is not None
+    taken: list[str] = []
+    ready: Ready = lambda out, number, attempt, tensors: taken.append(attempt)  # noqa: E731
+    there.publisher.versions.follow("sync", 3, "other", "0" * 32, ready)
+    there.publisher.versions.follow("sync", 3, "this", digest, ready)
+    assert soon(lambda: bool(taken))
+    assert taken == ["this"]
+    assert "not the one that was announced" in caplog.text
+
+
+def test_what_was_announced_later_is_not_replaced_by_what_comes_late(
+    worker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.versions.SEEN_S", (0.5,))
+    source, again, there = worker("s"), worker("s2"), worker("r0")
+    out = publish(source, 3, ["r0"])
+    time.sleep(0.2)
+    again.publisher.want(out, {"r0": "socket"})
+    again.publisher.publish(out, "data-b", 3, {WEIGHTS: state(3)})
+    assert soon(lambda: there.holds(3, out))
+    time.sleep(1)
+    assert there.board.output(out).attempt(lambda: True) == "data-b"
+
+
 def test_a_damaged_version_is_not_served(
     worker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,9 +101,8 @@ def test_a_damaged_version_is_not_served(
     source, there = worker("s"), worker("r0")
     out = publish(source, 3, ["r0"])
     assert soon(lambda: there.holds(3, out))
-    publish(source, 4, [])
     out = publish(source, 4, [])
-    source.publisher.versions.publish(4, state(4))
+    assert source.publisher.versions.publish(4, state(4)) is not None
     (delta,) = (tmp_path / VERSIONS / "000004").glob(f"data-*/{DELTA}")
     data = bytearray(delta.read_bytes())
     data[len(data) // 2] ^= 1

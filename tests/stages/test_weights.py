@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlinf.artifacts import Manifest, commit
-from rlinf.data.record import Record
+from rlinf.data.record import Identity, Record
 from rlinf.errors import RequeueRequested
 from stages.board import Board
 from stages.context import Input
@@ -310,7 +310,7 @@ def test_the_inbox_still_takes_records_after_damaged_weights(
     _, board = workers
     outbox = Outbox(tmp_path)
     to = f"{OUT}:{WEIGHTS}"
-    outbox.writer(to, ["there"], 0, 1).put(Record((3, 0, 0), info={"odd": 1}))  # type: ignore[arg-type]
+    outbox.writer(to, ["there"], 0, 1).put(Record(Identity(3, 0), info={"odd": 1}))
     outbox.writer("it/0003/rollout:trajectories", ["there"], 0, 1).close()
     stream = board.output("it/0003/rollout").stream("trajectories")
     assert soon(lambda: stream.complete(range(1)))
