@@ -1,8 +1,8 @@
 """Elastic rollout pools: how soon a new worker counts, and what the loss of one of four costs.
 
 Real runs on the dev cluster with staleness 1, so that there is always something to generate. For
-the second figure the generators' nodes run a fifth of the time: four of them and the trainer then
-fit the machine, and none gains by the loss of another. The weights hardly change in these runs: a
+the second figure the generators' nodes run a tenth of the time: four of them and the trainer then
+fit the machine, none gains by the loss of another, and training never holds generation up. The weights hardly change in these runs: a
 policy that learns to be brief would make every window faster than the one before.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 ROUNDS = 3
 WINDOW_S = 60.0
 PATIENCE_S = 180.0
-DUTY = 0.2
+DUTY = 0.1
 SETTINGS = [
     "experiment=arithmetic_grpo",
     "iterations=100000",
