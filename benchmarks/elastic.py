@@ -2,8 +2,9 @@
 
 Real runs on the dev cluster with staleness 1, so that there is always something to generate. For
 the second figure the generators' nodes run a tenth of the time: four of them and the trainer then
-fit the machine, none gains by the loss of another, and training never holds generation up. The weights hardly change in these runs: a
-policy that learns to be brief would make every window faster than the one before.
+fit the machine, none gains by the loss of another, and training never holds generation up. The
+weights hardly change in these runs: a policy that learns to be brief would make every window faster
+than the one before.
 """
 
 from __future__ import annotations

@@ -7,16 +7,18 @@ the digest of the configuration and of the inputs they were made from.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
 from pipeline.metrics import append, write
 from pipeline.run import Run
-from rlinf.artifacts import Manifest
+from rlinf.artifacts import MANIFEST, Manifest
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
     EXIT_BAD_INPUT,
@@ -29,6 +31,8 @@ from rlinf.errors import (
 from stages.layout import CONFIG
 from stages.runner import StageCall, run_stage
 
+DAMAGE_LOOK_S = 2.0
+"""How often inputs of what runs are looked after."""
 log = logging.getLogger("rlinf")
 
 
@@ -119,6 +123,9 @@ class Driver:
         self._done = self._committed.done
         self._failures: dict[Node, int] = {}
         self._running: set[Node] = set()
+        self._looked = 0.0
+        self._told = -1
+        """The newest iteration whose metrics are in the run's files."""
 
     def drive(self) -> None:
         """Run every node that is not done.
@@ -140,6 +147,7 @@ class Driver:
         self._committed.recover()
         if self._done:
             log.info("resuming: %d stages are done", len(self._done))
+        self._told = max((n.iteration for n in self._done if n.stage == "sync"), default=-1)
         write(self.run.folder)
 
     def _loop(self) -> None:
@@ -167,6 +175,7 @@ class Driver:
             for node, outcome in self.executor.ended().items():
                 self._running.discard(node)
                 window += self._settle(node, outcome)
+            window += self._found_damaged()
             window.sort(key=lambda node: (node.iteration, node.stage == "evaluate"))
 
     def _next(self, nodes: Iterator[Node], count: int) -> list[Node]:
@@ -238,20 +247,47 @@ class Driver:
     def _withdrawn(self, node: Node, reason: str) -> list[Node]:
         """The nodes whose damaged output was withdrawn and must be made again."""
         log.warning("%s: %s; rebuilding it", node.name, reason)
+        return self._gone(node)
+
+    def _found_damaged(self) -> list[Node]:
+        """The same of inputs that stages under way still wait for.
+
+        Not whoever finds damage ends with it: a generator hands its claim back, and everybody waits
+        for the weights.
+        """
+        if time.monotonic() - self._looked < DAMAGE_LOOK_S:
+            return []
+        self._looked = time.monotonic()
         again = []
+        for node in self._running:
+            sources = self._done.keys() & self.graph.inputs(node).values()
+            if not all((self._folder(source) / MANIFEST).exists() for source in sources):
+                again += self._gone(node)
+        for source in again:
+            log.warning("%s was found damaged; rebuilding it", source.name)
+        return again
+
+    def _gone(self, node: Node) -> list[Node]:
+        """Inputs of a node that are there no more, or not whole."""
+        gone = []
         for source in self.graph.inputs(node).values():
             if source in self._done and self._committed.look(source) is None:
                 del self._done[source]
-                again.append(source)
-                folder = self.graph.folder(self.run.folder, source)
-                (folder / "pruned").unlink(missing_ok=True)
-        return again
+                gone.append(source)
+                (self._folder(source) / "pruned").unlink(missing_ok=True)
+        return gone
+
+    def _folder(self, node: Node) -> Path:
+        return self.graph.folder(self.run.folder, node)
 
     def _finish(self, node: Node, manifest: Manifest) -> None:
         self._done[node] = manifest.content
         for listener in self.listeners:
             listener.node_done(node, manifest)
-        if node.stage == "sync":
+        if node.stage == "sync" and node.iteration <= self._told:
+            write(self.run.folder)  # it was damaged and made again
+        elif node.stage == "sync":
+            self._told = node.iteration
             metrics = append(self.run.folder, node.iteration)
             for listener in self.listeners:
                 listener.iteration_done(node.iteration, metrics)

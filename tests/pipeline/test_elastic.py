@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -82,6 +83,25 @@ def test_generators_make_the_run_of_one_process(
     gathers = [p for p in shown.pieces if p.lane.startswith("pool 1") and p.stage == "rollout"]
     assert gathers, "the rollout is seen where it is ordered"
     assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
+
+
+def test_weights_that_a_generator_finds_damaged_are_made_again(
+    reference: Path, tmp_path: Path
+) -> None:
+    """No stage fails for it: claims go back, and everybody waits for the weights."""
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    started = words(tmp_path, "cluster=local", pools(1), "retention.last=9")
+    finish(start_driver(started, log), log)
+    for later in ("it/0002", "it/0003", "evaluate/0004"):
+        shutil.rmtree(run / later)
+    (weights,) = (run / "it" / "0001" / "sync").glob("data-*/weights/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.chmod(0o600)
+    weights.write_bytes(bytes(data))
+    finish(start_driver(started, log), log)
+    assert "found damaged; rebuilding it" in log.read_text()
+    same_samples(run, reference, range(ITERATIONS))
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
