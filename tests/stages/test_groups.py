@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,19 +18,6 @@ from stages.parts import WEIGHTS
 from tests.stages.test_weights import OUT, Worker, soon, state
 
 Make = Callable[[str], Worker]
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Make]:
-    made: list[Worker] = []
-
-    def make(name: str) -> Worker:
-        made.append(Worker(tmp_path, name))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.fixture

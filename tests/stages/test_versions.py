@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,19 +16,6 @@ from stages.versions import Ready
 from tests.stages.test_weights import Worker, soon, state
 
 Make = Callable[[str], Worker]
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Make]:
-    made: list[Worker] = []
-
-    def make(name: str) -> Worker:
-        made.append(Worker(tmp_path, name))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def publish(source: Worker, number: int, to: list[str]) -> str:

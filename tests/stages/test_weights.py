@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -83,19 +83,6 @@ class Worker:
     def holds(self, number: int, out: str = OUT) -> bool:
         held = self.board.output(out).objects.get(WEIGHTS)
         return held is not None and same(held, state(number))
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Callable[[str], Worker]]:
-    made: list[Worker] = []
-
-    def make(name: str) -> Worker:
-        made.append(Worker(tmp_path, name))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.fixture
