@@ -158,7 +158,9 @@ def test_two_ranks_in_a_pool_make_the_same_update(
 def test_killing_workers_anywhere_changes_nothing(
     reference: Path, tmp_path: Path, plan: str
 ) -> None:
-    driver = start_driver(_words(tmp_path, plan), tmp_path / "log")
+    # None of the three need have finished anything, where processes start slowly.
+    words = [*_words(tmp_path, plan), "cluster.retries=3"]
+    driver = start_driver(words, tmp_path / "log")
     run, chance, killed = tmp_path / "tiny", random.Random(plan), 0
     while driver.poll() is None and killed < 3:
         time.sleep(chance.uniform(1.0, 4.0))
@@ -204,7 +206,7 @@ def test_a_driver_that_is_asked_to_stop_leaves_no_worker_and_can_go_on(
     while not (run / "warm_start/manifest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     driver.send_signal(number)
-    assert driver.wait(timeout=30) in (EXIT_REQUEUE, 130), (tmp_path / "log").read_text()
+    assert driver.wait(timeout=30) in (EXIT_REQUEUE, -signal.SIGINT), (tmp_path / "log").read_text()
     assert not workers(run)
     assert not (run / LOCK).exists()
     drive(Run.open(run))
