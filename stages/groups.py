@@ -32,6 +32,7 @@ from rlinf.weights.broadcast import TIMEOUT_S, Broadcast, Group
 from stages.board import keep_newest
 from stages.inbox import Outbox
 from stages.parts import WEIGHTS
+from stages.versions import Ready
 
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
@@ -43,7 +44,7 @@ MEMBERS, BACKEND, KEY = "_members", "_backend", "_key"
 KEEP = 4
 """Groups at a time; one more takes the place of the oldest."""
 PATIENCE_S = 1.0
-Ready = Callable[[str, int, str, dict[str, Tensor]], None]
+"""What a thread may need beyond that to end."""
 log = logging.getLogger("rlinf")
 
 

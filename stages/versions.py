@@ -26,6 +26,7 @@ KEEP = 4
 SEEN_S = (0.0, 0.1, 0.3, 1.0, 3.0)
 """Pauses between looks: a shared filesystem may show a version later than its maker sees it."""
 Ready = Callable[[str, int, str, dict[str, Tensor]], None]
+"""Told of weights that arrived whole: output, version, attempt, tensors."""
 log = logging.getLogger("rlinf")
 
 

@@ -78,8 +78,7 @@ class Publisher:
         with self._lock:
             self._wanted[out] = self._wanted.get(out, {}) | dict(ways)
             keep_newest(self._wanted, TOLD)
-            made = self._made.get(out)
-            if made is not None:
+            if out in self._made:
                 self._thread.submit(self._send, out, dict(ways))
 
     def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from rlinf.data.record import Identity, Record
 from stages import groups
 from stages.groups import CAME, DIGEST, GLOO, NCCL, WHAT, Mail, device_of
 from stages.parts import WEIGHTS
+from stages.versions import Ready
 from tests.stages.test_weights import OUT, Worker, soon, state
 
 Make = Callable[[str], Worker]
@@ -101,7 +102,7 @@ def test_weights_that_are_not_those_announced_are_not_served(
     source, there = worker("s"), worker("r0")
     take = there.publisher.groups.take
 
-    def forged(out: str, record: Record, ready: groups.Ready) -> None:
+    def forged(out: str, record: Record, ready: Ready) -> None:
         if record.info[WHAT] == CAME:
             record.info[DIGEST] = "0" * 32
         take(out, record, ready)
