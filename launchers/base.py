@@ -76,8 +76,8 @@ class Job:
     further: tuple[Resources, ...] = ()
     """More processes of the same job on other devices; their ranks come after those above."""
     requeues: bool = True
-    """Whether it has Slurm run it again when it is asked to stop; Slurm waits minutes before it
-    does."""
+    """Whether Slurm runs it again when it is asked to stop, preempted, or lost with its node; Slurm
+    waits minutes before it does."""
 
     @property
     def components(self) -> tuple[Resources, ...]:

@@ -69,14 +69,14 @@ class ModuleCall:
             if requeue():
                 os._exit(0)
         if rank == 0 or code:
-            self._note(code)
+            self._note(code, rank)
         # Leave without submitit's epilogue: the exit code of the job is that of the module.
         os._exit(code)
 
-    def _note(self, code: int) -> None:
+    def _note(self, code: int, rank: int) -> None:
         note = Path(self.exits) / f"{own_id()}.exit"
         temporary = note.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"code": code}))
+        temporary.write_text(json.dumps({"code": code, "rank": rank}))
         if code or not note.exists():
             temporary.replace(note)
         else:

@@ -55,7 +55,7 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
     _make_folders(jobs)
     executor = submitit.SlurmExecutor(folder=first.logs, python=_python(needs))
     at_once = {"array_parallelism": len(jobs)}
-    executor.update_parameters(**at_once | parameters(first.name, needs))
+    executor.update_parameters(**at_once | parameters(first.name, needs, requeues=first.requeues))
     try:
         with _outside_of_jobs(), executor.batch():
             submitted = [executor.submit(_call(job)) for job in jobs]
@@ -99,7 +99,7 @@ def together_script(jobs: Sequence[Job]) -> str:
         steps = []
         groups = ",".join(str(first + i) for i in range(len(job.components)))
         for number, needs in enumerate(job.components, first):
-            wanted = parameters(job.name, needs)
+            wanted = parameters(job.name, needs, requeues=job.requeues)
             wanted["additional_parameters"]["output"] = job.logs / "%j_batch.log"
             options.append(_flags(wanted))
             call = [_python(needs), "-u", "-m", "launchers.job", shlex.quote(_call(job).dump())]
@@ -199,8 +199,11 @@ def _outside_of_jobs() -> Iterator[None]:
         yield
 
 
-def parameters(name: str, needs: Resources) -> dict[str, Any]:
+def parameters(name: str, needs: Resources, *, requeues: bool = True) -> dict[str, Any]:
     """submitit's keywords for what a job asks for: the one place that translates them.
+
+    Args:
+        requeues: whether Slurm starts it again itself after preemption or the loss of a node.
 
     They are sbatch's options with underscores, and submitit's own ``setup``, ``srun_args``,
     ``signal_delay_s``, ``array_parallelism`` and ``additional_parameters``.
@@ -216,7 +219,8 @@ def parameters(name: str, needs: Resources) -> dict[str, Any]:
         **needs.env,
     }
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
-    further: dict[str, Any] = {"requeue": True, "open-mode": "append", **needs.sbatch}
+    again = "requeue" if requeues else "no-requeue"
+    further: dict[str, Any] = {again: True, "open-mode": "append", **needs.sbatch}
     if needs.reservation:
         further["reservation"] = needs.reservation
     if needs.gpus_per_node:

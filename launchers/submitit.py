@@ -186,7 +186,7 @@ class SubmititLauncher:
         identity = str(entry.id)
         if (entry.job.out / MANIFEST).exists():
             return Status(State.DONE, 0)
-        code = _exit_code(entry.job, identity)
+        code, rank = _exit_note(entry.job, identity)
         status = account if account is not None and not account.state.active else queued
         if status is None and code is None:
             since = self._missing.setdefault(identity, time.time())
@@ -208,7 +208,7 @@ class SubmititLauncher:
         return Status(
             State.FAILED if status.state is State.DONE else status.state,
             code or None,
-            f"{reason}\n{tail(_log(entry.job, identity))}".strip(),
+            f"{reason}\n{tail(_log(entry.job, identity, rank))}".strip(),
             status.partition,
             status.node,
         )
@@ -220,12 +220,14 @@ def _active(queue: dict[str, Queued] | None, identity: str) -> bool:
     return status is not None and status.state.active
 
 
-def _exit_code(job: Job, identity: str) -> int | None:
+def _exit_note(job: Job, identity: str) -> tuple[int | None, int]:
+    """The exit code of a job and the rank whose it is, as its ranks noted them."""
     try:
-        return int(json.loads((job.logs / f"{identity}.exit").read_text())["code"])
+        note = json.loads((job.logs / f"{identity}.exit").read_text())
+        return int(note["code"]), int(note["rank"])
     except (OSError, ValueError, KeyError):
-        return None
+        return None, 0
 
 
-def _log(job: Job, identity: str) -> Path:
-    return job.logs / f"{identity}_0_log.err"
+def _log(job: Job, identity: str, rank: int) -> Path:
+    return job.logs / f"{identity}_{rank}_log.err"

@@ -20,6 +20,8 @@ from launchers.local import die_with_parent
 
 PERIOD_S = 0.04
 """One turn of running and standing still: long beside the scheduler's slices, short to a stage."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it divide a circle evenly, however many there are."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -63,16 +65,23 @@ def duty_here(text: str) -> float:
 def throttle(process: subprocess.Popen[bytes], duty: float) -> None:
     """Stop and continue the group of ``process``, its leader, until it has ended.
 
-    It runs in the first part of every period of the machine's clock: a late wake-up shifts no later
+    It runs in the same part of every period of the machine's clock: a late wake-up shifts no later
     one, and the ranks of a job run and stand still together, as those of a slower device would.
     """
+    begin = begin_s()
     while duty < 1:
-        time.sleep(max(0.0, PERIOD_S * duty - time.time() % PERIOD_S))
+        time.sleep(max(0.0, PERIOD_S * duty - (time.time() - begin) % PERIOD_S))
         if not _signal(process, signal.SIGSTOP):
             return
-        time.sleep(PERIOD_S - time.time() % PERIOD_S)
+        time.sleep(PERIOD_S - (time.time() - begin) % PERIOD_S)
         if not _signal(process, signal.SIGCONT):
             return
+
+
+def begin_s() -> float:
+    """When in a period the job runs: jobs that follow each other do so one after the other, else
+    all that share a machine would want it at the same time."""
+    return PERIOD_S * (int(os.environ.get("SLURM_JOB_ID", "0")) * GOLDEN % 1)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:

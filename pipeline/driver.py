@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
 from pipeline.metrics import append, write
-from pipeline.run import Run
+from pipeline.run import Lock, Run
 from rlinf.artifacts import MANIFEST, Manifest
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
@@ -26,6 +26,7 @@ from rlinf.errors import (
     InputError,
     RequeueRequested,
     RlinfError,
+    RunLockedError,
     StageError,
 )
 from stages.layout import CONFIG
@@ -57,8 +58,12 @@ class Executor(Protocol):
     def ended(self) -> dict[Node, Outcome]:
         """Attempts that ended since the last call; may wait a little for one."""
 
-    def stop(self) -> None:
-        """Cancel what runs; called when the driver ends for whatever reason."""
+    def stop(self, *, replaced: bool = False) -> None:
+        """Cancel what runs; called when the driver ends for whatever reason.
+
+        Args:
+            replaced: by another driver, whose it all is now: leave it.
+        """
 
 
 @dataclass
@@ -86,7 +91,7 @@ class InProcess:
         ended, self._ended = self._ended, {}
         return ended
 
-    def stop(self) -> None:
+    def stop(self, *, replaced: bool = False) -> None:
         environment = self.resident.pop("environment", None)
         if environment is not None:
             environment[1].close()
@@ -136,12 +141,16 @@ class Driver:
             StageError: a stage failed more often than ``retries`` allows.
             RequeueRequested: the allocation of this process is about to end.
         """
-        with self.run.driven():
+        with self.run.driven() as lock:
+            replaced = False
             try:
                 self._recover()
-                self._loop()
+                self._loop(lock)
+            except RunLockedError:
+                replaced = True
+                raise
             finally:
-                self.executor.stop()
+                self.executor.stop(replaced=replaced)
 
     def _recover(self) -> None:
         self._committed.recover()
@@ -150,7 +159,7 @@ class Driver:
         self._told = max((n.iteration for n in self._done if n.stage == "sync"), default=-1)
         write(self.run.folder)
 
-    def _loop(self) -> None:
+    def _loop(self, lock: Lock) -> None:
         nodes = self.graph.before() if self.offline else self.graph.nodes()
         window: list[Node] = []
         while True:
@@ -172,6 +181,7 @@ class Driver:
                     break
             if not self._running and not any(node in self._done for node in window):
                 raise StageError(f"{window[0].name}: its inputs can never be there")
+            lock.check()
             for node, outcome in self.executor.ended().items():
                 self._running.discard(node)
                 window += self._settle(node, outcome)

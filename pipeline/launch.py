@@ -152,5 +152,5 @@ class LauncherExecutor:
         self.launcher.cancel(list(self._ids.values()))
         self._ids.clear()
 
-    def stop(self) -> None:
+    def stop(self, *, replaced: bool = False) -> None:
         self.launcher.close()

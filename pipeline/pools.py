@@ -9,6 +9,7 @@ memory any more (a pool was lost, or came late) is read from disk once it is com
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sys
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launchers.base import Job, Launcher, Status
+from launchers.base import Job, Launcher, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.generators import Generators
@@ -31,7 +32,13 @@ from pipeline.routes import tree
 from pipeline.run import Run
 from pipeline.scaling import automatic, put_down, wished
 from rlinf.channels.control import Controller, Joined, Lost, Report
-from rlinf.errors import EXIT_REQUEUE, RequeueRequested, StageError
+from rlinf.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_REQUEUE,
+    InputError,
+    RequeueRequested,
+    StageError,
+)
 from stages.generate import CLAIM
 from stages.inbox import SHARED_MEMORY, SOCKET
 from stages.layout import POOLS, STATUS
@@ -158,10 +165,10 @@ class PoolExecutor:
                 busy.add(node)
         return free
 
-    def stop(self) -> None:
-        """Let the pools go, unless the driver was only asked to make room for its successor."""
+    def stop(self, *, replaced: bool = False) -> None:
+        """Let the pools go, unless the driver makes room for its successor or has one already."""
         try:
-            if not self.stopping() and self._controller is not None:
+            if not (replaced or self.stopping()) and self._controller is not None:
                 self._dismiss()
         finally:
             if self._controller is not None:
@@ -506,8 +513,13 @@ class PoolExecutor:
         member.joined.pop(rank_of(event.worker), None)
         if event.reason == "left":
             self._hand_back(member, f"pool {pool.name} stopped", ended)
-        else:
+            return
+        # Why it died Slurm may know by now, and nobody asks it once the job is given up.
+        status = self.launcher.poll([member.job])[member.job]
+        if status.state.active:
             self._give_up(pool, member, f"{event.worker}: {event.reason}", ended)
+        else:
+            self._over_with(pool, member, status, ended)
 
     def _hand_back(self, member: Member, reason: str, ended: dict[Node, Outcome]) -> None:
         """What a member had to do must be started again; that is nobody's failure."""
@@ -565,11 +577,29 @@ class PoolExecutor:
         # Of those that end together the one that failed comes first: it is to blame.
         for pool, member, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
             if member in pool.members:
-                what = f"job {member.job} {status.state.value}: {status.reason}".strip()
-                if status.exit_code == EXIT_REQUEUE:
-                    member.finished = max(1, member.finished)
-                    what = f"job {member.job} stopped for Slurm, at the end of its time say"
-                self._give_up(pool, member, what, ended)
+                self._over_with(pool, member, status, ended)
+
+    def _over_with(
+        self, pool: PoolState, member: Member, status: Status, ended: dict[Node, Outcome]
+    ) -> None:
+        """A member's job has ended, or was given up by who submitted it.
+
+        Raises:
+            InputError: no other try helps.
+        """
+        what = f"job {member.job} {status.state.value}: {status.reason}".strip()
+        if status.exit_code == EXIT_BAD_INPUT:
+            self._hand_back(member, what, ended)
+            pool.members.remove(member)  # and not cancelled: one that is held stays in the queue
+            if not any(other.active for other in self._slots() if pool.slot is not None):
+                raise InputError(f"pool {pool.name}: {status.reason}")
+            log.warning("pool %s does without this worker: %s", pool.name, status.reason)
+            pool.resume = math.inf
+            return
+        if status.exit_code == EXIT_REQUEUE or status.state is State.PREEMPTED:
+            member.finished = max(1, member.finished)
+            what = f"job {member.job} stopped for Slurm, at the end of its time say"
+        self._give_up(pool, member, what, ended)
 
     def _keep_up(self) -> None:
         """Submit what is missing, renew leases that end, let go of those that were renewed."""

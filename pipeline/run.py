@@ -90,7 +90,7 @@ class Run:
         return cls(folder, load_config(folder / CONFIG))
 
     @contextlib.contextmanager
-    def driven(self) -> Iterator[None]:
+    def driven(self) -> Iterator[Lock]:
         """Be the only driver of this run.
 
         The owner writes a heartbeat. An owner on this host counts as gone when its process is; on
@@ -99,31 +99,71 @@ class Run:
         Raises:
             RunLockedError: another driver owns the run.
         """
-        path = self.folder / LOCK
-        mine = {
+        lock = Lock(self.folder / LOCK)
+        try:
+            yield lock
+        finally:
+            lock.release()
+
+
+class Lock:
+    """The right to drive a run, held by this process.
+
+    Raises:
+        RunLockedError: another driver has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mine = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
             "token": secrets.token_hex(8),
         }
-        _take(path, mine)
-        stop = threading.Event()
+        _take(path, self._mine)
+        self._beaten, self._lost = time.monotonic(), False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self._thread.start()
 
-        def beat() -> None:
-            while not stop.wait(HEARTBEAT_S):
-                with contextlib.suppress(OSError):
-                    os.utime(path)
+    def check(self) -> None:
+        """See that it is still ours; looks at the file only if no heartbeat was due to.
 
-        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-            with contextlib.suppress(OSError, ValueError):
-                if json.loads(path.read_text())["token"] == mine["token"]:
-                    path.unlink()
+        Raises:
+            RunLockedError: this process stood still for so long that another took over.
+        """
+        if time.monotonic() - self._beaten > STALE_S / 2:
+            self._beat()
+        if self._lost:
+            raise RunLockedError(
+                f"{self._path.parent}: another driver took over while this one stood still; "
+                "it goes on with the run and its jobs (rlinf status shows it)"
+            )
+
+    def release(self) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._holder() == self._mine["token"]:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    def _work(self) -> None:
+        while not self._over.wait(HEARTBEAT_S) and not self._lost:
+            self._beat()
+
+    def _beat(self) -> None:
+        holder = self._holder()
+        if holder == self._mine["token"]:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+        # A file that cannot be read now, on a network filesystem say, is nobody else's.
+        self._lost = self._lost or holder not in (self._mine["token"], None)
+        self._beaten = time.monotonic()
+
+    def _holder(self) -> str | None:
+        owner = _owner(self._path)
+        return None if owner is None else owner.get("token")
 
 
 def _take(path: Path, mine: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ STAGES = ("-m stages", "submitit.core._submit")
 """What the processes of stages and workers are called, on this machine and in a job."""
 PAUSE_S = (1.0, 8.0)
 CLOCK_S = (5.0, 60.0)
+PREEMPTED_S = 10.0
+"""Longer than jobs may go on once they are preempted."""
 PATIENCE_S = 240.0
 """How long a run may take to end once nothing strikes it any more."""
 
@@ -44,8 +46,6 @@ class Storm:
     rng: random.Random
     logs: Path
     """Where the driver's words go."""
-    stopped_s: tuple[float, float] = (2.0, 12.0)
-    """How long stopped processes stand still: shorter and longer than workers may be silent."""
     struck: list[str] = field(default_factory=list)
     restarts: int = 0
 
@@ -92,13 +92,17 @@ class Storm:
     def jobs(self) -> list[str]:
         """Ids of the run's jobs that run."""
         shown = _call("squeue", "-h", "-t", "RUNNING", "-o", "%A").split()
-        return [job for job in shown if self._mine(job)]
+        return [job for job in shown if self.mine(job)]
+
+    def still_s(self) -> float:
+        """How long something is to stand still: shorter or longer than workers may be silent."""
+        return 60.0 if self.rng.random() < 0.1 else self.rng.uniform(2.0, 12.0)
 
     def kill_driver(self) -> None:
         self._driver.kill()
         self._driver.wait()
 
-    def _mine(self, job: str) -> bool:
+    def mine(self, job: str) -> bool:
         return str(self.root) in _call("scontrol", "show", "job", job)
 
     def _ended(self) -> bool:
@@ -129,7 +133,7 @@ def stop_stage(storm: Storm) -> bool:
     found = storm.processes(*STAGES)
     if not _signal(storm, found, signal.SIGSTOP):
         return False
-    time.sleep(storm.rng.uniform(*storm.stopped_s))
+    time.sleep(storm.still_s())
     for process in found:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGCONT)
@@ -140,9 +144,24 @@ def cancel_job(storm: Storm) -> bool:
     return _job(storm, "scancel")
 
 
-def preempt_job(storm: Storm) -> bool:
-    """What preemption with requeueing does."""
+def requeue_job(storm: Storm) -> bool:
+    """What a failed node does to the job of a stage; those of pools refuse it."""
     return _job(storm, "scontrol", "requeue")
+
+
+def preempt_job(storm: Storm) -> bool:
+    """A job of a higher tier takes the node of one that may be preempted."""
+    shown = _call("squeue", "-h", "-t", "RUNNING", "-p", "spot", "-o", "%A %N")
+    mine = sorted(row for row in shown.splitlines() if storm.mine(row.split()[0]))
+    if not mine:
+        return False
+    node = storm.rng.choice(mine).split()[1]
+    where = ("-p", "gpu", "-w", node, "--exclusive", "--time=1", "-o", "/dev/null")
+    job = _call("sbatch", "--parsable", *where, "--wrap", "sleep 1").strip()
+    # Others may have the node for longer.
+    time.sleep(PREEMPTED_S)
+    _call("scancel", job)
+    return True
 
 
 def node_down(storm: Storm) -> bool:
@@ -220,7 +239,7 @@ def cut_off(storm: Storm) -> bool:
         return False
     link = storm.rng.choice(links)
     _call("ip", "link", "set", link, "down")
-    time.sleep(storm.rng.uniform(*storm.stopped_s))
+    time.sleep(storm.still_s())
     _call("ip", "link", "set", link, "up")
     return True
 
@@ -244,6 +263,7 @@ FAULTS: dict[str, Callable[[Storm], bool]] = {
         kill_driver,
         stop_stage,
         cancel_job,
+        requeue_job,
         preempt_job,
         node_down,
         kill_slurmd,
@@ -274,8 +294,8 @@ def _job(storm: Storm, *command: str) -> bool:
     jobs = storm.jobs()
     if not jobs:
         return False
-    _call(*command, storm.rng.choice(sorted(jobs)))
-    return True
+    job = storm.rng.choice(sorted(jobs))
+    return subprocess.run([*command, job], capture_output=True, check=False).returncode == 0
 
 
 def restart_nodes(state: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,28 +23,50 @@ from tests.cluster.test_runs import PLAN, words
 from tests.pipeline.helpers import contents, run_here, same_samples
 
 pytestmark = pytest.mark.cluster
-ITERATIONS = {"segment": 40, "elastic": 40, "stage": 5}
+ITERATIONS = {"segment": 40, "elastic": 40, "ranks": 40, "stage": 5}
+SHORT = ["kill_stage", "kill_driver", "cancel_job", "requeue_job", "preempt_job", "corrupt_file"]
 SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
-POOLS = {
+POOLS: dict[str, Any] = {
     "grain": "segment",
     "defaults": {"partition": "cpu", "mem_mb": 2000, "time_min": 30},
     "pools": [
-        {"stages": ["rollout"], "gpus": {"a100": 1}},
+        {"stages": ["rollout"], "gpus": {"spot:a100": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
     ],
     "stages": {
-        "rollout": {"partition": "a100", "gpus": 1, "gpu_type": "a100"},
+        "rollout": {"partition": "spot", "gpus": 1, "gpu_type": "a100"},
         "train": {"partition": "h100", "gpus": 1, "gpu_type": "h100"},
     },
 }
 ELASTIC = POOLS | {
     "pools": [
-        {"stages": ["rollout"], "workers": 2, "gpus": {"a100": 1, "h100": 1}},
+        {"stages": ["rollout"], "workers": 2, "gpus": {"spot:a100": 1, "h100": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}, "helps_rollout": True},
     ]
 }
 """Generators of two kinds, and a trainer that leaves them the tail."""
-PLANS = {"segment": POOLS, "elastic": ELASTIC}
+RANKS = POOLS | {
+    "chunks": 2,
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"spot:a100": 1}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 2}},
+    ],
+    "stages": {
+        "rollout": {"partition": "spot", "gpus": 1, "gpu_type": "a100"},
+        **{
+            stage: {"partition": "h100", "processes": 2, "gpus": 2, "gpu_type": "h100"}
+            for stage in ("inference", "train")
+        },
+    },
+    "transports": {
+        "rollout -> reward": "shared_memory",
+        "rollout -> inference": "shared_memory",
+        "rollout -> train": "shared_memory",
+        "sync -> rollout": "gloo",
+    },
+}
+"""One model on two processes, records through memory, weights by a process group."""
+PLANS = {"segment": POOLS, "elastic": ELASTIC, "ranks": RANKS}
 
 
 @pytest.fixture(
@@ -51,11 +74,12 @@ PLANS = {"segment": POOLS, "elastic": ELASTIC}
     params=[
         "segment",
         pytest.param("elastic", marks=pytest.mark.slow),
+        pytest.param("ranks", marks=pytest.mark.slow),
         pytest.param("stage", marks=pytest.mark.slow),
     ],
 )
 def shape(request: pytest.FixtureRequest) -> str:
-    """Of the plan: a job per stage, pools, pools with generators."""
+    """Of the plan: a job per stage, pools, pools with generators, pools of several ranks."""
     return str(request.param)
 
 
@@ -63,7 +87,11 @@ def shape(request: pytest.FixtureRequest) -> str:
 def reference(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing happened to."""
     root = tmp_path_factory.mktemp("reference")
-    run_here(words(root, f"iterations={ITERATIONS[shape]}"))
+    call = words(root, f"iterations={ITERATIONS[shape]}")
+    if shape == "ranks":
+        # Two processes sum in another order than one.
+        call += ["cluster=local", f"plan={plan_of(shape, root)}"]
+    run_here(call)
     return root / "tiny"
 
 
@@ -107,7 +135,7 @@ def test_a_run_survives_what_strikes_it(
     cluster: Path, reference: Path, tmp_path: Path, shape: str
 ) -> None:
     run = storm(tmp_path, cluster, shape, SEED, tmp_path)
-    run.strike(5, ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"])
+    run.strike(5, SHORT)
     run.settle()
     assert run.struck, "the run was struck at least once"
     same(shape, tmp_path / "tiny", reference, run.struck)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import statistics
@@ -15,7 +16,7 @@ import pytest
 
 from launchers.base import Job, Resources, State
 from launchers.local import LocalLauncher
-from launchers.throttle import PERIOD_S, duty_here
+from launchers.throttle import PERIOD_S, begin_s, duty_here
 from rlinf import tree
 from rlinf.errors import PlanError
 from slurm.site import load_site
@@ -46,6 +47,16 @@ def test_a_command_stands_still_for_the_rest_of_the_time(duty: float) -> None:
     process.kill()
     process.wait()
     assert share == pytest.approx(1 - duty, abs=0.1)
+
+
+def test_jobs_of_one_machine_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    begins = []
+    for job in range(117, 121):
+        monkeypatch.setenv("SLURM_JOB_ID", str(job))
+        begins.append(begin_s())
+    begins.sort()
+    gaps = [after - before for before, after in itertools.pairwise([*begins, begins[0] + PERIOD_S])]
+    assert min(gaps) > PERIOD_S / 10
 
 
 def standing(throttle: psutil.Process, word: str) -> float:

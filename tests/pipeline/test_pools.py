@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ from pipeline.run import LOCK, Run
 from rlinf.artifacts import read_manifest
 from rlinf.channels.control import POINTER
 from rlinf.data.record import Record
-from rlinf.errors import EXIT_REQUEUE, RunLockedError, StageError
+from rlinf.errors import EXIT_REQUEUE, InputError, RunLockedError, StageError
+from stages.layout import POOLS, STATUS
 from stages.pool import CHANNELS
 from tests.conftest import TINY
 from tests.pipeline.helpers import budget_gib, contents, moves, start_driver
@@ -241,6 +243,35 @@ def test_a_damaged_input_is_made_again(reference: Path, pooled: Compose) -> None
     drive(Run.open(run))
     assert contents(run) == contents(reference)
     assert list(folder.glob("manifest.json.bad-*")), "the damaged commit is kept for inspection"
+
+
+def test_workers_that_cannot_use_what_they_were_given_are_not_tried_again(
+    pooled: Compose, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"pool 0: .*RLINF_SHARES"):
+        execute(pooled(ONE, "cluster.env={RLINF_SHARES: fast}"))
+    assert [path.name for path in (tmp_path / "tiny/pools/0").iterdir()] == ["0"]
+
+
+def test_a_driver_that_was_replaced_leaves_the_run_to_the_other(
+    pooled: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that stood still for more than a minute, on another host than the next one's."""
+    monkeypatch.setattr("pipeline.run.HEARTBEAT_S", 0.1)
+    run = prepare(pooled(ONE, "iterations=500"))
+    lock = run.folder / LOCK
+    first = run.folder / "it/0000/sync/manifest.json"
+
+    def take_over() -> None:
+        while not first.exists():
+            time.sleep(0.05)
+        lock.write_text(json.dumps({**json.loads(lock.read_text()), "token": "of another"}))
+
+    threading.Thread(target=take_over).start()
+    with pytest.raises(RunLockedError, match="another driver took over"):
+        drive(run)
+    assert json.loads(lock.read_text())["token"] == "of another"
+    assert (run.folder / POOLS / STATUS).exists(), "the pools were not sent away"
 
 
 def test_a_second_driver_takes_no_workers_from_the_first(pooled: Compose, tmp_path: Path) -> None:

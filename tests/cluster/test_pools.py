@@ -1,0 +1,81 @@
+"""What Slurm does to the jobs of pools, and what the run makes of it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launchers.submitit import SubmititLauncher
+from pipeline.driver import Driver
+from pipeline.experiment import prepare
+from pipeline.launch import ClusterConfig
+from pipeline.plan import Plan
+from pipeline.pools import PoolExecutor
+from rlinf.errors import InputError
+from slurm.client import SlurmClient
+from stages.layout import POOLS
+from tests.cluster.test_chaos import POOLS as PLAN
+from tests.cluster.test_runs import words
+from tests.pipeline.helpers import contents, run_here, start_driver, until
+
+Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.cluster
+
+
+def test_a_preempted_pool_has_a_successor_at_once(cluster: Path, tmp_path: Path) -> None:
+    """Were it requeued instead, the run would stand still until Slurm starts it again."""
+    longer = "iterations=40"
+    run_here(words(tmp_path / "reference", longer))
+    path = tmp_path / "plan.yaml"
+    where = {"partition": "spot", "gpus": 1, "gpu_type": "a100"}
+    on_spot = [{"stages": ["rollout"], "gpus": {"spot:a100": 1}}, PLAN["pools"][1]]
+    path.write_text(
+        yaml.safe_dump({**PLAN, "pools": on_spot, "stages": {**PLAN["stages"], "rollout": where}})
+    )
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    call = words(tmp_path, longer, "cluster=slurm", "cluster.poll_s=0.2", f"plan={path}")
+    driver = start_driver([*call, "cluster.retries=0"], log)
+    until((run / "it/0002/sync/manifest.json").exists, driver, log)
+    (job,) = shown("squeue", "-p", "spot", "-o", "%A")
+    (node,) = shown("squeue", "-j", job, "-o", "%N")
+    subprocess.run(
+        ["sbatch", "-p", "gpu", "-w", node, "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"],
+        check=True,
+        capture_output=True,
+    )
+    assert driver.wait(timeout=200) == 0, log.read_text()
+    assert contents(run) == contents(tmp_path / "reference" / "tiny")
+    assert sorted(p.name for p in (run / POOLS / "0").glob("[0-9]*")) == ["0", "1"]
+    assert shown("sacct", "-n", "-X", "-D", "-j", job, "-o", "jobid") == [job], "one life"
+
+
+def test_a_pool_whose_job_is_held_ends_the_run_and_stays_in_the_queue(
+    cluster: Path, compose: Compose, tmp_path: Path
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(yaml.safe_dump({"defaults": {"sbatch": {"hold": True}}}))
+    run = prepare({**compose("cluster=slurm", f"cluster.site={site}"), "plan": PLAN})
+    settings = ClusterConfig(**run.config.cluster)
+    launcher = SubmititLauncher(SlurmClient(poll_s=0.2), hold_patience_s=1.0)
+    executor = PoolExecutor(run, launcher, Plan.read(run.folder), settings)
+    try:
+        with pytest.raises(InputError, match=r"pool 0: .*left in the queue.*JobHeldUser"):
+            Driver(run, executor).drive()
+        assert shown("squeue", "-t", "PENDING", "-n", "pool-pool-0-0", "-o", "%r") == [
+            "JobHeldUser"
+        ]
+        assert not shown("squeue", "-n", "pool-pool-1-0", "-o", "%A"), "the others are cancelled"
+    finally:
+        subprocess.run(["scancel", "-n", "pool-pool-0-0"], check=True)
+
+
+def shown(*command: str) -> list[str]:
+    """The words that Slurm answers, without a header."""
+    flags = ["-h"] if command[0] == "squeue" else []
+    done = subprocess.run([*command, *flags], check=True, capture_output=True, text=True)
+    return done.stdout.split()
