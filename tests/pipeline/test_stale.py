@@ -67,6 +67,28 @@ def test_samples_under_way_take_on_weights_that_were_published_meanwhile(
     assert 0 < manifest.metrics["lag_mean"] < 1
 
 
+def test_samples_take_on_weights_while_another_pool_trains(
+    compose: Compose, tmp_path: Path
+) -> None:
+    settings = [*STALE, "rollout.in_flight_updates=true", "engine.ignore_eos=true"]
+    # Training is over long before the next rollout is.
+    settings += ["rollout.horizon=96", "engine.max_rows=2"]
+    pools = compose(*settings, "run.name=live") | {"plan": POOLS}
+    pools["cluster"] = {"launcher": "local"}
+    execute(pools)
+    changed = 0
+    for i in range(4):
+        manifest = manifest_of(tmp_path / "live", "rollout", i)
+        assert manifest is not None
+        folder = tmp_path / "live" / f"it/{i:04d}/rollout" / manifest.data
+        for record in FileReader(folder.glob("trajectories-r*.h5")):
+            versions = record.steps["versions"].tolist()
+            assert versions == sorted(versions)
+            assert {max(i - 1, 0), i} >= set(versions), "no older than staleness allows"
+            changed += len(set(versions)) > 1
+    assert changed, "some samples have tokens of two versions"
+
+
 def test_newer_weights_are_refused_where_there_can_be_none(compose: Compose) -> None:
     with pytest.raises(ConfigError, match="in_flight_updates: there are no newer weights"):
         validate(RunConfig, compose("rollout.in_flight_updates=true"))
