@@ -41,6 +41,11 @@ TWO = {
     ],
 }
 RANKS = {**TWO, "stages": {stage: {"processes": 2} for stage in ("inference", "train")}}
+APART = {
+    "grain": "segment",
+    "chunks": 4,
+    "pools": [{"stages": [stage], "gpus": {"local": 1}} for stage in ALL],
+}
 PLANS = {"collocated": ONE, "disaggregated": TWO}
 
 
@@ -138,6 +143,28 @@ def test_parts_of_a_batch_make_the_same_update_as_the_whole(
     execute(pooled(TWO))
     assert_like(tmp_path / "tiny", reference)
     assert all(samples(tmp_path / "tiny", i) == list(range(16)) for i in range(2))
+
+
+def test_every_stage_in_a_pool_of_its_own_makes_the_same_update(
+    reference: Path, pooled: Compose, tmp_path: Path
+) -> None:
+    execute(pooled(APART))
+    assert_like(tmp_path / "tiny", reference)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_episodes_of_a_simulator_go_from_pool_to_pool(compose: Compose, tmp_path: Path) -> None:
+    """Means of observations are published beside the weights; one half steps beside the other."""
+    words = ["iterations=3", "rollout.batch=4", "rollout.horizon=16", "evaluate.samples=2"]
+    words += [
+        "model.normalise_observations=true",
+        "task.processes=1",
+        "task.halves=2",
+    ]
+    execute(compose("run.name=one", *words, experiment="cartpole_ppo"))
+    two = compose("cluster=local", "run.name=two", *words, experiment="cartpole_ppo")
+    execute(two | {"plan": {key: value for key, value in TWO.items() if key != "chunks"}})
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_samples_take_on_weights_while_another_pool_trains(
 ) -> None:
     settings = [*STALE, "rollout.in_flight_updates=true", "engine.ignore_eos=true"]
     # Training is over long before the next rollout is.
-    settings += ["rollout.horizon=96", "engine.max_rows=2"]
+    settings += ["rollout.horizon=64", "engine.max_rows=2", "evaluate.every=0"]
     pools = compose(*settings, "run.name=live") | {"plan": POOLS}
     pools["cluster"] = {"launcher": "local"}
     execute(pools)
