@@ -57,7 +57,10 @@ class Inbox:
         self._channels: list[Channel] = [SocketChannel.create(folder, name)]
         if shared:
             try:
-                self._channels.append(SharedMemoryChannel.create(folder, name, size=SHARED_BYTES))
+                shared_memory = SharedMemoryChannel.create(
+                    folder, name, size=SHARED_BYTES, hosted=True
+                )
+                self._channels.append(shared_memory)
             except StorageError as error:
                 log.warning("records come by socket: %s", error)
         self._threads = [

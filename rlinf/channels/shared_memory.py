@@ -46,6 +46,10 @@ PEERS = 64
 DEAD = "ZX"
 REASON_BYTES = 4096
 FREE, WRITING, READY, TAKEN = range(4)
+HOST = 0
+"""Row of the maker among the participants."""
+HOST_TIMEOUT_S = 30.0
+"""How long the one reader may make no room, alive: it is stopped, or its node does not answer."""
 
 HEAD = np.dtype(
     [
@@ -53,6 +57,7 @@ HEAD = np.dtype(
         ("capacity", "i8"),
         ("unique", "i8"),
         ("fail_on_death", "i8"),
+        ("hosted", "i8"),
         ("closed", "i8"),
         ("order", "i8"),  # of the next record
         ("gap", "i8", 2),  # where the next record may lie
@@ -97,6 +102,7 @@ class SharedMemoryChannel(Channel):
         capacity: int = 0,
         unique: bool = False,
         fail_on_death: bool = False,
+        hosted: bool = False,
     ) -> SharedMemoryChannel:
         """Make the channel ``name`` in a run's ``folder`` and take part in it.
 
@@ -107,6 +113,9 @@ class SharedMemoryChannel(Channel):
             unique: drop a record whose (iteration, sample) was already accepted.
             fail_on_death: fail for everybody when a participant dies, instead of waiting for
                 another to do its work.
+            hosted: the maker alone reads, and the channel ends with it: when it dies or leaves,
+                all that writers do fails. A writer that finds no room for ``HOST_TIMEOUT_S`` gives
+                up, without failing the channel for others.
 
         Raises:
             InputError: a channel of this name is in use.
@@ -128,7 +137,7 @@ class SharedMemoryChannel(Channel):
             os.posix_fallocate(file, 0, DATA_START + size)
             head = np.zeros(1, HEAD)
             head["bytes"], head["capacity"], head["unique"] = size, capacity, unique
-            head["fail_on_death"], head["gap"] = fail_on_death, (0, size)
+            head["fail_on_death"], head["hosted"], head["gap"] = fail_on_death, hosted, (0, size)
             os.pwrite(file, head.tobytes(), 0)
             channel = cls(segment, pointer)
             write_atomic(pointer, json.dumps({"node": _node(), "segment": segment.name}))
@@ -196,7 +205,18 @@ class SharedMemoryChannel(Channel):
                 f"{self._pointer.name} has {len(self._data)}; make the channel larger"
             )
         name = _digest(key)
-        slot = self._wait(lambda: self._reserve(name, weight, size))
+        deadline = time.monotonic() + HOST_TIMEOUT_S
+
+        def reserve() -> int | None:
+            slot = self._reserve(name, weight, size)
+            if slot is None and self._head["hosted"][0] and time.monotonic() > deadline:
+                raise ChannelFailed(
+                    f"{self._pointer.name}: no room for {HOST_TIMEOUT_S:.0f} s: its one reader is "
+                    "stopped or hangs; kill it (see peers())"
+                )
+            return slot
+
+        slot = self._wait(reserve)
         start = int(self._slots["start"][slot])
         try:
             encoded.write(self._data[start : start + size])
@@ -233,6 +253,8 @@ class SharedMemoryChannel(Channel):
         self._finish_in_hand()
         with self._lock:
             self._bury()
+            if self._head["hosted"][0] and self._me == HOST:
+                self._fail("the only reader has left the channel")
             held = (self._state == TAKEN) & (self._slots["owner"] == self._me)
             # A negative number: gone, but views of records are still in use.
             self._peers["pid"][self._me] = -os.getpid() if held.any() else 0
@@ -360,6 +382,10 @@ class SharedMemoryChannel(Channel):
                 nap = min(nap * 1.5, LONGEST_NAP_S)
                 continue
             with self._lock:
+                if due:
+                    # First: there may be room for much that nobody will read.
+                    self._bury()
+                    self._next_check = time.monotonic() + CHECK_S
                 if length := int(self._head["reason_bytes"][0]):
                     raise ChannelFailed(
                         self._head["reason"][0, :length].tobytes().decode(errors="replace")
@@ -367,9 +393,6 @@ class SharedMemoryChannel(Channel):
                 result = attempt()
                 if result is not None:
                     return result
-                if due:
-                    self._bury()
-                    self._next_check = time.monotonic() + CHECK_S
             time.sleep(nap)
             nap = min(nap * 1.5, LONGEST_NAP_S)
 
@@ -394,7 +417,8 @@ class SharedMemoryChannel(Channel):
             state[owned & (state == WRITING)] = FREE
             state[owned & (state == TAKEN) & (self._slots["done"] == 1)] = FREE
             state[owned & (state == TAKEN)] = READY
-            if self._head["fail_on_death"][0] and self._peers["pid"][peer] > 0:
+            fails = self._head["fail_on_death"][0] or (peer == HOST and self._head["hosted"][0])
+            if fails and self._peers["pid"][peer] > 0:
                 self._fail(f"process {self._peers['pid'][peer]} died without leaving the channel")
             self._peers["pid"][peer] = 0
 

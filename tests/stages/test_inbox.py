@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +129,61 @@ def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way:
     outbox.close()
     for inbox in inboxes:
         inbox.close()
+
+
+HOST = """
+import sys, time
+from pathlib import Path
+from stages import inbox
+from stages.board import Board
+inbox.SHARED_BYTES = 1 << 16
+taken = inbox.Inbox(Path(sys.argv[1]), "a", Board(), shared=True)
+print("in", flush=True)
+time.sleep(60)
+"""
+
+
+def test_another_takes_over_from_one_that_was_killed_with_its_shared_memory_full(
+    tmp_path: Path,
+) -> None:
+    """The stage that makes the records waits for room, and who comes anew for the stage."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOST, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "in\n"
+    cut: list[str] = []
+    mine = Board().output("it/0000/rollout").stream("trajectories")
+    outbox = Outbox(tmp_path, cut.append)
+    outbox.want(TO, {"a": SHARED_MEMORY})
+    sender, count = outbox.stream(TO, 0, 1, mine.everything), 3000
+
+    def make() -> None:
+        for sample in range(count):
+            mine.put(number(sample))
+            sender.put(number(sample))
+        sender.close()
+
+    child.send_signal(signal.SIGSTOP)
+    stage = threading.Thread(target=make, daemon=True)
+    stage.start()
+    time.sleep(0.5)
+    made = len(mine)
+    time.sleep(0.2)
+    assert len(mine) == made < count, "it waits for room"
+    board = Board()
+    other = Inbox(tmp_path, "b", board, shared=True)
+    outbox.want(TO, {"b": SHARED_MEMORY})
+    child.kill()
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    assert until(lambda: stream.complete(range(count + 1)), 10)
+    assert len(stream) == count
+    stage.join(10)
+    assert not stage.is_alive()
+    assert until(lambda: cut == ["a"]), "the driver is told"
+    child.wait()
+    outbox.close()
+    other.close()
 
 
 @pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])

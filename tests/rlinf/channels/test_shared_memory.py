@@ -8,7 +8,9 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ def process(folder: Path, body: str) -> subprocess.Popen[str]:
     """Another process that runs ``body`` and says a line when it is where the test wants it."""
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(body), str(folder)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -212,6 +215,101 @@ def test_death_is_noticed_in_seconds_by_those_who_wait(tmp_path: Path) -> None:
     with pytest.raises(ChannelFailed, match=f"process {child.pid} died"):
         channel.get()
     assert time.monotonic() - start < 5
+    channel.leave()
+
+
+HOST = """
+    c = SharedMemoryChannel.create(folder, "c", size=1 << 12, hosted=True)
+    print("in", flush=True)
+    for line in sys.stdin:
+        print(c.get().identity.sample, flush=True)
+"""
+
+
+def fill(channel: SharedMemoryChannel) -> None:
+    """Put records that nobody reads until there is no room, and then one more."""
+    for sample in range(100):
+        channel.put(record(sample))
+
+
+def fails_soon(work: Callable[[], object], match: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ChannelFailed, match=match):
+        work()
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_writer_who_waits_for_room_is_told_that_the_only_reader_died(
+    tmp_path: Path, stopped: bool
+) -> None:
+    child = process(tmp_path, HOST)
+    assert line(child) == "in"
+    channel, path = SharedMemoryChannel.open(tmp_path, "c"), segment(tmp_path)
+    if stopped:
+        child.send_signal(signal.SIGSTOP)
+    timer = threading.Timer(0.3, child.kill)
+    timer.start()
+    fails_soon(lambda: fill(channel), f"process {child.pid} died")
+    child.wait()
+    channel.leave()
+    assert not path.exists()
+
+
+def test_nothing_is_put_where_the_only_reader_is_dead_though_there_is_room(tmp_path: Path) -> None:
+    child = process(tmp_path, HOST)
+    assert line(child) == "in"
+    channel = SharedMemoryChannel.open(tmp_path, "c")
+    kill(child)
+    fails_soon(lambda: channel.put(record(0)), "died")
+    late = SharedMemoryChannel.open(tmp_path, "c")
+    fails_soon(lambda: late.put(record(0)), "died")
+    late.leave()
+    channel.leave()
+
+
+def test_the_only_reader_goes_on_when_a_writer_dies_and_tells_the_others_when_it_leaves(
+    tmp_path: Path,
+) -> None:
+    host = SharedMemoryChannel.create(tmp_path, "c", size=1 << 12, hosted=True)
+    other = SharedMemoryChannel.open(tmp_path, "c")
+    child = process(
+        tmp_path,
+        """
+        c = SharedMemoryChannel.open(folder, "c")
+        c.put(Record(Identity(0, 0), {"x": np.zeros(8)}))
+        print("put", flush=True)
+        time.sleep(60)
+        """,
+    )
+    assert line(child) == "put"
+    kill(child)
+    time.sleep(2 * shared_memory.CHECK_S)
+    other.put(record(1))
+    assert [host.get().identity.sample for _ in range(2)] == [0, 1]
+    host.leave()
+    with pytest.raises(ChannelFailed, match="the only reader has left"):
+        other.put(record(2))
+    other.leave()
+
+
+def test_a_writer_gives_up_on_an_only_reader_that_makes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may be there to kill it. It goes on where it was when it is woken."""
+    monkeypatch.setattr(shared_memory, "HOST_TIMEOUT_S", 0.5)
+    child = process(tmp_path, HOST)
+    assert line(child) == "in"
+    channel = SharedMemoryChannel.open(tmp_path, "c")
+    child.send_signal(signal.SIGSTOP)
+    fails_soon(lambda: fill(channel), "stopped or hangs")
+    child.send_signal(signal.SIGCONT)
+    assert child.stdin is not None
+    child.stdin.write("\n" * 3)
+    child.stdin.flush()
+    assert [line(child) for _ in range(3)] == ["0", "1", "2"]
+    channel.put(record(9))
+    kill(child)
     channel.leave()
 
 
