@@ -2,14 +2,13 @@
 
 Every worker of a pool has a board: one :class:`Output` per stage instance that runs here or whose
 records arrive here. A stream keeps all records of its iteration, because several stages read them
-and a stage may read them again.
+and a stage may read them again. It goes once it is on disk and no stage here is to read it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -222,6 +221,19 @@ class Output:
             return manifest.extra.get(STREAMS, {}).get(channel) == self._streams[channel].digest
         return manifest.data == self._attempt
 
+    def compare(self, channel: str, committed: Iterable[Record]) -> None:
+        """
+        Raises:
+            InputFailed: a record that is here is none of those that were committed.
+        """
+        digests = {record.identity.sample: record.digest() for record in committed}
+        for record in self.arrived(channel):
+            if record.digest() != digests.get(record.identity.sample):
+                raise InputFailed(
+                    f"{channel}: sample {record.identity.sample} was committed by another attempt, "
+                    "with other content"
+                )
+
     def _wait(
         self,
         there: Callable[[], bool],
@@ -250,19 +262,46 @@ class Output:
 class Board:
     """The outputs that are in the memory of this process, by folder relative to the run."""
 
-    KEEP = 64
-    """Outputs kept; older ones are on disk."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._outputs: dict[str, Output] = defaultdict(Output)
+        self._outputs: dict[str, Output] = {}
+        self._held: dict[str, frozenset[str]] = {}
+        """By stage under way here: what it makes and takes from memory."""
 
     def output(self, folder: str) -> Output:
         """The output of a stage instance; made when first asked for."""
         with self._lock:
-            output = self._outputs[folder]
-            keep_newest(self._outputs, self.KEEP)
-            return output
+            if folder not in self._outputs:
+                self._outputs[folder] = Output()
+            return self._outputs[folder]
+
+    def hold(self, stage: str, folders: Iterable[str]) -> None:
+        """A stage makes or reads some outputs: they stay until it is through."""
+        with self._lock:
+            self._held[stage] = frozenset(folders)
+
+    def release(self, stage: str) -> None:
+        """A stage is through with what it held."""
+        with self._lock:
+            self._held.pop(stage, None)
+
+    def let_go(self, committed: Callable[[str], bool]) -> set[str]:
+        """Let go of outputs that are committed and that nobody holds; returns their folders.
+
+        What is not committed stays, held or not: records may come before the order to read them.
+        """
+        with self._lock:
+            idle = self._idle()
+        # Not under the lock: records must be able to arrive while a shared filesystem is slow.
+        there = {folder for folder in idle if committed(folder)}
+        with self._lock:
+            gone = there & self._idle()
+            for folder in gone:
+                del self._outputs[folder]
+        return gone
+
+    def _idle(self) -> set[str]:
+        return self._outputs.keys() - set().union(*self._held.values())
 
     @property
     def waiting(self) -> int:

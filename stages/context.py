@@ -46,6 +46,8 @@ class Input:
     stopping: Callable[[], bool] = lambda: False
     waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Entered while waiting, so that it can be seen."""
+    taken: bool = False
+    """Whether something of it was taken from memory."""
 
     @property
     def manifest(self) -> Manifest:
@@ -80,6 +82,7 @@ class Input:
             with self.waiting():
                 attempt = self.output.attempt(self.stopping, self.on_disk)
             if attempt is not None:
+                self.taken = True
                 return f"{self.folder}/{attempt}"
             self.output = None
         return f"{self.folder}/{self.manifest.data}"
@@ -206,17 +209,23 @@ class Context:
 
         Raises:
             ArtifactError: the input is damaged.
-            InputFailed: the stage that makes it failed.
+            InputFailed: the stage that makes it failed, or committed something else than it sent.
         """
         entry = self.inputs[channel]
         if entry.output is not None and channel not in self._read:
             with self.waiting(channel):
                 here = entry.output.records(channel, samples, self.stopping, entry.on_disk)
             if here is not None:
+                entry.taken = True
                 return here
         if channel not in self._read:
             source = self.verified(channel)
-            self._read[channel] = list(FileReader(source.glob(f"{channel}-r*.h5")))
+            records = list(FileReader(source.glob(f"{channel}-r*.h5")))
+            if entry.output is not None and entry.taken:
+                entry.output.compare(channel, records)
+            # Some of it may be missing in memory for ever, and need not be compared again.
+            entry.output = None
+            self._read[channel] = records
         return [r for r in self._read[channel] if r.identity.sample in samples]
 
     def arriving(self, channel: str, count: int) -> Iterator[Record]:

@@ -20,7 +20,7 @@ from rlinf.channels.shared_memory import SharedMemoryChannel
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import DataError, InputError, StorageError
-from stages.board import Board, keep_newest
+from stages.board import Board
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
 TO, FROM, RANK, RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
@@ -126,9 +126,6 @@ class Outbox:
         name: of this worker.
     """
 
-    KEEP = 64
-    """Outputs that can still be asked for; older ones are on disk."""
-
     def __init__(
         self, folder: Path, cut: Callable[[str], None] = lambda _: None, name: str = ""
     ) -> None:
@@ -151,7 +148,6 @@ class Outbox:
         with self._lock:
             sender = self._senders[to] = Sender(to, self, rank, ranks, made)
             wanted = dict(self._wanted.get(to, {}))
-            keep_newest(self._senders, self.KEEP)
         sender.admit(wanted)
         return sender
 
@@ -162,11 +158,17 @@ class Outbox:
         """
         with self._lock:
             self._wanted.setdefault(to, {}).update(ways)
-            keep_newest(self._wanted, self.KEEP)
             sender = self._senders.get(to)
         if sender is not None:
             # Beside the stage and the worker's orders, which need not wait for it.
             threading.Thread(target=sender.admit, args=(dict(ways),), daemon=True).start()
+
+    def forget(self, folders: Collection[str]) -> None:
+        """Let go of outputs that are committed: who asks for their records finds them on disk."""
+        with self._lock:
+            for known in (self._senders, self._wanted):
+                for to in [to for to in known if to.rpartition(":")[0] in folders]:
+                    del known[to]
 
     def writer(self, to: str, workers: Collection[str], rank: int, ranks: int) -> Sender:
         """Sends records to these workers, by socket."""

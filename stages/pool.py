@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf import machine
+from rlinf.artifacts import MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.config import RunConfig
@@ -103,7 +104,7 @@ class Worker:
 
         self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
         behind = config.rollout.staleness
-        self._relays = Relays(self._outbox, behind)
+        self._relays = Relays(self._outbox)
         self._publisher = Publisher(self._outbox, Versions(run, behind))
         arrivals = Arrivals(self._board, self._publisher, behind)
         takers = {WEIGHTS: arrivals.take}
@@ -213,6 +214,7 @@ class Worker:
         from stages.parts import WEIGHTS
 
         out, channel, maker, ways = (order[key] for key in ("out", "channel", "maker", "to"))
+        self._board.output(out)  # what is kept for it goes with it
         if channel == WEIGHTS:
             self._publisher.want(out, ways)
         elif maker == self._name:
@@ -233,6 +235,8 @@ class Worker:
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
             self._moved = time.monotonic()
+        live = [folder for folder, live in order["inputs"].values() if live]
+        self._board.hold(node, [str(order["out"]), *live])
         self._activity.ordered(node, str(order["stage"]))
         output = self._board.output(str(order["out"]))
         output.retried()
@@ -311,10 +315,26 @@ class Worker:
         node = str(order["node"])
         with self._lock:
             self._busy.pop(node, None)
+            self._board.release(node)
         self._moved = time.monotonic()
         self._activity.ended(node)
         self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
         self._tell()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what is on disk and no stage here is to read: there is no other use for it."""
+        gone = self._board.let_go(self._committed)
+        self._outbox.forget(gone)
+        self._relays.forget(gone)
+        self._publisher.forget(gone)
+
+    def _committed(self, folder: str) -> bool:
+        try:
+            return (self._run / folder / MANIFEST).exists()
+        except OSError:
+            # A filesystem that fails now is asked again when the next stage ends.
+            return False
 
     def _tell_what_arrived(self, order: Mapping[str, Any]) -> None:
         """The starts of a rollout that need not be generated again."""
@@ -326,6 +346,7 @@ class Worker:
 
     def _tell_of_claim(self, content: dict[str, Any]) -> None:
         self._link.report(content)
+        self._let_go()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
         self._moved = time.monotonic()

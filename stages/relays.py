@@ -10,30 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlinf.data.record import Record
-from stages.board import keep_newest
 from stages.inbox import Outbox, Sender
 
 log = logging.getLogger("rlinf")
 
 
 class Relays:
-    """Sends on, in a thread of its own: inboxes are emptied whatever others do with theirs.
+    """Sends on, in a thread of its own: inboxes are emptied whatever others do with theirs."""
 
-    Args:
-        behind: versions that rollouts may lag behind; so many more iterations are under way.
-    """
-
-    STREAMS = 3
-    """Channels of an iteration: trajectories, rewards, log-probabilities."""
-
-    def __init__(self, outbox: Outbox, behind: int = 0) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        self._keep = self.STREAMS * (2 + behind)
         self._thread = ThreadPoolExecutor(1, "relays")
         self._relays: dict[str, dict[str, _Relay]] = {}
         """By output and channel, and by who makes it."""
@@ -45,6 +36,10 @@ class Relays:
     def arrived(self, to: str, maker: str, record: Record) -> None:
         """A record, or the end of them, as it came from the inbox; returns at once."""
         self._submit(self._arrived, to, maker, record)
+
+    def forget(self, folders: Collection[str]) -> None:
+        """Let go of outputs that are committed: who asks for them reads them from disk."""
+        self._submit(self._forget, folders)
 
     def close(self) -> None:
         """Pass on nothing more; what is just being sent ends with its connection."""
@@ -67,10 +62,12 @@ class Relays:
         except Exception:
             log.warning("a record of %s was not passed on", to, exc_info=True)
 
+    def _forget(self, folders: Collection[str]) -> None:
+        for to in [to for to in self._relays if to.rpartition(":")[0] in folders]:
+            del self._relays[to]
+
     def _relay(self, to: str, maker: str) -> _Relay:
         relays = self._relays.setdefault(to, {})
-        # What is older who asks for it reads from disk.
-        keep_newest(self._relays, self._keep)
         if maker not in relays:
             relays[maker] = _Relay(to, self._outbox)
         return relays[maker]

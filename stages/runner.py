@@ -237,9 +237,10 @@ class Attempt:
         Each rank has got weights on its own; records are the same for all, and rank 0 looks.
         """
         for name, entry in self.ctx.inputs.items():
-            if self.ctx.world.rank and entry.output is not None and entry.output.streams(name):
+            output = entry.output if entry.taken else None
+            if output is None or (self.ctx.world.rank and output.streams(name)):
                 continue
-            if entry.output is not None and not entry.output.matches(name, entry.manifest):
+            if not output.matches(name, entry.manifest):
                 raise InputFailed(
                     f"{self.ctx.stage}: {name} of {entry.folder} was committed by another attempt, "
                     "with other content"

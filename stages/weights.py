@@ -15,7 +15,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ SHARED, LAYOUT, BUCKET, DELTA = "shared", "layout", "bucket", "delta"
 KEEP = 2
 """Versions kept in memory; an older one is on disk."""
 TOLD = 64
-"""Outputs of which it is known who wants them; some of them never come."""
+"""Versions that were announced; some of them never come whole."""
 log = logging.getLogger("rlinf")
 
 
@@ -77,7 +77,6 @@ class Publisher:
         """Workers that want the weights of an output, made or still to be made, and how."""
         with self._lock:
             self._wanted[out] = self._wanted.get(out, {}) | dict(ways)
-            keep_newest(self._wanted, TOLD)
             if out in self._made:
                 self._thread.submit(self._send, out, dict(ways))
 
@@ -93,6 +92,12 @@ class Publisher:
                 self._wanted.pop(gone, None)
             if wanted := self._wanted.get(out):
                 self._thread.submit(self._send, out, dict(wanted))
+
+    def forget(self, outs: Collection[str]) -> None:
+        """Let go of who wants outputs that are committed: who has not got them reads the disk."""
+        with self._lock:
+            for out in outs:
+                self._wanted.pop(out, None)
 
     def apart(self, out: str) -> list[str]:
         """Those who want an output by socket and are no longer this one's to serve.
@@ -326,7 +331,8 @@ class Arrivals:
         self._here[number] = (out, attempt)
         while len(self._here) > self._keep:
             gone, _ = self._here.pop(min(self._here))
-            self._board.output(gone).objects.pop(WEIGHTS, None)
+            if gone in self._board:
+                self._board.output(gone).objects.pop(WEIGHTS, None)
         output = self._board.output(out)
         output.objects[WEIGHTS] = tensors
         output.done(attempt)

@@ -112,12 +112,46 @@ def test_whoever_waits_in_vain_sees_that_it_was_committed_meanwhile() -> None:
     assert values(output.records("x", range(1), never, lambda: True)) == [(0, 0)]
 
 
-def test_a_board_keeps_the_newest_outputs_and_the_weights_of_the_last_two() -> None:
+def test_a_board_keeps_the_weights_of_the_last_two_outputs() -> None:
     board = Board()
-    for number in range(2 * Board.KEEP):
+    for number in range(9):
         board.output(str(number)).objects["weights"] = number
         board.trim(2)
-    assert "0" not in board
-    held = [n for n in range(2 * Board.KEEP) if str(n) in board and board.output(str(n)).objects]
-    assert held == [2 * Board.KEEP - 2, 2 * Board.KEEP - 1]
-    assert sum(str(n) in board for n in range(2 * Board.KEEP)) == Board.KEEP
+    assert [n for n in range(9) if board.output(str(n)).objects] == [7, 8]
+
+
+def test_what_is_under_way_stays_however_many_stages_are_ordered_at_once() -> None:
+    """As many as a rollout far behind has: whoever waits for records holds on to their output."""
+    board = Board()
+    first = board.output("0")
+    for number in range(400):
+        board.hold(f"rollout/{number}", [str(number)])
+        board.output(str(number))
+    assert not board.let_go(lambda _: False)
+    assert not board.let_go(lambda _: True), "what a stage is at stays even if there is a commit"
+    assert board.output("0") is first
+
+
+def test_what_is_committed_goes_once_no_stage_here_is_to_read_it() -> None:
+    board, committed = Board(), {"rollout"}
+    board.hold("rollout/0", ["rollout"])
+    board.hold("train/0", ["train", "rollout"])
+    for folder in ("rollout", "train", "early"):
+        board.output(folder)
+    board.release("rollout/0")
+    assert not board.let_go(committed.__contains__), "train is still to read it"
+    board.release("train/0")
+    assert board.let_go(committed.__contains__) == {"rollout"}
+    assert "rollout" not in board
+    assert "train" in board, "its stage failed: another attempt adds to it"
+    assert "early" in board, "the order to read it may still come"
+    committed |= {"train", "early"}
+    assert board.let_go(committed.__contains__) == {"train", "early"}
+
+
+def test_what_came_to_memory_is_compared_with_what_was_committed() -> None:
+    output = Output()
+    output.stream("x").put(record(0))
+    output.compare("x", [record(0), record(1)])
+    with pytest.raises(InputFailed, match="sample 0 was committed by another attempt"):
+        output.compare("x", [record(0, 1), record(1)])

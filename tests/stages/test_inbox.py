@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +185,30 @@ def test_another_takes_over_from_one_that_was_killed_with_its_shared_memory_full
     child.wait()
     outbox.close()
     other.close()
+
+
+def test_records_of_outputs_on_disk_are_let_go_and_not_sent_to_who_asks_late(
+    tmp_path: Path,
+) -> None:
+    board, late = Board(), Board()
+    inbox, outbox = Inbox(tmp_path, "late", late), Outbox(tmp_path)
+    output, other = board.output("it/0000/rollout"), "it/0001/rollout:trajectories"
+    stream = output.stream("trajectories")
+    stream.put(number(0))
+    held = weakref.ref(stream.everything()[0])
+    outbox.stream(TO, 0, 1, stream.everything).put(held())
+    outbox.stream(other, 0, 1, lambda: [number(1)])
+    del output, stream
+    board.let_go(lambda _: True)
+    assert held() is not None, "who asks now is sent it"
+    outbox.forget({"it/0000/rollout"})
+    assert held() is None
+    outbox.want(TO, {"late": SOCKET})
+    outbox.want(other, {"late": SOCKET})
+    assert until(lambda: len(late.output("it/0001/rollout").stream("trajectories")) == 1)
+    assert not len(late.output("it/0000/rollout").stream("trajectories"))
+    outbox.close()
+    inbox.close()
 
 
 @pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])

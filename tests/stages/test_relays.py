@@ -118,14 +118,15 @@ def test_who_missed_a_record_does_not_take_the_rest_for_all(
         rank.close()
 
 
-def test_what_is_long_gone_is_not_kept(tmp_path: Path) -> None:
+def test_what_is_on_disk_is_not_kept_and_all_else_is(tmp_path: Path) -> None:
     head, late = Rank(tmp_path, "r0"), Rank(tmp_path, "r1")
-    for iteration in range(20):
+    for iteration in range(100):
         head.relays.arrived(f"it/{iteration:04d}/rollout:{CHANNEL}", "m", records(range(1))[0])
-    for to in ("it/0000/rollout", "it/0019/rollout"):
+    head.relays.forget({"it/0000/rollout"})
+    for to in ("it/0000/rollout", "it/0001/rollout"):
         head.relays.want(f"{to}:{CHANNEL}", "m", {"r1": SOCKET})
-    newest = late.board.output("it/0019/rollout").stream(CHANNEL)
-    assert until(lambda: len(newest) == 1)
+    kept = late.board.output("it/0001/rollout").stream(CHANNEL)
+    assert until(lambda: len(kept) == 1)
     assert not len(late.board.output("it/0000/rollout").stream(CHANNEL))
     head.relays.close()
     head.relays.arrived(TO, "m", records(range(1))[0])

@@ -66,6 +66,19 @@ def sent(way: str, out: str = OUT, attempt: str = "data-a", number: int = 3) -> 
     return wire.records
 
 
+def test_the_first_of_very_many_versions_goes_to_those_who_want_it() -> None:
+    """As many as the driver orders at once of rollouts far behind."""
+    wire = Wire()
+    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    for number in range(100):
+        publisher.want(f"it/{number:04d}/sync", {"w": "socket"})
+    publisher.forget({"it/0001/sync"})
+    for number in range(2):
+        publisher.publish(f"it/{number:04d}/sync", "data-a", number, {WEIGHTS: state(number)})
+    publisher.close()
+    assert {record.identity.iteration for record in wire.records} == {0}
+
+
 class Worker:
     """What a resident worker has to send and take weights."""
 
