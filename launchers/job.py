@@ -15,13 +15,12 @@ import subprocess
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlinf.errors import EXIT_REQUEUE, PlanError
-from rlinf.trainers.world import SHARES
+from rlinf.trainers.world import GROUP, SHARES
 from slurm.ids import COMPONENT, own_id
 from slurm.requeue import requeue
 
@@ -102,27 +101,26 @@ def set_rank_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
     Raises:
         PlanError: a node of the job is of none of the kinds that ``shares`` names.
 
-    The address is the node of the first rank, the port follows from job and restart, so that all
-    ranks agree without asking and a restarted job does not meet its predecessor.
+    The name of their group follows from job and restart, so that all ranks agree without asking and
+    a restarted job does not meet its predecessor.
     """
     job = os.environ["SLURM_JOB_ID"]
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     size = int(os.environ.get("SLURM_NTASKS", "1"))
-    hosts = hosts_of_ranks() if size > 1 else ["127.0.0.1"]
-    if shares:
-        os.environ[SHARES] = ",".join(map(str, speeds(shares, hosts)))
+    if shares and size > 1:
+        os.environ[SHARES] = ",".join(map(str, speeds(shares, hosts_of_ranks())))
     # Components of a heterogeneous job have steps, but no number, of their own.
     step = os.environ.get("SLURM_STEP_ID", "0")
-    port = 20000 + zlib.crc32(f"{job}.{step}.{restart}".encode()) % 20000
     os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=os.environ.get("SLURM_LOCALID", "0"),
-        LOCAL_WORLD_SIZE=os.environ.get("SLURM_NTASKS_PER_NODE", str(size)),
-        MASTER_ADDR=hosts[0],
-        MASTER_PORT=str(port),
-        RLINF_ATTEMPT=f"{job}-{restart}",
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+            "LOCAL_WORLD_SIZE": os.environ.get("SLURM_NTASKS_PER_NODE", str(size)),
+            GROUP: f"{job}.{step}-{restart}",
+            "RLINF_ATTEMPT": f"{job}-{restart}",
+        }
     )
     return rank
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from launchers.base import Job, State, Status, tail
 from rlinf import machine
 from rlinf.errors import PlanError
-from rlinf.trainers.world import SHARES
+from rlinf.trainers.world import GROUP, SHARES
 from rlinf.tree import python_path
 
 _PR_SET_PDEATHSIG = 1
@@ -43,7 +43,6 @@ class LocalLauncher:
         attempt = secrets.token_hex(6)
         job.logs.mkdir(parents=True, exist_ok=True)
         size = sum(part.tasks for part in job.components)
-        port = _free_port() if size > 1 else 0
         shares = job.resources.shares
         if isinstance(shares, Mapping):
             raise PlanError(
@@ -62,8 +61,7 @@ class LocalLauncher:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                GROUP: attempt,
                 "RLINF_ATTEMPT": attempt,
             }
             log = job.logs / f"{job.name.replace('/', '-')}-{attempt}-r{rank}.log"
@@ -146,10 +144,3 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
         os.killpg(process.pid, number)
     except ProcessLookupError:
         pass
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

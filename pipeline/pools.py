@@ -41,8 +41,7 @@ from rlinf.errors import (
 )
 from stages.generate import CLAIM
 from stages.inbox import SHARED_MEMORY, SOCKET
-from stages.layout import POOLS, STATUS
-from stages.pool import CHANNELS
+from stages.layout import CHANNELS, POOLS, STATUS
 from stages.runner import StageCall
 
 STREAMS = frozenset({"trajectories", "rewards", "logprobs"})

@@ -28,6 +28,7 @@ from rlinf.channels.curve import own_addresses
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.device import local_device
 from rlinf.errors import TransferError
+from rlinf.trainers.world import INTERFACES
 from rlinf.weights.broadcast import TIMEOUT_S, Broadcast, Group
 from stages.board import keep_newest
 from stages.inbox import Outbox
@@ -293,10 +294,12 @@ def form(backend: str, store: Store, rank: int, size: int) -> Group:
     if backend == GLOO:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = limit
-        if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        device = dist.ProcessGroupGloo.create_device
+        if names := os.environ.get(INTERFACES):
+            options._devices = [device(interface=name) for name in names.split(",")]
+        else:
             # Gloo's own choice, what the host's name stands for, often is the loopback.
-            address = own_addresses()[0]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            options._devices = [device(hostname=own_addresses()[0])]
         return cast(Group, dist.ProcessGroupGloo(store, rank, size, options))
     # NCCL's watchdog would end the process when another one is gone; here that is noticed by who
     # waits (:mod:`rlinf.weights.broadcast`).

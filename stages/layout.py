@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG, PLAN, RUN = "config.yaml", "plan.yaml", "run.json"
+CHANNELS = "channels"
+"""Keys, and the addresses of those who can be spoken to."""
 POOLS, STATUS = "pools", "status.json"
 VERSIONS = "versions"
 """Weights as deltas, where the plan asks for them."""

@@ -38,13 +38,11 @@ from stages.board import Board, Output
 from stages.context import Input, Live, Writer
 from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
-from stages.layout import CONFIG
+from stages.layout import CHANNELS, CONFIG
 from stages.relays import Relays
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
 
-CHANNELS = "channels"
-"""Folder of the run for keys and addresses."""
 STATUS_S = 1.0
 STOP_S, LEAVE_S = 30.0, 5.0
 """How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
@@ -89,7 +87,7 @@ class Worker:
         self, run: Path, config: RunConfig, pool: str, parts: int, stop: StopFlag, *, shared: bool
     ) -> None:
         self._run, self._config, self._parts, self._stop = run, config, parts, stop
-        self._world = World.from_environment()
+        self._world = World.from_environment(run / CHANNELS)
         self._name = worker_name(pool, self._world.rank)
         self._resident: dict[str, Any] = {"progress": self._progress}
         self._board, self._turns, self._activity = Board(), Turns(), Activity()

@@ -44,6 +44,7 @@ from rlinf.trainers.world import World
 from stages import SECTIONS
 from stages.board import STREAMS
 from stages.context import Context, Input, Live
+from stages.layout import CHANNELS
 
 UNSTABLE = frozenset({".metadata"})
 """Files whose bytes differ between equal runs: torch.distributed.checkpoint puts a random id in."""
@@ -131,7 +132,7 @@ def run_stage(
     if call.stage not in SECTIONS:
         raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, SECTIONS)}")
     config = config or load_config(call.config)
-    world = World.from_environment()
+    world = World.from_environment(call.config.parent / CHANNELS)
     with withdrawing(world):
         attempt = Attempt(
             call,

@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from rlinf.errors import RequeueRequested
 from rlinf.residency import Residency
 from rlinf.trainers.world import World
 from slurm.signals import StopFlag
-from stages.layout import CONFIG, stage_folder
+from stages.layout import CHANNELS, CONFIG, stage_folder
 from stages.parts import policy_class
 from stages.runner import StageCall, load_config, run_stage
 
@@ -50,6 +49,8 @@ LENGTHS = 4
 """Rollouts of the full batch whose response lengths are kept."""
 COPIES = 3
 """Repeats of offloading and loading again."""
+MEETING = "meeting"
+"""Folder where two jobs find each other; made anew for each pair."""
 MEETING_S = 120.0
 """How long a job waits for the other end of a link."""
 
@@ -60,7 +61,7 @@ def measure(path: Path, first_line: float, imported: float) -> None:
     os.environ["WORLD_SIZE"] = str(task.processes)
     if int(os.environ.get("RANK", "0")) >= task.processes:
         return
-    world = World.from_environment()
+    world = World.from_environment(task.folder / CHANNELS)
     config = load_config(task.config)
     if task.rank is not None:
         _meet(task, config)
@@ -351,16 +352,8 @@ def _meet(task: Task, config: RunConfig) -> None:
     """Measure the link to the job that was started beside this one."""
     assert task.rank is not None
     device = _device(config)
-    from torch._C._distributed_c10d import FileStore
-
-    store = FileStore(str(task.folder.parent / "meeting"), 2)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=task.rank,
-        world_size=2,
-        timeout=timedelta(seconds=MEETING_S),
-    )
+    meeting = task.folder.parent / MEETING / "link.json"
+    World(task.rank, 2, meeting=meeting).connect(device.type, MEETING_S)
     link = links.peer("inter_partition", task.kinds, task.rank, 1 - task.rank, device)
     if link is not None:
         trial = Trial(key=task.key, nodes=1, processes=1, links=(link,))

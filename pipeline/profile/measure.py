@@ -24,7 +24,7 @@ from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig, make_launcher, resources
 from pipeline.plan import Plan, StagePlan
 from pipeline.profile import alone, assemble
-from pipeline.profile.bench import MEETING_S, STARTED
+from pipeline.profile.bench import MEETING, MEETING_S, STARTED
 from pipeline.profile.identity import Identity, kind_key
 from pipeline.profile.kinds import Kind, kinds_of, local_kind, of_partitions
 from pipeline.profile.schema import SCHEMA, Link, Overhead, Profile, Wait
@@ -259,7 +259,7 @@ class Pass:
                 shutil.rmtree(folder, ignore_errors=True)
             tasks = [self.end_of_link(pair, key, folder, rank) for rank in (0, 1)]
             if load_trial(tasks[0].trial) is None:
-                (folder / "meeting").unlink(missing_ok=True)
+                shutil.rmtree(folder / MEETING, ignore_errors=True)
                 jobs: dict[str, Task] = {}
                 for kind, task in zip(pair, tasks, strict=True):
                     jobs |= self.submit(kind, [task], MEETING_S)

@@ -109,21 +109,40 @@ def listen(host: zmq.Socket[bytes], interface: str | None) -> list[str]:
 
 def own_addresses() -> list[str]:
     """IPv4 addresses of this node's interfaces: the one that leads out first, loopback last."""
+    found = _interfaces()
+    outward = _address_towards("192.0.2.1")
+    order = sorted(found, key=lambda ip: (ip.startswith("127."), ip != outward, ip))
+    return order or ["127.0.0.1"]
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of this node's interface by which an IPv4 address is reached, or that has it itself.
+
+    None: no network of this node leads there.
+    """
+    names = _interfaces()
+    return names.get(address) or names.get(_address_towards(address))
+
+
+def _interfaces() -> dict[str, str]:
+    """Names of the interfaces that are up, by IPv4 address."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = {
-        entry.address
+    return {
+        entry.address: name
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if name in up and entry.family == socket.AF_INET
     }
+
+
+def _address_towards(address: str) -> str:
+    """The address of this node that packets to another one carry; empty: none get there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent
-            outward = str(probe.getsockname()[0])
+            probe.connect((address, 9))  # nothing is sent
+            return str(probe.getsockname()[0])
         except OSError:
-            outward = ""
-    order = sorted(found, key=lambda ip: (ip.startswith("127."), ip != outward, ip))
-    return order or ["127.0.0.1"]
+            return ""
 
 
 def reachable(addresses: Sequence[str], timeout_s: float = ANSWER_S) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurm.signals import StopFlag
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RLINF_ATTEMPT")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RLINF_GROUP", "RLINF_ATTEMPT")
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_
     found = notes(tmp_path, ranks=4)
     assert [note["RANK"] for note in found] == ["0", "1", "2", "3"]
     assert {note["node"] for note in found} == {"h100-1", "h100-2"}
-    assert len({(n["MASTER_ADDR"], n["MASTER_PORT"], n["RLINF_ATTEMPT"]) for n in found}) == 1
+    assert len({(n["RLINF_GROUP"], n["RLINF_ATTEMPT"]) for n in found}) == 1
     assert all(note["gpus"] for note in found)
 
 

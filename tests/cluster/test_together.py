@@ -51,7 +51,7 @@ def test_each_component_has_its_own_ranks_devices_and_way_to_meet(
     assert [(n["RANK"], n["WORLD_SIZE"]) for n in notes] == [("0", "1"), ("0", "2"), ("1", "2")]
     assert [note["node"].partition("-")[0] for note in notes] == ["a100", "h100", "h100"]
     assert [len(note["gpus"].split(",")) for note in notes] == [1, 2, 2]
-    assert notes[1]["MASTER_PORT"] == notes[2]["MASTER_PORT"] != notes[0]["MASTER_PORT"]
+    assert notes[1]["RLINF_GROUP"] == notes[2]["RLINF_GROUP"] != notes[0]["RLINF_GROUP"]
 
 
 def test_they_are_found_again(launcher: SubmititLauncher, tmp_path: Path) -> None:
@@ -126,10 +126,9 @@ def test_ranks_of_one_job_go_on_in_another_partition(
         notes.append(json.loads((tmp_path / f"out-1/rank-{rank}.0.json").read_text()))
     assert [note["node"].partition("-")[0] for note in notes] == ["h100", "h100", "a100"]
     assert [note["LOCAL_RANK"] for note in notes] == ["0", "1", "0"]
-    assert {note["MASTER_ADDR"] for note in notes} == {notes[0]["node"]}
     assert {note["shares"] for note in notes} == {"2.0,2.0,1.0"}
     assert {note["WORLD_SIZE"] for note in notes} == {"3"}
-    assert len({(note["MASTER_ADDR"], note["MASTER_PORT"]) for note in notes}) == 1
+    assert len({note["RLINF_GROUP"] for note in notes}) == 1
 
 
 def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import os, sys, time, pathlib
 what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 rank = os.environ["RANK"]
 (folder / f"rank-{rank}").write_text(f"{os.getpid()} {os.environ['WORLD_SIZE']} "
-                                     f"{os.environ['RLINF_ATTEMPT']} {os.environ['MASTER_PORT']}")
+                                     f"{os.environ['RLINF_ATTEMPT']} {os.environ['RLINF_GROUP']}")
 if what == "fail" and rank == "1":
     print("the reason"); sys.exit(66)
 if what in ("sleep", "fail"):
@@ -51,7 +51,7 @@ def finish(launcher: LocalLauncher, identity: str, timeout_s: float = 20) -> Sta
     return status
 
 
-def test_ranks_share_an_attempt_and_a_port(program: Path) -> None:
+def test_ranks_share_the_names_of_their_attempt_and_group(program: Path) -> None:
     launcher = LocalLauncher()
     status = finish(launcher, launcher.submit(job(program, "pass", ranks=2)))
     assert status.state is State.DONE

@@ -22,8 +22,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.channels.control import POINTER
 from rlinf.data.record import Record
 from rlinf.errors import EXIT_REQUEUE, InputError, RunLockedError, StageError
-from stages.layout import POOLS, STATUS
-from stages.pool import CHANNELS
+from stages.layout import CHANNELS, POOLS, STATUS
 from tests.conftest import TINY
 from tests.pipeline.helpers import budget_gib, contents, moves, start_driver
 from tests.pipeline.test_driver import weights

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from rlinf.data.record import Identity, Record
 from stages import groups
@@ -111,6 +111,15 @@ def test_weights_that_are_not_those_announced_are_not_served(
     out = publish(source, 3, ["r0"])
     assert soon(lambda: "not what was sent" in caplog.text)
     assert not there.holds(3, out)
+
+
+def test_gloo_takes_the_interfaces_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    form = groups.form(GLOO, HashStore(), 0, 1)
+    assert form.size() == 1
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    with pytest.raises(RuntimeError):
+        groups.form(GLOO, HashStore(), 0, 1)
 
 
 def test_mail_tells_the_others_and_says_who_did_not_come() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,23 @@ from hypothesis import strategies as st
 
 from pipeline.profile.links import SIZES_BYTES, fit_link, storage
 from pipeline.profile.schema import Link
+from pipeline.profile.trial import load_trial
 
 WHICH = {"path": "intra_node", "backend": "gloo", "between": ("a",)}
+
+JOB = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from pipeline.profile import bench
+from pipeline.profile.trial import Task
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+(folder / str(rank)).mkdir()
+task = Task(config=folder, initial=folder, key="k", kinds=("a", "b"), folder=folder / str(rank),
+            nodes=1, processes=1, seconds=1, submitted=0, rank=rank)
+bench._meet(task, SimpleNamespace(trainer=SimpleNamespace(model_extra={"device": "cpu"})))
+"""
 
 
 def times(
@@ -49,3 +66,11 @@ def test_this_filesystem_can_be_timed_and_is_left_clean(tmp_path: Path) -> None:
     assert all(seconds > 0 for seconds in (*written.median_s, *read.median_s))
     assert 1e5 < written.bandwidth_bytes_per_s.value < 1e12
     assert not list(tmp_path.iterdir())
+
+
+def test_two_jobs_meet_and_measure_the_link_between_them(tmp_path: Path) -> None:
+    jobs = [subprocess.Popen([sys.executable, "-c", JOB, tmp_path, str(r)]) for r in range(2)]
+    assert [job.wait(200) for job in jobs] == [0, 0]
+    trial = load_trial(tmp_path / "0" / "trial.json")
+    assert trial is not None
+    assert [link.path for link in trial.links] == ["inter_partition"]

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from rlinf.channels.control import Controller, Joined
-from rlinf.channels.curve import own_addresses, reachable
+from rlinf.channels.curve import interface_towards, own_addresses, reachable
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record
 
@@ -36,6 +36,18 @@ while not link.orders(0.2):
 mine.close()
 link.close()
 mine.leave()
+"""
+RANK = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from rlinf.trainers.world import World
+os.environ.pop("GLOO_SOCKET_IFNAME", None)
+World(int(sys.argv[2]), 3, meeting=Path(sys.argv[1]) / "group-t.json").connect("cpu", 60)
+total = torch.ones(())
+dist.all_reduce(total)
+assert total == 3
 """
 
 
@@ -96,6 +108,23 @@ def test_a_node_without_a_way_out_serves_and_is_served(tmp_path: Path) -> None:
             assert node.wait(30) == 0
         channel.leave()
         outside.leave()
+
+
+def test_the_interface_is_the_one_that_leads_there(tmp_path: Path) -> None:
+    assert interface_towards("127.0.0.1") == interface_towards("127.9.9.9") == "lo"
+    with namespace() as name:
+        assert interface_towards("10.213.7.1") == interface_towards("10.213.7.2") == f"{name}a"
+
+
+def test_ranks_on_nodes_of_which_one_has_no_way_out_form_a_group(tmp_path: Path) -> None:
+    """The network that rank 0 calls its first is not the one they share."""
+    with namespace() as name:
+        inside = ["ip", "netns", "exec", name]
+        ranks = [
+            subprocess.Popen([*where, sys.executable, "-c", RANK, str(tmp_path), str(rank)])
+            for rank, where in enumerate(([], inside, []))
+        ]
+        assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
 
 
 def open_soon(folder: Path, name: str) -> SocketChannel:
