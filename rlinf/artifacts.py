@@ -81,11 +81,10 @@ def save_text(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of an artifact. ``content``: equal runs have it equal."""
+    """One file of an artifact."""
 
     size: int
     checksum: str
-    content: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,20 +124,18 @@ def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float])
     """Digest of everything in an artifact that equal runs have in common."""
     state = xxhash.xxh3_128()
     for name in sorted(files):
-        if files[name].content:
-            state.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
+        state.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
     state.update(json.dumps(dict(metrics), sort_keys=True).encode())
     return state.hexdigest()
 
 
-def describe_files(folder: Path, unstable: frozenset[str] = frozenset()) -> dict[str, FileEntry]:
-    """Sync and checksum every file below ``folder``; ``unstable`` names are not content."""
+def describe_files(folder: Path) -> dict[str, FileEntry]:
+    """Sync and checksum every file below ``folder``."""
     entries = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         sync_file(path)
-        entries[path.relative_to(folder).as_posix()] = FileEntry(
-            path.stat().st_size, checksum(path), path.name not in unstable
-        )
+        name = path.relative_to(folder).as_posix()
+        entries[name] = FileEntry(path.stat().st_size, checksum(path))
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         sync_file(path)
     return entries

@@ -46,8 +46,6 @@ from stages.board import STREAMS
 from stages.context import Context, Input, Live
 from stages.layout import CHANNELS
 
-UNSTABLE = frozenset({".metadata"})
-"""Files whose bytes differ between equal runs: torch.distributed.checkpoint puts a random id in."""
 RANK_TIMEOUT_S = 600.0
 
 
@@ -266,7 +264,7 @@ class Attempt:
         ctx, call = self.ctx, self._call
         if ctx.live is not None and ctx.live.digests:
             ctx.extra[STREAMS] = ctx.live.digests
-        files = describe_files(ctx.data, UNSTABLE)
+        files = describe_files(ctx.data)
         metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:

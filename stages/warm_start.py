@@ -120,6 +120,8 @@ def save_progress(ctx: Context, trainer: Any, curve: list[dict[str, float | None
     folder = ctx.out / PROGRESS
     step = folder / f"step-{len(curve)}"
     trainer.save(step)
+    if ctx.world.size > 1:
+        torch.distributed.barrier()
     if ctx.world.rank == 0:
         old = [path for path in folder.glob("step-*") if path != step]
         files = {name: asdict(entry) for name, entry in describe_files(step).items()}

@@ -7,9 +7,8 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from rlinf.device import local_device
 from rlinf.errors import StageError
 from rlinf.models.base import Policy, StepOutputs
 from rlinf.residency import placed
+from rlinf.trainers import shards
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.world import World
 
@@ -273,32 +273,25 @@ class FSDPTrainer:
         return _copied(self._state())
 
     def save(self, folder: Path, state: dict[str, Any] | None = None) -> None:
-        """Write weights and optimizer with torch.distributed.checkpoint, all ranks together.
+        """Write this rank's part of weights and optimizer, whatever the other ranks do.
 
         Args:
             state: an earlier :meth:`snapshot`, which may be written while training goes on.
         """
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        alone = not torch.distributed.is_initialized()
-        writer = FileSystemWriter(folder, thread_count=1)
-        with _ordinary_errors():
-            save(
-                self._state() if state is None else state,
-                storage_writer=writer,
-                no_dist=alone,
-                process_group=None if alone else self._writers,
-            )
+        shards.write(
+            folder, self._state() if state is None else state, self.world.rank, self.world.size
+        )
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote, by any number of processes."""
+        """Read what :meth:`save` wrote, by any number of processes.
+
+        Raises:
+            DataError: not the state of such a trainer.
+        """
         from torch.distributed.checkpoint.state_dict import set_state_dict
-        from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self._state()
-        with _ordinary_errors():
-            load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+        shards.read(folder, state)
         set_state_dict(
             self.policy.module,
             self.optimizer,
@@ -368,7 +361,6 @@ class FSDPTrainer:
             policy.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False
         )
         self._in_one = not units
-        self._writers = torch.distributed.new_group(backend="gloo")
 
     def _synchronise(self, *, last: bool) -> None:
         """A model that is one unit is gathered and its gradients are reduced once for them all."""
@@ -419,8 +411,8 @@ def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
 
 
 def _copied(value: Any) -> Any:
-    """A nested state with copies of its tensors on the CPU; of one that occurs twice, one copy."""
-    known: dict[int, Any] = {}
+    """A nested state with copies of its tensors on the CPU; of tied ones, one copy."""
+    known: dict[object, Any] = {}
 
     def copied(item: Any) -> Any:
         if isinstance(item, dict):
@@ -428,21 +420,11 @@ def _copied(value: Any) -> Any:
         if isinstance(item, list | tuple):
             return type(item)(copied(part) for part in item)
         if isinstance(item, Tensor):
-            if id(item) not in known:
+            one = shards.memory(item)
+            if one not in known:
                 own = item.detach()
-                known[id(item)] = own.clone() if own.device.type == "cpu" else own.cpu()
-            return known[id(item)]
+                known[one] = own.clone() if own.device.type == "cpu" else own.cpu()
+            return known[one]
         return item
 
     return copied(value)
-
-
-@contextlib.contextmanager
-def _ordinary_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint raises a BaseException, which no error handling would see."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        raise RuntimeError(f"checkpoint: {error}") from error

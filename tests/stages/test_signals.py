@@ -91,7 +91,7 @@ def test_a_damaged_state_of_a_fine_tuning_is_not_gone_on_from(
 ) -> None:
     call, done = stopped_fine_tuning(compose)
     step = call.out / "progress" / f"step-{done}"
-    shards = sorted(step.glob("*.distcp"))
+    shards = sorted(step.glob("*.safetensors"))
     if damage == "bit":
         data = bytearray(shards[0].read_bytes())
         data[len(data) // 2] ^= 1

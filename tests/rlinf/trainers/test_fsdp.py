@@ -84,6 +84,42 @@ print("ok")
 """
 
 
+TOGETHER = """
+import os, pickle
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+def refuse(*arguments, **options):
+    raise AssertionError("pickled, or open to strangers")
+
+pickle.dumps = pickle.loads = refuse
+distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
+sys.modules["torch.distributed.rendezvous"].TCPStore = refuse
+meeting = folder.parent / "channels" / "group-t.json"
+world = World(int(sys.argv[3]), 2, meeting=meeting)
+
+def make():
+    options = FSDPConfig(device="cpu", unit_mb=0)
+    return FSDPTrainer(CausalLM.load(folder, config), options, AlgorithmConfig(), world)
+
+kept, again = make(), make()
+kept.step(records(), loss, lr=1e-2)
+kept.save(folder.parent / "checkpoint", kept.snapshot())
+dist.barrier()
+again.load(folder.parent / "checkpoint")
+for trainer in (kept, again):
+    trainer.step(records(), loss, lr=1e-2)
+right, state = kept.full_state(), again.full_state()
+assert all(torch.equal(right[name], tensor) for name, tensor in state.items())
+whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), AlgorithmConfig(),
+                    World())
+whole.load(folder.parent / "checkpoint")
+whole.step(records(), loss, lr=1e-2)
+assert all(torch.allclose(right[n], t, atol=1e-5) for n, t in whole.full_state().items())
+print("ok")
+"""
+
+
 def run(program: str, folder: Path, unit_mb: int = 32) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMON + program, str(folder), str(unit_mb)],
@@ -110,3 +146,16 @@ def test_whole_weights_are_taken_by_sharded_and_other_trainers(
     tmp_path: Path, unit_mb: int
 ) -> None:
     run(TAKEN, tmp_path, unit_mb)
+
+
+def test_ranks_train_and_save_without_a_pickle_or_an_open_store(tmp_path: Path) -> None:
+    program = COMMON.partition("trainer = make()")[0] + TOGETHER
+    processes = []
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        command = [sys.executable, "-c", program, str(tmp_path / rank), "0", rank]
+        processes.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=200) for process in processes]
+    assert [out for out, _ in said] == ["ok\n"] * 2, said

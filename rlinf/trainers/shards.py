@@ -1,0 +1,157 @@
+"""The state of a trainer in files: each rank writes its shards, any number of ranks read them.
+
+Safetensors, ``rank-R-of-N.safetensors``. A tensor whose rows are shared out is cut as
+``torch.chunk`` cuts; what all ranks have alike is in the file of rank 0, and so is the table that
+says which is which. No rank waits for another, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from rlinf.artifacts import sync_file
+from rlinf.errors import DataError
+
+FORMAT = "rlinf-shards-1"
+_NAME = re.compile(r"rank-0-of-(\d+)\.safetensors")
+
+
+def write(folder: Path, state: Mapping[str, Any], rank: int, size: int) -> None:
+    """Write this rank's part of a state; what of it is no tensor is left out.
+
+    Args:
+        state: dictionaries of dictionaries of tensors, such as those of torch's ``get_state_dict``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    own: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+    same: dict[str, str] = {}
+    known: dict[object, str] = {}
+    for name, value in _tensors(state):
+        first = known.setdefault(memory(value), name)
+        if first != name:
+            same[name] = first
+            continue
+        if isinstance(value, DTensor):
+            rows[name] = value.shape[0]
+            begin, end = _share(value)
+            local = value.to_local()
+            if len(local) != end - begin:
+                raise ValueError(f"{name}: {len(local)} rows of {value.shape[0]} on rank {rank}")
+        elif rank == 0:
+            local = value
+        else:
+            continue
+        own[name] = local.detach().contiguous()
+    table = json.dumps({"format": FORMAT, "rows": rows, "same": same}, sort_keys=True)
+    path = folder / _file(rank, size)
+    save_file(own, path, metadata={"table": table})
+    sync_file(path)
+    if rank == 0:
+        # An attempt of another number of ranks may have ended here before.
+        for other in set(folder.glob("rank-*.safetensors")):
+            if not other.name.endswith(f"-of-{size}.safetensors"):
+                other.unlink()
+
+
+@torch.no_grad()
+def read(folder: Path, state: Mapping[str, Any]) -> None:
+    """Fill the tensors of a state, of the structure that was written, with what is in the files.
+
+    Raises:
+        DataError: there are no such files, or they do not fit the state.
+    """
+    name = ""
+    with contextlib.ExitStack() as stack:
+        try:
+            files = _Files(folder, stack)
+            for name, value in _tensors(state):
+                if isinstance(value, DTensor):
+                    files.fill(name, value.shape, _share(value)[0], value.to_local())
+                else:
+                    files.fill(name, value.shape, 0, value)
+        except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            where = f"{name}: " if name else ""
+            raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
+
+
+class _Files:
+    """The files of a state; each is opened when something in it is needed."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._open: dict[int, Any] = {}
+        sizes = [int(m[1]) for path in folder.glob("*") if (m := _NAME.fullmatch(path.name))]
+        if len(sizes) != 1:
+            raise ValueError(f"{len(sizes) or 'no'} files rank-0-of-N.safetensors")
+        (self._size,) = sizes
+        table = json.loads(self._file(0).metadata()["table"])
+        if table["format"] != FORMAT:
+            raise ValueError(f"format {table['format']!r} is not {FORMAT!r}")
+        self._rows, self._same = table["rows"], table["same"]
+
+    def fill(self, name: str, shape: torch.Size, begin: int, part: Tensor) -> None:
+        """Fill a part, from row ``begin``, of a tensor of this shape."""
+        name = self._same.get(name, name)
+        saved = self._file(0).get_slice(name).get_shape()
+        whole = name not in self._rows
+        saved = saved if whole else [self._rows[name], *saved[1:]]
+        if saved != list(shape):
+            raise ValueError(f"shape {saved}, not {list(shape)}")
+        if not shape:
+            part.copy_(self._file(0).get_tensor(name))
+            return
+        # Rows in each file, of which the last ones may have fewer or none.
+        each = saved[0] if whole else -(-saved[0] // self._size)
+        end = begin + len(part)
+        for rank in range(begin // each, -(-end // each)) if len(part) else ():
+            low, high = max(begin, rank * each), min(end, (rank + 1) * each)
+            rows = self._file(rank).get_slice(name)[low - rank * each : high - rank * each]
+            if len(rows) != high - low:
+                raise ValueError(f"rows are missing in {_file(rank, self._size)}")
+            part[low - begin : high - begin].copy_(rows)
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._open:
+            path = self._folder / _file(rank, self._size)
+            self._open[rank] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[rank]
+
+
+def memory(tensor: Tensor) -> object:
+    """Equal for those that are one tensor under several names, as tied weights are."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (local.data_ptr(), local.shape, local.dtype) if local.numel() else id(tensor)
+
+
+def _tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value, f"{prefix}{key}/")
+
+
+def _share(tensor: DTensor) -> tuple[int, int]:
+    """Which rows of the whole are this rank's: FSDP shares out the first dimension."""
+    (placement,), rows = tensor.placements, tensor.shape[0]
+    if placement != Shard(0):
+        raise ValueError(f"placed as {placement}, not by rows")
+    each = -(-rows // tensor.device_mesh.size())
+    begin = min(rows, tensor.device_mesh.get_local_rank() * each)
+    return begin, min(rows, begin + each)
+
+
+def _file(rank: int, size: int) -> str:
+    return f"rank-{rank}-of-{size}.safetensors"

@@ -1,0 +1,177 @@
+"""The state of a trainer on disk: no pickle, and any number of ranks reads what others wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save_file
+
+from rlinf.errors import DataError
+from rlinf.trainers import shards
+
+PROGRAM = """
+import pickle, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from rlinf.trainers import shards
+from rlinf.trainers.world import World
+
+def refuse(*arguments, **options):
+    raise AssertionError("pickled")
+
+pickle.dumps = pickle.loads = refuse
+for name in ("_object_to_tensor", "_tensor_to_object"):
+    setattr(dist.distributed_c10d, name, refuse)
+folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+World(rank, size, meeting=folder / "channels" / f"group-{size}.json").connect("cpu", 60)
+mesh = init_device_mesh("cpu", (size,))
+
+def state(fill):
+    def tensor(*shape):
+        whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) * fill
+        return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    tied = tensor(7, 3)
+    return {
+        "model": {"a": tied, "b": tied.detach(), "row": tensor(1, 2), "c": tensor(5)},
+        "optimizer": {"state": {"a": {"step": torch.tensor(3.0 * fill), "m": tensor(7, 3)}}},
+    }
+
+shards.write(folder / "both", state(1.0), rank, size)
+dist.barrier()
+for name in ("alone", "both"):
+    mine, right = state(0.0), state(1.0)
+    shards.read(folder / name, mine)
+    for key, value in mine["model"].items():
+        assert torch.equal(value.to_local(), right["model"][key].to_local()), key
+    mine, right = (s["optimizer"]["state"]["a"] for s in (mine, right))
+    assert torch.equal(mine["m"].to_local(), right["m"].to_local())
+    assert mine["step"] == 3
+print("ok")
+"""
+
+
+def together(folder: Path, size: int) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM), folder, str(rank), str(size)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    said = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in said] == ["ok\n"] * size, said
+
+
+def state(fill: float) -> dict[str, Any]:
+    tied = torch.arange(1.0, 22).view(7, 3) * fill
+    row, c = torch.tensor([[1.0, 2.0]]) * fill, torch.arange(1.0, 6) * fill
+    moments = {"step": torch.tensor(3.0 * fill), "m": tied.clone()}
+    return {
+        "model": {"a": tied, "b": tied.detach(), "row": row, "c": c},
+        "optimizer": {"state": {"a": moments}, "param_groups": [{"lr": 0.1}]},
+    }
+
+
+def test_one_rank_reads_what_two_wrote_and_two_what_one_wrote(tmp_path: Path) -> None:
+    shards.write(tmp_path / "alone", state(1.0), 0, 1)
+    together(tmp_path, 2)
+    assert len(list((tmp_path / "both").iterdir())) == 2
+    mine, right = state(0.0), state(1.0)
+    shards.read(tmp_path / "both", mine)
+    assert all(torch.equal(v, right["model"][k]) for k, v in mine["model"].items())
+    mine, right = (s["optimizer"]["state"]["a"] for s in (mine, right))
+    assert torch.equal(mine["m"], right["m"])
+    assert mine["step"] == 3
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6))
+def test_every_rank_finds_its_rows_however_many_wrote_them(
+    rows: int, writers: int, readers: int
+) -> None:
+    whole = torch.arange(2.0 * rows).view(rows, 2)
+    none = whole[:0]
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        parts = list(whole.chunk(writers))
+        table = json.dumps({"format": shards.FORMAT, "rows": {"x": rows}, "same": {"y": "x"}})
+        for rank, part in enumerate(parts + [none] * (writers - len(parts))):
+            path = folder / f"rank-{rank}-of-{writers}.safetensors"
+            save_file({"x": part.contiguous()}, path, metadata={"table": table})
+        files, begin = shards._Files(folder, stack), 0
+        for part in [*whole.chunk(readers), none]:
+            mine = torch.full_like(part, -1.0)
+            files.fill("y", whole.shape, begin, mine)
+            assert torch.equal(mine, part)
+            begin += len(part)
+
+
+def test_equal_states_are_equal_bytes_with_tied_weights_once(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shards.write(tmp_path / name, state(1.0), 0, 1)
+    one, two = ((tmp_path / n / "rank-0-of-1.safetensors").read_bytes() for n in ("one", "two"))
+    assert one == two
+    assert "model/b" not in load(one)
+
+
+def test_what_an_attempt_with_more_ranks_left_is_removed(tmp_path: Path) -> None:
+    for rank in range(3):
+        shards.write(tmp_path, state(2.0), rank, 3)
+    shards.write(tmp_path, state(1.0), 0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0-of-1.safetensors"]
+
+
+def no_file(folder: Path) -> None:
+    (folder / "rank-0-of-1.safetensors").unlink()
+
+
+def not_safetensors(folder: Path) -> None:
+    (folder / "rank-0-of-1.safetensors").write_bytes(b"pickle?")
+
+
+def without_table(folder: Path) -> None:
+    save_file({"model/a": torch.zeros(7, 3)}, folder / "rank-0-of-1.safetensors")
+
+
+def two_of_them(folder: Path) -> None:
+    shards.write(folder / "x", state(1.0), 0, 2)
+    (folder / "x/rank-0-of-2.safetensors").rename(folder / "rank-0-of-2.safetensors")
+
+
+@pytest.mark.parametrize("damage", [no_file, not_safetensors, without_table, two_of_them])
+def test_files_that_make_no_state_are_refused(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    shards.write(tmp_path, state(1.0), 0, 1)
+    damage(tmp_path)
+    with pytest.raises(DataError, match=f"{tmp_path}: not "):
+        shards.read(tmp_path, state(0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("c", (6,)), ("c", (4,)), ("row", (1, 3)), ("more", (2,)), ("c", ())]
+)
+def test_a_state_of_another_model_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    shards.write(tmp_path, state(1.0), 0, 1)
+    other = state(0.0)
+    other["model"][name] = torch.zeros(shape)
+    with pytest.raises(DataError, match=f"model/{name}"):
+        shards.read(tmp_path, other)
