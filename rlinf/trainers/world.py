@@ -97,6 +97,8 @@ class World:
             from rlinf.trainers.rendezvous import meet
 
             store, address = meet(self.meeting, self.rank, self.size, timeout_s)
+            # NCCL's monitor would ask the store each second, in a thread that outlives Python.
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
             # Gloo's own choice, what the host's name stands for, often is the loopback.
             if interface := interface_towards(address):
                 os.environ.setdefault(INTERFACES, interface)
