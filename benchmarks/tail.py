@@ -84,7 +84,10 @@ def trains_again(folder: Path, iteration: int) -> list[float]:
 
 
 def generates_again(folder: Path, iteration: int) -> list[float]:
-    """Seconds from the end of the sync before a rollout to what the trainer generates of it."""
+    """Seconds from the end of the sync before a rollout to what the trainer generates of it.
+
+    It does not wait for the commit.
+    """
     starts = [
         start
         for row in claims(folder, iteration)
@@ -93,7 +96,8 @@ def generates_again(folder: Path, iteration: int) -> list[float]:
     ]
     before = manifest_of(folder, "sync", iteration - 1)
     assert before is not None
-    return [min(starts) - before.timing["end"]] if starts else []
+    made = max(span["end"] for span in before.timing["spans"] if span["name"] == "sync")
+    return [min(starts) - made] if starts else []
 
 
 def claims(folder: Path, iteration: int) -> list[dict[str, Any]]:

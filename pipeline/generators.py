@@ -4,6 +4,9 @@ A rollout is ordered from the worker that consumes it, which gathers the traject
 get claims on its starts and send what comes of them there. Helpers, the workers of pools that have
 other stages besides, get claims as well until nothing is left to give out: generators then go on
 with the tails of what helpers have begun.
+
+Claims of a rollout go to those who have its weights in their memory, and to all once these are
+committed. What was made of weights that another attempt commits in the end who gathers refuses.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import json
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +29,7 @@ from pipeline.leases import rank_of
 from pipeline.scaling import Load
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, StageError
+from stages.board import keep_newest
 from stages.generate import unfinished
 from stages.layout import POOLS
 
@@ -41,7 +46,7 @@ class _Rollout:
     claims: Claims | None = None
     """None until the gatherer has told what it has already."""
     there: bool = False
-    """Its weights."""
+    """Its weights are committed."""
     ends: bool = False
     """All starts were given out once: helpers get no more."""
 
@@ -53,6 +58,8 @@ class _Given(NamedTuple):
     """Its rollout."""
     worker: str
     claim: Claim
+    attempt: str | None
+    """By which its weights were made, while they were not committed."""
     begun: int | None
     """Number of the claim in which another worker has begun its samples."""
 
@@ -64,7 +71,7 @@ class _Left(NamedTuple):
     heir: str
     claim: Claim
     begun: dict[str, Any]
-    """Where these samples are, how many, and of which claim, for the order."""
+    """Where these samples are, how many, of which claim and weights, for the order."""
 
 
 @dataclass
@@ -88,6 +95,10 @@ class Generators:
     _starts: dict[Node, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Starts in them."""
     _failures: Counter[str] = field(default_factory=Counter)
+    _weights: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By weights on their way: who has them in its memory, by which attempt."""
+    _version: dict[str, int] = field(default_factory=dict)
+    """By worker: the iteration whose weights came to it last."""
     _prepared: set[str] = field(default_factory=set)
     """Workers that have an engine: starts are not to wait until one is loaded."""
 
@@ -100,6 +111,20 @@ class Generators:
         """What the gatherer of a rollout has already."""
         if node in self._rollouts:
             self._rollouts[node].claims = Claims(self.batch, starts)
+
+    def has(self, worker: str, weights: str, attempt: str, iteration: int) -> None:
+        """A worker has the weights of an iteration in its memory; nobody has committed them yet."""
+        self._weights.setdefault(weights, {})[worker] = attempt
+        keep_newest(self._weights, REMEMBERED)
+        self._version[worker] = iteration
+
+    def gone(self, weights: str) -> None:
+        """Weights are made anew: what workers have of them counts no more."""
+        self._weights.pop(weights, None)
+
+    def version(self, worker: str) -> int:
+        """The iteration whose weights came to a worker last; all of it was computed by then."""
+        return self._version.get(worker, -1)
 
     def end(self, node: Node) -> set[str]:
         """A rollout is over; returns the workers that still do something for it."""
@@ -149,6 +174,8 @@ class Generators:
             return False
         if code:
             rollout.claims.back(worker, number)
+            # Maybe it has its weights no more, or no engine that takes them.
+            self._weights.get(rollout.order["weights"], {}).pop(worker, None)
             self._failures[node.name] += code != EXIT_REQUEUE
             log.warning("%s on %s: %s", node.name, worker, content["reason"])
             if self._failures[node.name] > self.retries:
@@ -161,6 +188,7 @@ class Generators:
             heir, samples = str(content["heir"]), int(content["samples"])
             rest = rollout.claims.handed_over(claim, content["rest"], heir)
             begun = {"claim": number, "channel": unfinished(name), "samples": samples}
+            begun["attempt"] = given.attempt
             self._left.append(_Left(node, heir, rest, begun))
             claim = Claim(number, tuple(s for s in claim.starts if s not in rest.starts))
         if content["spans"]:
@@ -172,7 +200,8 @@ class Generators:
     ) -> list[tuple[str, dict[str, Any]]]:
         """Orders for those who are about to have nothing to do, or something better.
 
-        No claim whose weights are still to come: it would stand in the way of others they come of.
+        No claim to one whose weights are still to come: it would stand in the way of others, which
+        they come of.
 
         Args:
             workers: the generators that are there.
@@ -185,20 +214,20 @@ class Generators:
             for node, rollout in sorted(self._rollouts.items(), key=lambda item: item[0].iteration)
             if rollout.claims is not None and self._weights_there(rollout)
         }
-        if not open_:
-            return orders
-        first = next(iter(open_))
+        only = {worker: self._reach(worker, open_) for worker in [*workers, *helpers]}
         over = bool(workers) and any(self._rollouts[node].ends for node in open_)
-        only = {
-            worker: sum(node.iteration <= latest for node in open_) if not over else 0
-            for worker, latest in helpers.items()
-        }
-        able = [*workers, *(worker for worker, batches in only.items() if batches)]
-        orders += [
-            (worker, self._order(first, worker, Claim(PREPARES, ())))
-            for worker in able
-            if worker not in self._prepared and not self.busy(worker)
-        ]
+        for worker, latest in helpers.items():
+            early = sum(node.iteration <= latest for node in open_)
+            only[worker] = 0 if over else min(early, only[worker])
+        able = [worker for worker in only if worker in workers or only[worker]]
+        # An engine is loaded from files.
+        first = next((node for node in open_ if self._rollouts[node].there), None)
+        if first is not None:
+            orders += [
+                (worker, self._order(first, worker, Claim(PREPARES, ())))
+                for worker in able
+                if worker not in self._prepared and not self.busy(worker)
+            ]
         of = {id(claims): node for node, claims in open_.items()}
         speeds = self._pace.speeds([worker for worker in able if worker in self._prepared])
         batches = list(open_.values())
@@ -216,11 +245,12 @@ class Generators:
             claims = (rollout := self._rollouts[given.node]).claims
             if given.worker not in helpers or name in self._heirs or given.claim.number == PREPARES:
                 continue
-            if claims is not None and not claims.left:
+            able = [worker for worker in heirs if self._has(worker, given.node)]
+            if claims is not None and not claims.left and able:
                 rollout.ends = True
                 held = Counter(given.worker for given in self._given.values())
                 held.update(self._heirs.values())
-                self._heirs[name] = min(heirs, key=lambda worker: held[worker])
+                self._heirs[name] = min(able, key=lambda worker: held[worker])
                 order = {"do": "hand_over", "claim": name, "to": self._heirs[name]}
                 orders.append((given.worker, order))
         return orders
@@ -259,11 +289,17 @@ class Generators:
     def _order(
         self, node: Node, worker: str, claim: Claim, begun: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        name = secrets.token_hex(6)
-        self._given[name] = _Given(node, worker, claim, begun["claim"] if begun else None)
+        name, rollout = secrets.token_hex(6), self._rollouts[node]
+        attempt, number = None, None
+        if begun is not None:
+            attempt, number = begun["attempt"], begun["claim"]
+        elif not rollout.there:
+            attempt = self._weights[rollout.order["weights"]][worker]
+        self._given[name] = _Given(node, worker, claim, attempt, number)
         return {
-            **self._rollouts[node].order,
+            **rollout.order,
             "claim": name,
+            "attempt": attempt,
             "name": node.name if claim.number == PREPARES else f"{node.name} claim {claim.number}",
             "starts": list(claim.starts),
             "begun": begun,
@@ -274,9 +310,19 @@ class Generators:
         self._heirs.pop(name, None)
 
     def _weights_there(self, rollout: _Rollout) -> bool:
+        """Whether anybody has them."""
         if not rollout.there:
             rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
-        return rollout.there
+        return rollout.there or bool(self._weights.get(rollout.order["weights"]))
+
+    def _has(self, worker: str, node: Node) -> bool:
+        """Whether a worker has the weights of a rollout, or can read them."""
+        rollout = self._rollouts[node]
+        return rollout.there or worker in self._weights.get(rollout.order["weights"], ())
+
+    def _reach(self, worker: str, nodes: Iterable[Node]) -> int:
+        """How many rollouts of these, from the first on, it has the weights of."""
+        return len(list(takewhile(lambda node: self._has(worker, node), nodes)))
 
     def _note(self, given: _Given, claim: Claim, said: dict[str, Any]) -> None:
         """Keep who did what, when and where."""

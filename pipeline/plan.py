@@ -254,6 +254,19 @@ class Plan(Section):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _elastic_evaluations_have_no_way_of_their_own(self) -> Plan:
+        elastic = any(pool.workers is not None for pool in self.pools)
+        apart = any(pool.workers is None and "evaluate" in pool.stages for pool in self.pools)
+        way = self.transports.get("sync -> evaluate", "file")
+        if elastic and not apart and way != "file":
+            raise ValueError(
+                f"transports: 'sync -> evaluate' cannot be {way} in an elastic pool, whose "
+                "evaluations begin once weights are committed and take those that came for "
+                "rollouts; say it of 'sync -> rollout'"
+            )
+        return self
+
     @classmethod
     def read(cls, run: Path) -> Plan:
         """The plan of a run directory.

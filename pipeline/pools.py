@@ -238,25 +238,45 @@ class PoolExecutor:
 
         Those that come late are sent what was made before.
         """
-        members = [m for pool in self._pools for m in pool.members]
         for target, live in self._live.items():
-            taker = next((m for m in members if target in m.given), None)
-            if taker is None:
-                continue
             for name, source in live.items():
-                maker = next((m for m in members if source in m.given), None)
+                maker = next((m for m in self._members() if source in m.given), None)
+                if maker is None:
+                    continue
                 # One worker has it in its memory; so has each rank its own part of what is
                 # no stream.
-                if maker is None or (maker is taker and (name not in STREAMS or maker.size == 1)):
-                    continue
-                mark = (name, maker.name, taker.name)
-                if mark in self._subscribed[target]:
-                    continue
-                self._subscribed[target].add(mark)
+                takers = [
+                    taker
+                    for taker in self._takers(source, target)
+                    if (name, maker.name, taker.name) not in self._subscribed[target]
+                    and (maker is not taker or (name in STREAMS and maker.size > 1))
+                ]
+                self._subscribed[target].update((name, maker.name, m.name) for m in takers)
+                to = {w: host for m in takers for w, host in self._hosts(target, m).items()}
                 out = self._relative(self._graph.folder(self.run.folder, source))
-                for source_rank, worker, to in self._routes(source, target, name, maker, taker):
-                    order = {"do": "send", "out": out, "channel": name, "to": to}
+                for source_rank, worker, ways in self._routes(source, target, name, maker, to):
+                    order = {"do": "send", "out": out, "channel": name, "to": ways}
                     self._control.send(worker, {**order, "maker": source_rank})
+
+    def _members(self) -> list[Member]:
+        return [member for pool in self._pools for member in pool.members]
+
+    def _takers(self, source: Node, target: Node) -> list[Member]:
+        """Who computes a stage; of a rollout in claims all those that may generate."""
+        if not self._gathers(target):
+            return [member for member in self._members() if target in member.given]
+        if source.stage != PUBLISHED[0] or not self._sent_live(source, target):
+            return []
+        pools = [pool for pool in self._pools if pool.slot is not None or pool.helps]
+        return [member for pool in pools if (member := pool.active) is not None]
+
+    def _hosts(self, target: Node, taker: Member) -> dict[str, str | None]:
+        """The workers of a member that compute a stage, and where they are."""
+        return taker.hosts(taker.size if self._gathers(target) else self._ranks(target))
+
+    def _gathers(self, node: Node) -> bool:
+        """Whether what others generate is only gathered where this is ordered."""
+        return self._elastic is not None and node.stage == "rollout"
 
     def _renew(self, maker: str, taker: str) -> None:
         """A connection broke: what was sent by it is sent again, as long as both are there."""
@@ -271,7 +291,12 @@ class PoolExecutor:
                         marks.discard(mark)
 
     def _routes(
-        self, source: Node, target: Node, name: str, maker: Member, taker: Member
+        self,
+        source: Node,
+        target: Node,
+        name: str,
+        maker: Member,
+        takers: Mapping[str, str | None],
     ) -> Iterator[tuple[str, str, dict[str, str]]]:
         """Who made it, who sends it, and to whom by which way.
 
@@ -279,7 +304,8 @@ class PoolExecutor:
         """
         usual = SOCKET if name in STREAMS else SHARED_MEMORY
         way = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
-        takers = taker.hosts(self._ranks(target))
+        if not takers:
+            return
         if way in FOR_WEIGHTS and name == WEIGHTS:
             (first,) = maker.workers(1)
             yield first, first, dict.fromkeys(takers, way)
@@ -304,6 +330,7 @@ class PoolExecutor:
         for node in nodes:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
+            gathers = self._gathers(node)
             order = {
                 "node": node.name,
                 "stage": node.stage,
@@ -313,13 +340,16 @@ class PoolExecutor:
                 "attempt": secrets.token_hex(6),
                 "ranks": ranks,
                 "inputs": {
-                    name: [self._relative(folder), name in self._live[node]]
+                    # Who gathers needs of the weights only that they are committed.
+                    name: [self._relative(folder), name in self._live[node] and not gathers]
                     for name, folder in call.inputs.items()
                 },
-                "gathers": self._elastic is not None and node.stage == "rollout",
+                "gathers": gathers,
                 "queued": pool.slot is not None,
             }
-            if order["gathers"]:
+            if node.stage == PUBLISHED[0]:
+                self._generators.gone(str(order["out"]))
+            if gathers:
                 weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
                 self._generators.begin(node, str(order["out"]), weights, gatherer)
             member.given.add(node)
@@ -377,8 +407,12 @@ class PoolExecutor:
             member = pool.active
             if pool.helps and member is not None:
                 nodes = member.given | pool.waiting.keys()
-                earliest = min((self._position(node)[0] for node in nodes), default=sys.maxsize)
-                helpers.update(dict.fromkeys(member.workers(member.size), earliest))
+                iterations = {self._position(node)[0] for node in nodes}
+                for worker in member.workers(member.size):
+                    # What its newest weights come of is computed, and only to be committed.
+                    done = self._generators.version(worker)
+                    left = (iteration for iteration in iterations if iteration > done)
+                    helpers[worker] = min(left, default=sys.maxsize)
         return helpers
 
     def _over(self, node: Node) -> None:
@@ -476,6 +510,10 @@ class PoolExecutor:
             done = self._generators.reported(event.worker, event.content)
             if found is not None and done:
                 found[0].failures, found[1].finished = 0, found[1].finished + 1
+            return
+        if "weights" in event.content:
+            weights = (event.content[key] for key in ("weights", "attempt", "iteration"))
+            self._generators.has(event.worker, *weights)
             return
         if "cut" in event.content:
             self._renew(event.worker, str(event.content["cut"]))

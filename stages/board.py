@@ -117,6 +117,9 @@ class Output:
         """Other than records: the weights, by name."""
         self._attempt: str | None = None
         self._failure: str | None = None
+        self._made_of: set[str] = set()
+        self.spoilt = False
+        """Nothing of it counts: who has it gives up, another one takes its place on the board."""
 
     def stream(self, channel: str) -> Stream:
         """The stream of a channel."""
@@ -134,6 +137,23 @@ class Output:
         with self._changed:
             self._attempt = attempt
             self._changed.notify_all()
+
+    def bring(self, attempt: str, name: str, value: Any) -> None:
+        """All is here, from another worker: an object, and the attempt that it is of."""
+        with self._changed:
+            self.objects[name] = value
+            self.done(attempt)
+
+    def held(self, name: str, attempt: str) -> Any:
+        """An object of just this attempt, None if it is not here."""
+        with self._changed:
+            there = self._attempt == attempt and self._failure is None
+            return self.objects.get(name) if there else None
+
+    def made_of(self, attempt: str) -> None:
+        """A record comes that was made of what this attempt had not committed yet."""
+        with self._changed:
+            self._made_of.add(attempt)
 
     def fail(self, reason: str) -> None:
         """Nothing more will come: whoever waits for it gives up."""
@@ -191,16 +211,29 @@ class Output:
         with self._changed:
             return stream.everything()
 
-    def arriving(self, channel: str, count: int, stopping: Callable[[], bool]) -> Iterator[Record]:
+    def arriving(
+        self,
+        channel: str,
+        count: int,
+        stopping: Callable[[], bool],
+        made_of: str | None = None,
+    ) -> Iterator[Record]:
         """``count`` records of a channel, as they come.
 
+        Args:
+            made_of: the attempt that was committed of what they are made of.
+
         Raises:
-            InputFailed, RequeueRequested: as :meth:`attempt`.
+            InputFailed: as :meth:`attempt`; or one was made of another attempt, and all are spoilt.
+            RequeueRequested: as :meth:`attempt`.
         """
         stream, seen = self.stream(channel), 0
         while seen < count:
             self._wait(partial(stream.longer, seen), stopping)
             with self._changed:
+                if made_of is not None and self._made_of - {made_of}:
+                    self.spoilt = True
+                    raise InputFailed(f"{channel} were made of what was never committed")
                 new = stream.everything()[seen:]
                 stream.taken(record.identity.sample for record in new)
             seen += len(new)
@@ -271,7 +304,7 @@ class Board:
     def output(self, folder: str) -> Output:
         """The output of a stage instance; made when first asked for."""
         with self._lock:
-            if folder not in self._outputs:
+            if folder not in self._outputs or self._outputs[folder].spoilt:
                 self._outputs[folder] = Output()
             return self._outputs[folder]
 
@@ -289,6 +322,7 @@ class Board:
         """Let go of outputs that are committed and that nobody holds; returns their folders.
 
         What is not committed stays, held or not: records may come before the order to read them.
+        So do weights, the last versions of which wait for the claims that will be made of them.
         """
         with self._lock:
             idle = self._idle()
@@ -301,7 +335,8 @@ class Board:
         return gone
 
     def _idle(self) -> set[str]:
-        return self._outputs.keys() - set().union(*self._held.values())
+        idle = {folder for folder, output in self._outputs.items() if not output.objects}
+        return idle.difference(*self._held.values())
 
     @property
     def waiting(self) -> int:

@@ -228,10 +228,18 @@ class Context:
             self._read[channel] = records
         return [r for r in self._read[channel] if r.identity.sample in samples]
 
-    def arriving(self, channel: str, count: int) -> Iterator[Record]:
-        """``count`` records of an output channel that others send here, as they come."""
+    def arriving(self, channel: str, count: int, made_of: str) -> Iterator[Record]:
+        """``count`` records of an output channel that others send here, as they come.
+
+        Args:
+            made_of: name of the input that they are made of.
+
+        Raises:
+            InputFailed: they were made of an attempt at it that was not committed in the end.
+        """
         assert self.live is not None, "records arrive at resident workers alone"
-        return self.live.output.arriving(channel, count, self.stopping)
+        committed = self.inputs[made_of].manifest.data
+        return self.live.output.arriving(channel, count, self.stopping, committed)
 
     def verified(self, name: str) -> Path:
         """Data folder of an input after checking sizes and checksums, as a rule once per process.

@@ -12,19 +12,22 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
+from rlinf.artifacts import read_manifest
 from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.envs.base import UNFINISHED
 from rlinf.errors import EXIT_REQUEUE, InputFailed, RequeueRequested, RlinfError
 from rlinf.trainers.world import World
 from stages.activity import Activity
-from stages.board import Board
+from stages.board import Board, Output
 from stages.context import Context, Input
-from stages.inbox import Outbox
+from stages.inbox import MADE_OF, Outbox
+from stages.parts import WEIGHTS, serves
 from stages.rollout import collected
 from stages.runner import withdrawing
 from stages.turns import Turns
@@ -155,8 +158,11 @@ class Generator:
             The unfinished ones, and the heir that has them, if one has.
 
         Raises:
-            InputFailed: who gathers no longer takes them.
+            InputFailed: who gathers no longer takes them, or the weights are not there.
         """
+        self._take_weights(ctx, order)
+        # Who gathers sees whether the weights were committed in the end.
+        mark = {} if order["attempt"] is None else {MADE_OF: str(order["attempt"])}
         to, claim, out = str(order["to"]), str(order["claim"]), str(order["out"])
         sender = self._outbox.writer(f"{out}:trajectories", [to], 0, 1)
         total, begun = len(order["starts"]) * self._config.rollout.group_size, None
@@ -177,7 +183,8 @@ class Generator:
             if trajectory.info["stop_reason"] == UNFINISHED:
                 rest.append(trajectory)
             else:
-                sender.put(trajectory, weight=len(trajectory))
+                marked = replace(trajectory, info={**trajectory.info, **mark})
+                sender.put(marked, weight=len(trajectory))
                 ctx.progress(done, total, "samples")
         if not sender.flush():
             raise InputFailed(f"{to} did not take all trajectories")
@@ -188,6 +195,28 @@ class Generator:
         for trajectory in rest:
             sender.put(trajectory, weight=len(trajectory))
         return rest, heir if sender.flush() else ""
+
+    def _take_weights(self, ctx: Context, order: Mapping[str, Any]) -> None:
+        """Take the claim's weights from the board where they are there, else from the disk.
+
+        It must not wait for weights that are still to be committed: those that fail are made again
+        by this worker, or of what others do with its help.
+
+        Raises:
+            InputFailed: those it was to take are in neither place.
+        """
+        entry, folder = ctx.inputs["weights"], str(order["weights"])
+        manifest = read_manifest(entry.folder)
+        committed = None if manifest is None else manifest.data
+        attempt = order["attempt"] or committed
+        if attempt is not None and serves(ctx.resident):
+            output = self._board.output(folder)
+            if (tensors := output.held(WEIGHTS, attempt)) is not None:
+                entry.output = Output()
+                entry.output.bring(attempt, WEIGHTS, tensors)
+                return
+        if order["attempt"] not in (None, committed):
+            raise InputFailed(f"weights of {folder} by {attempt} are neither here nor committed")
 
     def _context(self, order: Mapping[str, Any], stopping: Callable[[], bool]) -> Context:
         out = self._run / str(order["out"])

@@ -24,6 +24,8 @@ from stages.board import Board
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
 TO, FROM, RANK, RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
+MADE_OF = "_made_of"
+"""Of a record that was made of what was not committed yet: by which attempt that was."""
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 SHARED_BYTES = 128 << 20
 """Shared memory of a worker that takes records so; none may be larger."""
@@ -101,7 +103,10 @@ class Inbox:
         if channel in self._takers:
             self._takers[channel](folder, replace(record, info=info))
             return
-        stream = self._board.output(folder).stream(channel)
+        output = self._board.output(folder)
+        if (made_of := info.pop(MADE_OF, None)) is not None:
+            output.made_of(str(made_of))
+        stream = output.stream(channel)
         if RANKS in info:
             stream.end(int(info[COUNT]), int(info[RANK]), int(info[RANKS]))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,11 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
     on_device(ctx, engine)
     ctx.resident["engine_weights"] = state
     return engine
+
+
+def serves(resident: Mapping[str, Any]) -> bool:
+    """Whether a process has an engine that takes other weights from memory."""
+    return "engine_weights" in resident
 
 
 def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int] | None]:

@@ -39,6 +39,7 @@ from stages.context import Input, Live, Writer
 from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CHANNELS, CONFIG
+from stages.parts import WEIGHTS
 from stages.relays import Relays
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
@@ -96,7 +97,6 @@ class Worker:
         self._moved = time.monotonic()
         self._lock = threading.Lock()
         # Not above: the driver imports this module, and has no use for tensors.
-        from stages.parts import WEIGHTS
         from stages.versions import Versions
         from stages.weights import Arrivals, Publisher
 
@@ -104,7 +104,7 @@ class Worker:
         behind = config.rollout.staleness
         self._relays = Relays(self._outbox)
         self._publisher = Publisher(self._outbox, Versions(run, behind))
-        arrivals = Arrivals(self._board, self._publisher, behind)
+        arrivals = Arrivals(self._board, self._publisher, behind, self._tell_of_weights)
         takers = {WEIGHTS: arrivals.take}
         self._inbox = Inbox(
             run / CHANNELS,
@@ -209,8 +209,6 @@ class Worker:
 
     def _wanted(self, order: Mapping[str, Any]) -> None:
         """Other workers wait for something that is made here, or is to be passed on."""
-        from stages.parts import WEIGHTS
-
         out, channel, maker, ways = (order[key] for key in ("out", "channel", "maker", "to"))
         self._board.output(out)  # what is kept for it goes with it
         if channel == WEIGHTS:
@@ -250,13 +248,12 @@ class Worker:
                     self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
                     attempt.compute()
                     self._activity.computed(str(order["node"]))
-                    output.done(attempt.ctx.data.name)
-                    self._publisher.publish(
-                        str(order["out"]),
-                        attempt.ctx.data.name,
-                        int(order["iteration"]),
-                        output.objects,
-                    )
+                    name = attempt.ctx.data.name
+                    output.done(name)
+                    made = (str(order["out"]), name, int(order["iteration"]))
+                    self._publisher.publish(*made, output.objects)
+                    if WEIGHTS in output.objects:
+                        self._tell_of_weights(*made)
                     self._board.trim(2 + self._config.rollout.staleness)
                 # It may wait for an input whose stage has to run here once more.
                 manifest = attempt.commit()
@@ -341,6 +338,10 @@ class Worker:
         count = Counter(record.identity.sample // size for record in records)
         there = sorted(start for start, samples in count.items() if samples == size)
         self._link.report({"node": str(order["node"]), "there": there})
+
+    def _tell_of_weights(self, out: str, attempt: str, iteration: int) -> None:
+        """These are on the board: claims need not wait for their commit."""
+        self._link.report({"weights": out, "attempt": attempt, "iteration": iteration})
 
     def _tell_of_claim(self, content: dict[str, Any]) -> None:
         self._link.report(content)

@@ -32,11 +32,14 @@ def gather(ctx: Context) -> None:
     """The same, of trajectories that generators elsewhere collect and send here.
 
     What came twice was dropped on arrival, so all who read the channel see the same ones.
+
+    Raises:
+        InputFailed: some come of weights that were committed by another attempt.
     """
-    _ = ctx.inputs["weights"].manifest
     total = ctx.config.rollout.batch * ctx.config.rollout.group_size
+    trajectories = ctx.arriving("trajectories", total, made_of="weights")
     with ctx.waiting("samples"):
-        hand_on(ctx, ctx.arriving("trajectories", total), total)
+        hand_on(ctx, trajectories, total)
 
 
 def collected(

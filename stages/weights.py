@@ -15,7 +15,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -230,10 +230,18 @@ class Arrivals:
     Args:
         publisher: sends on what arrives, to those whom it was told of.
         behind: versions that come before the one in use is done with.
+        tell: told of what is on the board: output, attempt, version.
     """
 
-    def __init__(self, board: Board, publisher: Publisher, behind: int = 0) -> None:
+    def __init__(
+        self,
+        board: Board,
+        publisher: Publisher,
+        behind: int = 0,
+        tell: Callable[[str, str, int], None] = lambda *_: None,
+    ) -> None:
         self._board, self._publisher, self._keep = board, publisher, KEEP + behind
+        self._tell = tell
         self._others: dict[str, list[str]] = {}
         """By output: who gets each bucket as it comes."""
         self._coming: dict[str, _Coming] = {}
@@ -334,7 +342,7 @@ class Arrivals:
             if gone in self._board:
                 self._board.output(gone).objects.pop(WEIGHTS, None)
         output = self._board.output(out)
-        output.objects[WEIGHTS] = tensors
-        output.done(attempt)
+        output.bring(attempt, WEIGHTS, tensors)
         log.info("weights of %s arrived", out)
+        self._tell(out, attempt, number)
         self._publisher.publish(out, attempt, number, output.objects)

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.generators import CLAIMS
 from pipeline.report.data import read
 from pipeline.run import Run
 from pipeline.scaling import scale
-from stages.layout import POOLS
+from stages.layout import POOLS, VERSIONS
 from tests.conftest import TINY
 from tests.pipeline.helpers import run_here, same_samples, start_driver, until
+from tests.pipeline.test_live_weights import arrived
 
 BATCH, GROUP, ITERATIONS = 24, 4, 4
 
@@ -80,9 +82,44 @@ def test_generators_make_the_run_of_one_process(
     for worker in range(workers):
         mine = [p for p in shown.pieces if p.lane.startswith(f"pool 0 · worker {worker} · ")]
         assert {"rollout"} == {p.stage for p in mine if p.computes} - {"evaluate"}
+    came = arrived(tmp_path / "tiny")
+    assert came == workers * (ITERATIONS - 1), "each gets all weights that a rollout is made with"
     gathers = [p for p in shown.pieces if p.lane.startswith("pool 1") and p.stage == "rollout"]
     assert gathers, "the rollout is seen where it is ordered"
     assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
+
+
+def reads(row: dict[str, Any]) -> bool:
+    """Whether the weights of a claim were read from the disk."""
+    return "verify" in [name for name, *_ in row["spans"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["socket", "gloo", "delta", "file"])
+def test_weights_go_to_generators_as_the_plan_says(
+    reference: Path, tmp_path: Path, way: str
+) -> None:
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    plan = yaml.safe_load(pools(2).partition("=")[2])
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({**plan, "transports": {"sync -> rollout": way}}))
+    finish(start_driver(words(tmp_path, "cluster=local", f"plan={path}"), log), log)
+    same_samples(run, reference, range(ITERATIONS))
+    assert arrived(run) == (0 if way == "file" else 2 * (ITERATIONS - 1))
+    assert len(list((run / VERSIONS).glob("*"))) == (ITERATIONS - 1 if way == "delta" else 0)
+
+
+@pytest.mark.slow
+def test_generators_go_on_after_whoever_sends_weights_is_killed(
+    reference: Path, tmp_path: Path
+) -> None:
+    """Those that come of weights which were never committed are made again."""
+    log, run = tmp_path / "log", tmp_path / "tiny"
+    driver = start_driver(words(tmp_path, "cluster=local", pools(2)), log)
+    until((run / "it/0001/sync").is_dir, driver, log)
+    os.kill(pid(run, "pool-1-0-r0"), signal.SIGKILL)
+    finish(driver, log)
+    same_samples(run, reference, range(ITERATIONS))
 
 
 def test_weights_that_a_generator_finds_damaged_are_made_again(
@@ -123,6 +160,7 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness:
     handed = [row for row in rows(run) if row["rest"]]
     assert handed, "and leaves the tail to the generator"
     assert {row["worker"] for row in handed} == {"pool-1-0-r0"}
+    assert not any(reads(row) for row in helped if row["node"] != "rollout/0"), "it has them"
     for row in handed:
         (later,) = [r for r in rows(run) if (r["node"], r["begun"]) == (row["node"], row["claim"])]
         assert (later["worker"], later["starts"]) == ("pool-0w0-0-r0", row["rest"])

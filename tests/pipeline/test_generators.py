@@ -55,6 +55,10 @@ class Cluster:
                 assert self.heirs[order["begun"]["channel"].rpartition("-")[2]] == worker
             self.queues[worker].append(order)
 
+    def orders(self) -> list[tuple[str, dict[str, Any]]]:
+        """Of claims, to the generators that are there."""
+        return self.generators.orders([w for w in GENERATORS if w in self.there])
+
     def end(self, worker: str, code: int = 0, rest: int = 0) -> None:
         """A worker is through with its next claim; ``rest`` starts of it go to its heir."""
         if worker in self.there and self.queues[worker]:
@@ -171,3 +175,77 @@ def test_what_was_left_to_a_generator_that_is_gone_is_begun_anew(tmp_path: Path)
     orders = [order for queue in cluster.queues.values() for order in queue]
     assert not any(order["begun"] for order in orders)
     assert held["starts"][-1] in [s for o in orders if o["iteration"] == 3 for s in o["starts"]]
+
+
+def test_claims_go_to_those_who_have_the_weights_until_they_are_committed(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    first, second = GENERATORS
+    cluster.tick()
+    for worker in WORKERS:
+        cluster.end(worker)  # their engines are loaded
+    for node in ROLLOUTS:
+        cluster.generators.end(node)
+    live = Node("rollout", 5)
+    cluster.queues.clear()
+    cluster.generators.begin(live, live.name, "later", HELPER)
+    cluster.generators.arrived(live, [])
+    assert not cluster.orders(), "nobody has the weights"
+    cluster.generators.has(first, "later", "data-a", 4)
+    orders = cluster.orders()
+    assert {(worker, order["attempt"]) for worker, order in orders} == {(first, "data-a")}
+    cluster.generators.gone("later")
+    cluster.lose(first)
+    assert not cluster.orders(), "they are made again"
+    cluster.generators.has(second, "later", "data-b", 4)
+    assert {order["attempt"] for _, order in cluster.orders()} == {"data-b"}
+    (tmp_path / "later").symlink_to("weights")
+    cluster.lose(second)
+    cluster.there.add(first)
+    orders = cluster.orders()
+    assert {(worker, order["attempt"]) for worker, order in orders} == {(first, None)}
+    assert not orders[0][1]["starts"], "it loads an engine first"
+
+
+def test_a_claim_that_found_no_weights_in_memory_waits_for_their_commit(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    worker = GENERATORS[0]
+    cluster.tick()
+    cluster.end(worker)
+    for node in ROLLOUTS:
+        cluster.generators.end(node)
+    cluster.queues.clear()
+    live = Node("rollout", 5)
+    cluster.generators.begin(live, live.name, "later", HELPER)
+    cluster.generators.arrived(live, [])
+    cluster.generators.has(worker, "later", "data-a", 4)
+    for _, order in cluster.orders():
+        said = {"claim": order["claim"], "code": EXIT_REQUEUE, "reason": ""}
+        cluster.generators.reported(worker, said)
+    assert not cluster.orders()
+
+
+def test_an_heir_goes_on_with_the_weights_that_the_tail_was_begun_with(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.tick()
+    for worker in WORKERS:
+        cluster.end(worker)
+    for node in ROLLOUTS:
+        cluster.generators.end(node)
+    cluster.queues.clear()
+    live = Node("rollout", 3)
+    cluster.generators.begin(live, live.name, "later", HELPER)
+    cluster.generators.arrived(live, [])
+    cluster.generators.has(HELPER, "later", "data-a", 2)
+    cluster.tick()
+    while len(cluster.queues[HELPER]) > 1:  # as long as it gets another for each that it does
+        cluster.end(HELPER)
+        cluster.tick()
+    assert not cluster.heirs, "no generator has the weights"
+    cluster.generators.has(GENERATORS[1], "later", "data-a", 2)
+    cluster.tick()
+    assert set(cluster.heirs.values()) == {GENERATORS[1]}
+    (tmp_path / "later").symlink_to("weights")
+    cluster.end(HELPER, rest=1)
+    cluster.tick()
+    (order,) = [order for order in cluster.queues[GENERATORS[1]] if order["begun"]]
+    assert order["attempt"] == "data-a"

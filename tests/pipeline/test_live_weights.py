@@ -54,7 +54,7 @@ def results(run: Path) -> dict[str, str]:
 
 def arrived(run: Path, pool: int = 0) -> int:
     """How many versions came to the memory of a pool's workers."""
-    logs = (run / "logs" / "pools").glob(f"*pool-{pool}-*.log")
+    logs = (run / "logs" / "pools").glob(f"*pool-{pool}[-w]*.log")
     return sum(log.read_text().count("arrived") for log in logs)
 
 

@@ -72,6 +72,17 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
             {"grain": "segment", "pools": [{"stages": ["trian"], "gpus": {"h100": 1}}]},
             r"pools\[0\].*did you mean 'train'",
         ),
+        (
+            {
+                "grain": "segment",
+                "pools": [
+                    {"stages": ["rollout"], "workers": 1, "gpus": {"h100": 1}},
+                    {"stages": ["train"], "gpus": {"h100": 1}},
+                ],
+                "transports": {"sync -> rollout": "gloo", "sync -> evaluate": "gloo"},
+            },
+            "'sync -> evaluate' cannot be gloo.*say it of 'sync -> rollout'",
+        ),
         ([], "expected a mapping"),
     ],
 )

@@ -149,9 +149,42 @@ def test_what_is_committed_goes_once_no_stage_here_is_to_read_it() -> None:
     assert board.let_go(committed.__contains__) == {"train", "early"}
 
 
+def test_weights_of_the_last_versions_stay_though_they_are_committed() -> None:
+    """Claims come when they come; older versions lose them by number."""
+    board = Board()
+    board.output("sync").bring("data-a", "weights", 1)
+    board.output("older")
+    assert board.let_go(lambda _: True) == {"older"}
+    assert board.output("sync").held("weights", "data-a") == 1
+
+
 def test_what_came_to_memory_is_compared_with_what_was_committed() -> None:
     output = Output()
     output.stream("x").put(record(0))
     output.compare("x", [record(0), record(1)])
     with pytest.raises(InputFailed, match="sample 0 was committed by another attempt"):
         output.compare("x", [record(0, 1), record(1)])
+
+
+def test_what_was_made_of_an_attempt_that_was_not_committed_is_spoilt() -> None:
+    """Who has it gives up; those who ask for it then begin with nothing."""
+    board = Board()
+    output = board.output("rollout")
+    for number, attempt in enumerate(("data-a", "data-b")):
+        output.made_of(attempt)
+        output.stream("x").put(record(number))
+    with pytest.raises(InputFailed, match="never committed"):
+        next(output.arriving("x", 2, never, made_of="data-a"))
+    again = board.output("rollout")
+    assert again is not output
+    again.made_of("data-a")
+    again.stream("x").put(record(0))
+    assert values(list(again.arriving("x", 1, never, made_of="data-a"))) == [(0, 0)]
+
+
+def test_an_object_is_held_only_for_the_attempt_it_is_of() -> None:
+    output = Output()
+    output.bring("data-a", "weights", 1)
+    assert (output.held("weights", "data-a"), output.held("weights", "data-b")) == (1, None)
+    output.retried()
+    assert output.held("weights", "data-a") is None, "it is being made again"

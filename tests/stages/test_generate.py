@@ -10,15 +10,18 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from pipeline.experiment import compose, prepare, warm_start
 from rlinf.artifacts import read_manifest
 from rlinf.config import RunConfig
+from rlinf.errors import EXIT_REQUEUE, InputFailed
 from stages.activity import Activity
 from stages.board import Board
 from stages.generate import Generator, unfinished
-from stages.inbox import Inbox, Outbox
+from stages.inbox import MADE_OF, Inbox, Outbox
 from stages.layout import CONFIG
+from stages.parts import WEIGHTS
 from stages.runner import load_config
 from stages.turns import Turns
 from tests.conftest import QUIET, TINY
@@ -35,6 +38,7 @@ class Bench:
         self.board, self.turns = Board(), Turns()
         self.inbox, self.outbox = Inbox(folder, "w", self.board), Outbox(folder)
         self.reports: Queue[dict[str, Any]] = Queue()
+        self.resident: dict[str, Any] = {}
         self.generator = self._make(self.config)
 
     def _make(self, config: RunConfig) -> Generator:
@@ -44,7 +48,7 @@ class Bench:
             self.board,
             self.outbox,
             self.turns,
-            {},
+            self.resident,
             Activity(),
             self.reports.put,
             lambda: False,
@@ -57,16 +61,22 @@ class Bench:
             "iteration": iteration,
             "out": OUT,
             "weights": "warm_start",
+            "attempt": None,
             "to": "w",
             "starts": starts,
             "begun": None,
         }
         self.generator.claim({**order, **more})
 
-    def report(self) -> dict[str, Any]:
+    def report(self, code: int = 0) -> dict[str, Any]:
         said = self.reports.get(timeout=60)
-        assert not said["code"], said["reason"]
+        assert said["code"] == code, said["reason"]
         return said
+
+    def weights(self, out: str, attempt: str) -> None:
+        """Have weights come to the board: the first ones, by another name."""
+        (path,) = self.run.glob("warm_start/data-*/weights/model.safetensors")
+        self.board.output(out).bring(attempt, WEIGHTS, load_file(path))
 
     def texts(self, out: str, count: int) -> dict[int, Any]:
         """What came to who gathers, by sample, once there are so many."""
@@ -145,3 +155,53 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     )
     assert "rest" not in bench.report()
     assert bench.texts(out, len(whole)) == whole
+
+
+SYNC = "it/0000/sync"
+
+
+def made_of(bench: Bench, attempt: str) -> None:
+    """See that all samples that came say of which weights they were made."""
+    arriving = bench.board.output(OUT).arriving("trajectories", 1, lambda: False, attempt)
+    assert MADE_OF not in next(arriving).info
+
+
+def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Bench) -> None:
+    bench.claim("prepares")
+    bench.report()
+    bench.weights(SYNC, "data-a")
+    bench.claim("live", 0, iteration=1, weights=SYNC, attempt="data-a")
+    assert [name for name, *_ in bench.report()["spans"]] == ["load", "generate"]
+    made_of(bench, "data-a")
+    with pytest.raises(InputFailed):
+        made_of(bench, "data-b")
+
+
+def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench: Bench) -> None:
+    """And from the disk if another attempt was committed."""
+    bench.claim("prepares")
+    bench.report()
+    folder = bench.run / SYNC
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(bench.run / "warm_start", folder)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
+        bench.resident["engine_weights"] = "older ones"
+        bench.resident.pop("verified")
+        bench.weights(SYNC, attempt)
+        bench.claim(attempt, 0, iteration=1, weights=SYNC)
+        names = [name for name, *_ in bench.report()["spans"]]
+        assert [name for name in names if name == "verify"] == spans
+
+
+def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
+    """It does not wait for them: they may be made again by whom it would hold up."""
+    bench.weights(SYNC, "data-a")
+    live = {"iteration": 1, "weights": SYNC}
+    bench.claim("no engine", 0, **live, attempt="data-a")
+    bench.report(EXIT_REQUEUE)
+    bench.claim("prepares")
+    bench.report()
+    bench.claim("another attempt", 0, **live, attempt="data-b")
+    assert "data-b" in bench.report(EXIT_REQUEUE)["reason"]
