@@ -700,6 +700,9 @@ class PoolExecutor:
         targets = {edge.rpartition(" ")[2] for edge in shared if self._edges[edge] & STREAMS}
         if any(self._of[stage].number == pool.number for stage in targets):
             argv.append("--shared")
+        if self._of["inference"] is not self._of["sync"]:
+            # It takes what engines take, and evaluates what is trained: engines then cast.
+            argv.append("--uncast")
         needs, *further = (resources(part, self.cluster) for part in pool.needs)
         return Job(
             f"pool/{name}",

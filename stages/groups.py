@@ -88,10 +88,14 @@ class Mail(Store):
 
 
 class Groups:
-    """The process groups that this worker sends or takes weights in."""
+    """The process groups that this worker sends or takes weights in.
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    Args:
+        dtype: what float32 tensors are sent as; None: as they are.
+    """
+
+    def __init__(self, outbox: Outbox, dtype: torch.dtype | None = None) -> None:
+        self._outbox, self._dtype = outbox, dtype
         self._lock = threading.Lock()
         self._ends: dict[tuple[str, ...], tuple[str, Broadcast]] = {}
         """By backend and members: those this worker sends in, and their names."""
@@ -119,7 +123,7 @@ class Groups:
         try:
             name, end = self._ends.get(group) or self._form(group)
             self._say(out, workers, number, {WHAT: COMES, NAME: name, ATTEMPT: attempt})
-            digest = end.send(number, tensors)
+            digest = end.send(number, tensors, dtype=self._dtype)
             self._say(out, workers, number, {WHAT: CAME, NAME: name, DIGEST: digest})
         except (TransferError, RuntimeError) as error:
             log.warning("no %s with %s: %s", backend, ", ".join(workers), error)

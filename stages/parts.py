@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlinf.algorithms import algorithms
@@ -25,6 +26,7 @@ from rlinf.residency import GIB, Holder, Residency
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward
 from rlinf.trainers import trainers
+from rlinf.weights.buckets import DTYPES
 from stages.board import keep_newest
 from stages.context import Context
 from stages.layout import stage_folder
@@ -70,6 +72,13 @@ def make_engine(config: RunConfig) -> Engine:
     policy, options = policy_class(config)
     engine: Engine = cls(config.engine.options(cls.Config, "engine"), policy, options)
     return engine
+
+
+def sent_type(config: RunConfig) -> torch.dtype | None:
+    """The type in which engines take float32 weights; None: as they are."""
+    options = config.engine.options(engines.get(config.engine.name).Config, "engine")
+    name = getattr(options, "dtype", None)
+    return None if name is None else DTYPES[name]
 
 
 def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:

@@ -39,7 +39,7 @@ from stages.context import Input, Live, Writer
 from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CHANNELS, CONFIG
-from stages.parts import WEIGHTS
+from stages.parts import WEIGHTS, sent_type
 from stages.relays import Relays
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="name of the pool")
     parser.add_argument("--parts", type=int, default=1, help="parts a batch is passed on in")
     parser.add_argument("--shared", action="store_true", help="take records by shared memory")
+    parser.add_argument(
+        "--uncast", action="store_true", help="send weights as the trainer has them"
+    )
     parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -73,8 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.run / CONFIG)
         with StopFlag() as stop:
-            run, name = arguments.run, arguments.name
-            worker = Worker(run, config, name, arguments.parts, stop, shared=arguments.shared)
+            worker = Worker(
+                arguments.run,
+                config,
+                arguments.name,
+                arguments.parts,
+                stop,
+                shared=arguments.shared,
+                uncast=arguments.uncast,
+            )
             return worker.serve(arguments.orphan_s)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -85,7 +95,15 @@ class Worker:
     """See the module."""
 
     def __init__(
-        self, run: Path, config: RunConfig, pool: str, parts: int, stop: StopFlag, *, shared: bool
+        self,
+        run: Path,
+        config: RunConfig,
+        pool: str,
+        parts: int,
+        stop: StopFlag,
+        *,
+        shared: bool,
+        uncast: bool,
     ) -> None:
         self._run, self._config, self._parts, self._stop = run, config, parts, stop
         self._world = World.from_environment(run / CHANNELS)
@@ -96,14 +114,14 @@ class Worker:
         self._leaving = threading.Event()
         self._moved = time.monotonic()
         self._lock = threading.Lock()
-        # Not above: the driver imports this module, and has no use for tensors.
         from stages.versions import Versions
         from stages.weights import Arrivals, Publisher
 
         self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
         behind = config.rollout.staleness
         self._relays = Relays(self._outbox)
-        self._publisher = Publisher(self._outbox, Versions(run, behind))
+        dtype = None if uncast else sent_type(config)
+        self._publisher = Publisher(self._outbox, Versions(run, behind, dtype), dtype)
         arrivals = Arrivals(self._board, self._publisher, behind, self._tell_of_weights)
         takers = {WEIGHTS: arrivals.take}
         self._inbox = Inbox(

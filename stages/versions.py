@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlinf.errors import ArtifactError, TransferError
@@ -35,10 +36,13 @@ class Versions:
 
     Args:
         behind: how many versions rollouts may lag behind.
+        dtype: what float32 tensors are published as; None: as they are.
     """
 
-    def __init__(self, run: Path, behind: int = 0) -> None:
-        self._store = WeightStore(run / VERSIONS, full_every=FULL_EVERY, keep=KEEP + behind)
+    def __init__(self, run: Path, behind: int = 0, dtype: torch.dtype | None = None) -> None:
+        self._store = WeightStore(
+            run / VERSIONS, full_every=FULL_EVERY, keep=KEEP + behind, dtype=dtype
+        )
         self._held: State | None = None
         self._thread = ThreadPoolExecutor(1, "versions")
 

@@ -62,11 +62,17 @@ class _Memory:
 
 
 class Publisher:
-    """Sends the weights made here, in a thread of its own, to the workers that want them."""
+    """Sends the weights made here, in a thread of its own, to the workers that want them.
 
-    def __init__(self, outbox: Outbox, versions: Versions) -> None:
-        self._outbox, self.versions = outbox, versions
-        self.groups = Groups(outbox)
+    Args:
+        dtype: what float32 tensors are sent as, by ``versions`` too; None: as they are.
+    """
+
+    def __init__(
+        self, outbox: Outbox, versions: Versions, dtype: torch.dtype | None = None
+    ) -> None:
+        self._outbox, self.versions, self._dtype = outbox, versions, dtype
+        self.groups = Groups(outbox, dtype)
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "weights")
         self._wanted: dict[str, dict[str, str]] = {}
@@ -161,7 +167,7 @@ class Publisher:
             self._thread.submit(self._send, out, dict.fromkeys(followers, SOCKET))
 
     def _share(self, made: _Version, workers: list[str]) -> bool:
-        layout, held = Layout.of(made.tensors), self._memory
+        layout, held = Layout.of(made.tensors, dtype=self._dtype), self._memory
         try:
             if held is None or held.holds != (made.out, made.attempt):
                 if held is None or held.layout != layout or held.number >= made.number:
@@ -183,7 +189,7 @@ class Publisher:
         return self._memory
 
     def _stream(self, made: _Version, workers: list[str]) -> None:
-        layout = Layout.of(made.tensors)
+        layout = Layout.of(made.tensors, dtype=self._dtype)
         text = layout.to_json().encode()
         self._put(made, workers, 0, {LAYOUT: np.frombuffer(text, np.uint8)}, {WHAT: LAYOUT})
         sums: list[int] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ class TransformersConfig(Section):
     threads: int = Field(default=1, gt=0)
     """Torch threads while generating; more than one slows small models down."""
     device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights it generates with, and of what is sent to it; null: that of the model. The
+    trainer keeps its own, and inference evaluates that."""
     ignore_eos: bool = False
     """Decode to the horizon whatever is sampled (for benchmarks)."""
 
@@ -59,6 +62,8 @@ class TransformersEngine(Engine):
     def __init__(self, config: TransformersConfig, policy: type, policy_config: Any) -> None:
         self._config = config
         self._policy_config: CausalLMConfig = policy_config
+        if config.dtype is not None:
+            self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self._device = local_device(config.device)
         self.version = -1
 

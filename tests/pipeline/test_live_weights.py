@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from pipeline.experiment import execute
 from pipeline.plan import FOR_WEIGHTS
 from stages.layout import VERSIONS
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
-from tests.pipeline.test_pools import assert_like
+from tests.pipeline.test_pools import assert_like, rows
 
 Compose = Callable[..., dict[str, Any]]
 POOLS = [
@@ -72,6 +73,47 @@ def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     for other in ("no gloo", "no version", "waiting for its commit", "shared memory '"):
         assert other not in said, "they went another way"
     assert len(list((tmp_path / "sent" / VERSIONS).glob("*"))) == (3 if way == "delta" else 0)
+
+
+HALF = "engine.dtype=bfloat16"
+RECOMPUTED = "algorithm.old_logprobs=recompute"
+
+
+def types(path: Path) -> set[str]:
+    """Of the tensors in a file."""
+    with safe_open(path, framework="pt") as file:
+        return {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+
+
+def test_engines_of_another_type_are_sent_it_and_give_the_results_of_one_process(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """The trainer keeps float32, and so does what is committed."""
+    execute(compose("run.name=one", HALF))
+    values = compose("run.name=sent", HALF, "cluster=local")
+    transports = dict.fromkeys(EDGES, "delta")
+    execute({**values, "plan": {"grain": "segment", "pools": POOLS, "transports": transports}})
+    assert results(tmp_path / "sent") == contents(tmp_path / "one")
+    assert arrived(tmp_path / "sent") == 2
+    for path in (tmp_path / "sent" / VERSIONS).rglob("full.safetensors"):
+        assert types(path) == {"BF16"}
+    for path in (tmp_path / "sent" / "it").glob("*/sync/data-*/weights/model.safetensors"):
+        assert types(path) == {"F32"}
+
+
+@pytest.mark.slow
+def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
+    compose: Compose, tmp_path: Path
+) -> None:
+    apart = [{**POOLS[1], "stages": ["reward", "train"]}, {**POOLS[0], "stages": ["inference"]}]
+    values = compose("run.name=apart", HALF, RECOMPUTED, "cluster=local")
+    execute({**values, "plan": {"grain": "segment", "pools": [POOLS[0], *apart]}})
+    execute(compose(HALF, RECOMPUTED))
+    assert_like(tmp_path / "apart", tmp_path / "tiny")
+    assert arrived(tmp_path / "apart", pool=0) == 2
+    assert arrived(tmp_path / "apart", pool=2) == 1
+    gaps = [row["inference/logprob_gap_mean"] for row in rows(tmp_path / "apart")]
+    assert min(gaps) > 1e-5, "what was generated in bfloat16 is evaluated in float32"
 
 
 def test_inference_elsewhere_takes_the_weights_as_they_come(

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.stages.test_weights import Worker
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Callable[[str], Worker]]:
+def worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     made: list[Worker] = []
 
-    def make(name: str) -> Worker:
-        made.append(Worker(tmp_path, name))
+    def make(name: str, dtype: torch.dtype | None = None) -> Worker:
+        made.append(Worker(tmp_path, name, dtype))
         return made[-1]
 
     yield make

@@ -82,9 +82,9 @@ def test_the_first_of_very_many_versions_goes_to_those_who_want_it() -> None:
 class Worker:
     """What a resident worker has to send and take weights."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
         self.board, self.outbox = Board(), Outbox(folder, name=name)
-        self.publisher = Publisher(self.outbox, Versions(folder))
+        self.publisher = Publisher(self.outbox, Versions(folder, dtype=dtype), dtype)
         takers = {WEIGHTS: Arrivals(self.board, self.publisher).take}
         self.inbox = Inbox(folder, name, self.board, takers)
 
@@ -134,6 +134,22 @@ def test_weights_arrive_as_they_were_with_the_name_of_their_attempt(
         assert entry.held(WEIGHTS)["tied"] is entry.held(WEIGHTS)["big"]
     # The oldest made room: it is on disk.
     assert not board.output("it/0003/sync").objects
+
+
+@pytest.mark.parametrize("way", ["socket", "shared_memory", "gloo", "delta"])
+def test_weights_are_sent_in_the_type_that_engines_take(
+    worker: Callable[..., Worker], way: str
+) -> None:
+    """Statistics and counts keep their own."""
+    source, there = worker("here", torch.bfloat16), worker("there")
+    made = {**state(3), "mean": torch.ones(3, dtype=torch.float64)}
+    source.publisher.want(OUT, {"there": way})
+    source.publisher.publish(OUT, "data-a", 3, {WEIGHTS: made})
+    assert soon(lambda: WEIGHTS in there.board.output(OUT).objects)
+    cast = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in made.items()}
+    held = there.board.output(OUT).objects[WEIGHTS]
+    assert {n: t.dtype for n, t in held.items()} == {n: t.dtype for n, t in cast.items()}
+    assert same(held, cast)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def engine(folder: Path, **options: int) -> TransformersEngine:
+def engine(folder: Path, **options: Any) -> TransformersEngine:
     made = TransformersEngine(TransformersConfig(**options), CausalLM, CONFIG)
     made.load(folder, 3)
     return made
@@ -385,3 +385,24 @@ def test_a_model_of_another_size_is_loaded_anew(folder: Path, tmp_path: Path) ->
     used.load(other, 3)
     assert len(used._module.model.layers) == 1
     rows(used, request([3]))
+
+
+def test_an_engine_of_another_type_generates_the_same_whichever_way_its_weights_came(
+    folder: Path, tmp_path: Path
+) -> None:
+    """From a folder or memory, as the trainer has them or as they are sent: rounded once."""
+    policy = CausalLM.load(folder, CONFIG)
+    newer = {name: 1.01 * tensor for name, tensor in policy.module.state_dict().items()}
+    policy.save(tmp_path, newer)
+    wanted = request([3, 5])
+    replies = [rows(engine(tmp_path, dtype="bfloat16"), wanted)]
+    for tensors in (newer, {name: tensor.bfloat16() for name, tensor in newer.items()}):
+        used = engine(folder, dtype="bfloat16")
+        used.load_state(tensors, 3)
+        assert {tensor.dtype for tensor in used.resident()["weights"]} == {torch.bfloat16}
+        replies.append(rows(used, wanted))
+    exact = rows(engine(tmp_path), wanted)
+    for number, row in replies[0].items():
+        for other in replies[1:]:
+            np.testing.assert_array_equal(row["logprobs"], other[number]["logprobs"])
+        assert not np.array_equal(row["logprobs"], exact[number]["logprobs"])
