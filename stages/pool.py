@@ -43,6 +43,8 @@ from stages.parts import WEIGHTS, sent_type
 from stages.relays import Relays
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
+from stages.versions import Versions
+from stages.weights import Arrivals, Publisher
 
 STATUS_S = 1.0
 STOP_S, LEAVE_S = 30.0, 5.0
@@ -114,9 +116,6 @@ class Worker:
         self._leaving = threading.Event()
         self._moved = time.monotonic()
         self._lock = threading.Lock()
-        from stages.versions import Versions
-        from stages.weights import Arrivals, Publisher
-
         self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
         behind = config.rollout.staleness
         self._relays = Relays(self._outbox)
