@@ -40,15 +40,15 @@ def test_a_preempted_pool_has_a_successor_at_once(cluster: Path, tmp_path: Path)
     log, run = tmp_path / "log", tmp_path / "tiny"
     call = words(tmp_path, longer, "cluster=slurm", "cluster.poll_s=0.2", f"plan={path}")
     driver = start_driver([*call, "cluster.retries=0"], log)
-    until((run / "it/0002/sync/manifest.json").exists, driver, log)
-    (job,) = shown("squeue", "-p", "spot", "-o", "%A")
-    (node,) = shown("squeue", "-j", job, "-o", "%N")
-    subprocess.run(
-        ["sbatch", "-p", "gpu", "-w", node, "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"],
-        check=True,
-        capture_output=True,
-    )
-    assert driver.wait(timeout=200) == 0, log.read_text()
+    try:
+        until((run / "it/0002/sync/manifest.json").exists, driver, log)
+        (job,) = shown("squeue", "-p", "spot", "-n", "pool-pool-0-0", "-o", "%A")
+        (node,) = shown("squeue", "-j", job, "-o", "%N")
+        where = ["-p", "gpu", "-w", node, "--exclusive", "-o", "/dev/null"]
+        shown("sbatch", *where, "--wrap", "sleep 1")
+        assert driver.wait(timeout=200) == 0, log.read_text()
+    finally:
+        driver.kill()
     assert contents(run) == contents(tmp_path / "reference" / "tiny")
     assert sorted(p.name for p in (run / POOLS / "0").glob("[0-9]*")) == ["0", "1"]
     assert shown("sacct", "-n", "-X", "-D", "-j", job, "-o", "jobid") == [job], "one life"
