@@ -80,10 +80,15 @@ def test_generators_make_the_run_of_one_process(
         assert sorted(done) == list(range(BATCH)), "nothing is generated twice without need"
     shown = read(tmp_path / "tiny")
     for worker in range(workers):
+        # One that starts late may find nothing left.
+        did = any(r["starts"] and f"-0w{worker}-" in r["worker"] for r in rows(tmp_path / "tiny"))
         mine = [p for p in shown.pieces if p.lane.startswith(f"pool 0 · worker {worker} · ")]
-        assert {"rollout"} == {p.stage for p in mine if p.computes} - {"evaluate"}
+        assert {p.stage for p in mine if p.computes} - {"evaluate"} == (
+            {"rollout"} if did else set()
+        )
     came = arrived(tmp_path / "tiny")
-    assert came == workers * (ITERATIONS - 1), "each gets all weights that a rollout is made with"
+    most = workers * (ITERATIONS - 1)
+    assert ITERATIONS - 1 <= came <= most, "who is there gets all weights a rollout is made with"
     gathers = [p for p in shown.pieces if p.lane.startswith("pool 1") and p.stage == "rollout"]
     assert gathers, "the rollout is seen where it is ordered"
     assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
