@@ -202,11 +202,11 @@ def _outside_of_jobs() -> Iterator[None]:
 def parameters(name: str, needs: Resources, *, requeues: bool = True) -> dict[str, Any]:
     """submitit's keywords for what a job asks for: the one place that translates them.
 
-    Args:
-        requeues: whether Slurm starts it again itself after preemption or the loss of a node.
-
     They are sbatch's options with underscores, and submitit's own ``setup``, ``srun_args``,
     ``signal_delay_s``, ``array_parallelism`` and ``additional_parameters``.
+
+    Args:
+        requeues: whether Slurm starts it again itself after preemption or the loss of a node.
     """
     delay_s = needs.signal_delay_s
     if needs.time_min is not None:

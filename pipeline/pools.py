@@ -152,7 +152,7 @@ class PoolExecutor:
         if time.monotonic() - self._told > STATUS_S:
             self._scale()
         self._tell()
-        busy = {node for pool in self._pools for m in pool.members for node in m.given}
+        busy = {node for member in self._members() for node in member.given}
         busy |= {node for pool in self._pools for node in pool.waiting}
         self._held.update(ended)
         free: dict[Node, Outcome] = {}
@@ -175,7 +175,7 @@ class PoolExecutor:
             self.launcher.close()
 
     def _dismiss(self) -> None:
-        members = [member for pool in self._pools for member in pool.members]
+        members = self._members()
         try:
             for member in members:
                 for worker in member.workers(member.size):
@@ -238,9 +238,10 @@ class PoolExecutor:
 
         Those that come late are sent what was made before.
         """
+        members = self._members()
         for target, live in self._live.items():
             for name, source in live.items():
-                maker = next((m for m in self._members() if source in m.given), None)
+                maker = next((m for m in members if source in m.given), None)
                 if maker is None:
                     continue
                 # One worker has it in its memory; so has each rank its own part of what is
@@ -361,7 +362,7 @@ class PoolExecutor:
     def _to_come(self, node: Node) -> bool:
         """Whether an input of a stage is still being made."""
         sources = set(self._graph.inputs(node).values())
-        given = {other for pool in self._pools for m in pool.members for other in m.given}
+        given = {other for member in self._members() for other in member.given}
         return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
 
     def _position(self, node: Node) -> tuple[int, int, int]:
@@ -603,7 +604,7 @@ class PoolExecutor:
 
     def _look(self, ended: dict[Node, Outcome]) -> None:
         """Ask how the jobs are: one query for all pools."""
-        jobs = [member.job for pool in self._pools for member in pool.members]
+        jobs = [member.job for member in self._members()]
         statuses: Mapping[str, Status] = self.launcher.poll(jobs) if jobs else {}
         over = [
             (pool, member, status)
