@@ -8,7 +8,7 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +72,8 @@ class FSDPTrainer:
         self.policy, self.config, self.world = policy, config, world
         self._sums: dict[str, Any] | None = None
         """Metric sums of what is accumulated; None: nothing."""
+        self._spare: dict[str, Tensor] = {}
+        """A snapshot that was written."""
         self._root: Any = None
         self.device = local_device(config.device)
         kind = self.device.type
@@ -254,11 +256,7 @@ class FSDPTrainer:
 
         See :class:`rlinf.residency.Holder`. What FSDP still has gathered it gives up for that.
         """
-        from torch.distributed.tensor import DTensor
-
-        def local(tensor: Tensor) -> Tensor:
-            return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
+        local = shards.local
         weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
         gradients, moments = list[Tensor](), list[Tensor]()
         for parameter in self._parameters(self.policy):
@@ -268,19 +266,23 @@ class FSDPTrainer:
             moments += [local(t) for t in state.values()] if state else [to_come, to_come]
         return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
-    def snapshot(self) -> dict[str, Any]:
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, Tensor]:
         """What :meth:`save` writes, as it is now; on the CPU, this rank's part of it."""
-        return _copied(self._state())
+        # New memory costs far more than the copy: every page of it is cleared first.
+        spare, self._spare = self._spare, {}
+        return _copied(shards.tensors(self._state()), spare)
 
-    def save(self, folder: Path, state: dict[str, Any] | None = None) -> None:
+    def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write this rank's part of weights and optimizer, whatever the other ranks do.
 
         Args:
-            state: an earlier :meth:`snapshot`, which may be written while training goes on.
+            state: an earlier :meth:`snapshot`, which may be written while training goes on. It is
+                the trainer's again afterwards: a later snapshot takes its memory.
         """
-        shards.write(
-            folder, self._state() if state is None else state, self.world.rank, self.world.size
-        )
+        own = self._state() if state is None else state
+        shards.write(folder, own, self.world.rank, self.world.size)
+        self._spare = state or {}
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, by any number of processes.
@@ -410,21 +412,19 @@ def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
     return units if len(units) > 1 or size >= least else []
 
 
-def _copied(value: Any) -> Any:
-    """A nested state with copies of its tensors on the CPU; of tied ones, one copy."""
-    known: dict[object, Any] = {}
-
-    def copied(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: copied(part) for key, part in item.items()}
-        if isinstance(item, list | tuple):
-            return type(item)(copied(part) for part in item)
-        if isinstance(item, Tensor):
-            one = shards.memory(item)
-            if one not in known:
-                own = item.detach()
-                known[one] = own.clone() if own.device.type == "cpu" else own.cpu()
-            return known[one]
-        return item
-
-    return copied(value)
+def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors on the CPU, where it fits in memory of earlier ones; of tied ones, one."""
+    copies: dict[str, Tensor] = {}
+    known: dict[object, Tensor] = {}
+    for name, tensor in named:
+        own, to = tensor.detach(), spare.get(name)
+        one = shards.memory(tensor)
+        if one in known:
+            pass
+        elif to is not None and (to.shape, to.dtype) == (own.shape, own.dtype):
+            shards.local(to).copy_(shards.local(own))
+            known[one] = to
+        else:
+            known[one] = own.clone() if own.device.type == "cpu" else own.cpu()
+        copies[name] = known[one]
+    return copies

@@ -38,7 +38,7 @@ def write(folder: Path, state: Mapping[str, Any], rank: int, size: int) -> None:
     rows: dict[str, int] = {}
     same: dict[str, str] = {}
     known: dict[object, str] = {}
-    for name, value in _tensors(state):
+    for name, value in tensors(state):
         first = known.setdefault(memory(value), name)
         if first != name:
             same[name] = first
@@ -76,7 +76,7 @@ def read(folder: Path, state: Mapping[str, Any]) -> None:
     with contextlib.ExitStack() as stack:
         try:
             files = _Files(folder, stack)
-            for name, value in _tensors(state):
+            for name, value in tensors(state):
                 if isinstance(value, DTensor):
                     files.fill(name, value.shape, _share(value)[0], value.to_local())
                 else:
@@ -129,18 +129,24 @@ class _Files:
         return self._open[rank]
 
 
-def memory(tensor: Tensor) -> object:
-    """Equal for those that are one tensor under several names, as tied weights are."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return (local.data_ptr(), local.shape, local.dtype) if local.numel() else id(tensor)
-
-
-def _tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state and their names in the files."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
         elif isinstance(value, Mapping):
-            yield from _tensors(value, f"{prefix}{key}/")
+            yield from tensors(value, f"{prefix}{key}/")
+
+
+def memory(tensor: Tensor) -> object:
+    """Equal for those that are one tensor under several names, as tied weights are."""
+    own = local(tensor)
+    return (own.data_ptr(), own.shape, own.dtype) if own.numel() else id(tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _share(tensor: DTensor) -> tuple[int, int]:

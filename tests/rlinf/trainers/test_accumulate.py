@@ -160,3 +160,18 @@ def test_a_snapshot_stays_as_it_was(folder: Path, tmp_path: Path) -> None:
     made.save(tmp_path / "checkpoint", state)
     again.load(tmp_path / "checkpoint")
     assert_close(weights(again), before)
+
+
+def test_a_snapshot_takes_the_memory_of_one_that_was_written(folder: Path, tmp_path: Path) -> None:
+    made = trainer(folder, 1)
+    made.step(records(), loss, lr=LR)
+    first = made.snapshot()
+    second = made.snapshot()
+    where = {name: tensor.data_ptr() for name, tensor in first.items()}
+    assert not set(where.values()) & {tensor.data_ptr() for tensor in second.values()}, "unwritten"
+    made.save(tmp_path / "checkpoint", first)
+    made.step(records(), loss, lr=LR)
+    third = made.snapshot()
+    assert {name: tensor.data_ptr() for name, tensor in third.items()} == where
+    assert_same(third, made.snapshot())
+    assert any(not torch.equal(third[name], tensor) for name, tensor in second.items())
