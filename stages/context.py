@@ -188,7 +188,8 @@ class Context:
         """The samples of the batch, in as many ranges as the plan passes it on in.
 
         Whole groups, always the same ones: a result does not depend on what came first. Other
-        stages of the pool have their turns in between.
+        stages of the pool have their turns in between. After the last one it keeps its turn until
+        it ends, which takes little: so it is committed while later stages compute.
         """
         starts, size = self.config.rollout.batch, self.config.rollout.group_size
         count = 1 if self.live is None else min(self.live.parts, starts)
@@ -196,7 +197,6 @@ class Context:
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             self.turn(number)
             yield range(start, stop)
-        self.turn(count)
 
     def turn(self, part: int) -> None:
         """Let other stages of this worker have theirs; waits for its own."""
