@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from rlinf.artifacts import Manifest
-from rlinf.data.record import Record
+from rlinf.data.record import Record, digest_of
 from rlinf.errors import InputFailed, RequeueRequested
 
 STREAMS = "streams"
@@ -39,18 +39,15 @@ class Stream:
         """By rank of the stage that has ended: how many records it made."""
         self._due: int | None = None
         """How many records there are in the end; None: not all ranks have ended."""
-        self.digest = 0
-        """Of all records, in any order."""
         self._reached: dict[int, int] = {}
         """By start of a range: the first sample of it that is not known to be here."""
         self._untaken: set[int] = set()
 
-    def put(self, record: Record, digest: int | None = None) -> None:
-        """Add a record, of this digest if it is known; a sample that is here already is dropped."""
+    def put(self, record: Record) -> None:
+        """Add a record; a sample that is here already is dropped."""
         with self._changed:
             if record.identity.sample not in self._records:
                 self._records[record.identity.sample] = record
-                self.digest ^= record.digest() if digest is None else digest
                 self._changed.notify_all()
 
     def end(self, count: int, rank: int = 0, ranks: int = 1) -> None:
@@ -251,7 +248,8 @@ class Output:
     def matches(self, channel: str, manifest: Manifest) -> bool:
         """Whether what was handed on here is what was committed, maybe by another attempt."""
         if channel in self._streams:
-            return manifest.extra.get(STREAMS, {}).get(channel) == self._streams[channel].digest
+            records = self.arrived(channel)
+            return manifest.extra.get(STREAMS, {}).get(channel) == digest_of(records)
         return manifest.data == self._attempt
 
     def compare(self, channel: str, committed: Iterable[Record]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from rlinf.artifacts import Manifest, read_manifest, verify
 from rlinf.channels.file import FileReader, FileWriter
 from rlinf.config import RunConfig
-from rlinf.data.record import Record
+from rlinf.data.record import Record, digest_of
 from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
 from stages.activity import COMPUTES, TURN
@@ -125,22 +125,23 @@ class _Both:
         self._file, self._live, self._rank, self._ranks = file, live, world.rank, world.size
         self._channel = channel
         self._stream = live.output.stream(channel)
-        self._put: set[int] = set()
-        live.digests[channel] = 0
+        self._made: dict[int, Record] = {}
         self._sinks = live.sinks(channel)
 
     def put(self, record: Record, weight: int = 1) -> None:
-        digest = record.digest()
-        self._live.digests[self._channel] ^= digest
-        self._put.add(record.identity.sample)
-        self._stream.put(record, digest)
+        self._made.setdefault(record.identity.sample, record)
+        self._stream.put(record)
         self._sinks.put(record, weight)
         self._file.put(record, weight)
 
     def close(self) -> None:
-        self._stream.end(len(self._put), self._rank, self._ranks)
+        self._stream.end(len(self._made), self._rank, self._ranks)
         self._sinks.close()
-        self._live.later.append(self._file.close)
+        self._live.later.append(self._write)
+
+    def _write(self) -> None:
+        self._live.digests[self._channel] = digest_of(self._made.values())
+        self._file.close()
 
 
 @dataclass

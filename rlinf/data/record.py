@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import xor
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +40,7 @@ class Record:
     steps: dict[str, np.ndarray] = field(default_factory=dict)
     context: dict[str, np.ndarray] = field(default_factory=dict)
     info: dict[str, Scalar] = field(default_factory=dict)
+    _digest: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {name: len(array) for name, array in self.steps.items()}
@@ -44,15 +48,22 @@ class Record:
             raise ValueError(f"steps of one record must have one length, got {lengths}")
 
     def digest(self) -> int:
-        """64 bits of all it holds but the attempt; digests of many combine by exclusive or."""
-        state = xxhash.xxh3_64(repr((self.identity.key, sorted(self.info.items()))).encode())
-        for columns in (self.steps, self.context):
-            for name in sorted(columns):
-                array = np.ascontiguousarray(columns[name])
-                state.update(f"{name}\0{array.dtype.str}\0{array.shape}\n".encode())
-                state.update(array.view(np.uint8).data if array.size else b"")
-        return state.intdigest()
+        """64 bits of all it holds but the attempt, as it was when this was first asked."""
+        if self._digest is None:
+            state = xxhash.xxh3_64(repr((self.identity.key, sorted(self.info.items()))).encode())
+            for columns in (self.steps, self.context):
+                for name in sorted(columns):
+                    array = np.ascontiguousarray(columns[name])
+                    state.update(f"{name}\0{array.dtype.str}\0{array.shape}\n".encode())
+                    state.update(array.view(np.uint8).data if array.size else b"")
+            self._digest = state.intdigest()
+        return self._digest
 
     def __len__(self) -> int:
         """Number of steps ``T``; 0 when the record has no step arrays."""
         return len(next(iter(self.steps.values()))) if self.steps else 0
+
+
+def digest_of(records: Iterable[Record]) -> int:
+    """64 bits of some records, in any order."""
+    return reduce(xor, (record.digest() for record in records), 0)

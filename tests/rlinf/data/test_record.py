@@ -1,0 +1,54 @@
+"""Records: one content, one digest, wherever it is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlinf.channels.file import FileReader, FileWriter
+from rlinf.data.record import Identity, Record, digest_of
+
+
+def record(sample: int = 3, **changes: Any) -> Record:
+    content: dict[str, Any] = {
+        "steps": {"tokens": np.arange(4), "logprobs": np.linspace(-1, 0, 4, dtype=np.float32)},
+        "context": {"prompt": np.arange(7)},
+        "info": {"answer": "17", "score": 0.1, "group": 2},
+    }
+    return Record(Identity(5, sample), **(content | changes))
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    made = [record(sample) for sample in range(6)]
+    writer = FileWriter(tmp_path, "trajectories")
+    for each in made:
+        writer.put(each)
+    writer.close()
+    read = FileReader(tmp_path.glob("*.h5")).get_batch(1000)
+    assert [each.digest() for each in read] == [each.digest() for each in made]
+    assert digest_of(reversed(read)) == digest_of(made) != digest_of(made[1:])
+
+
+def test_another_attempt_with_the_same_content_is_the_same() -> None:
+    again = record()
+    again.identity = Identity(5, 3, attempt=1)
+    assert again.digest() == record().digest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sample": 4},
+        {"steps": {"tokens": np.arange(4)}},
+        {"context": {"prompt": np.arange(7, dtype=np.int32)}},
+        {"context": {"prompt": np.arange(7)[:, None]}},
+        {"context": {"prompt": np.array([0, 1, 2, 3, 4, 5, 7])}},
+        {"context": {"prompts": np.arange(7)}},
+        {"info": {"answer": "17", "score": 0.1, "group": 3}},
+    ],
+)
+def test_all_else_counts(changes: dict[str, Any]) -> None:
+    assert record(**changes).digest() != record().digest()
