@@ -49,6 +49,9 @@ from stages.weights import Arrivals, Publisher
 STATUS_S = 1.0
 STOP_S, LEAVE_S = 30.0, 5.0
 """How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
+GIVE_WAY_S = 0.04
+"""A commit begins so much later. It is Python for the most part, as is what the next stage does
+before its first kernel: one after the other, both end sooner than side by side."""
 ORPHAN_S = 600.0
 """A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
@@ -272,6 +275,7 @@ class Worker:
                     if WEIGHTS in output.objects:
                         self._tell_of_weights(*made)
                     self._board.trim(2 + self._config.rollout.staleness)
+                time.sleep(GIVE_WAY_S)
                 # It may wait for an input whose stage has to run here once more.
                 manifest = attempt.commit()
             if manifest.data != attempt.ctx.data.name:
