@@ -52,6 +52,10 @@ class Executor(Protocol):
     live: bool
     """Whether a stage may be started before its inputs are committed."""
 
+    @property
+    def remains(self) -> str:
+        """What an interrupted driver leaves behind, for the person that interrupted it."""
+
     def start(self, node: Node, call: StageCall) -> None:
         """Begin an attempt at a node."""
 
@@ -74,6 +78,7 @@ class InProcess:
     resident: dict[str, Any] = field(default_factory=dict)
     stopping: Callable[[], bool] = lambda: False
     live: bool = False
+    remains: str = "the stage under way begins anew"
     _ended: dict[Node, Outcome] = field(default_factory=dict)
 
     def start(self, node: Node, call: StageCall) -> None:
@@ -155,7 +160,8 @@ class Driver:
     def _recover(self) -> None:
         self._committed.recover()
         if self._done:
-            log.info("resuming: %d stages are done", len(self._done))
+            count = len({n.iteration for n in self._done if n.stage == "sync"})
+            log.info("resuming after iteration %d of %d", count, self.graph.iterations)
         self._told = max((n.iteration for n in self._done if n.stage == "sync"), default=-1)
         write(self.run.folder)
 

@@ -19,15 +19,15 @@ from pipeline.run import Run
 from pipeline.show import Console, Trackers
 from rlinf import tree
 from rlinf.config import RunConfig, validate
-from rlinf.errors import ConfigError, PlanError, storage_error
+from rlinf.errors import ConfigError, Interrupted, PlanError, storage_error
 from slurm.signals import StopFlag
 
 
-def prepare(values: Mapping[str, Any]) -> Run:
-    """Validate a composed configuration and make (or reopen) its run directory.
+def examine(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
+    """Check a composed configuration and its plan; nothing is written.
 
     Raises:
-        ConfigError, DataError, PlanError: nothing was written.
+        ConfigError, DataError, PlanError: it cannot be run.
     """
     config = validate(RunConfig, values)
     check(config)
@@ -43,6 +43,16 @@ def prepare(values: Mapping[str, Any]) -> Run:
         pool_needs(plan, number)
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
+    return config, plan
+
+
+def prepare(values: Mapping[str, Any]) -> Run:
+    """Validate a composed configuration and make (or reopen) its run directory.
+
+    Raises:
+        ConfigError, DataError, PlanError: nothing was written.
+    """
+    config, plan = examine(values)
     return Run.create(config, plan.dump())
 
 
@@ -85,8 +95,11 @@ def _forced(words: Sequence[str]) -> list[str]:
     return [forced(word) for word in words]
 
 
-def compose(overrides: list[str]) -> dict[str, Any]:
+def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
     """The configuration Hydra composes, as plain values.
+
+    Args:
+        searchpath: folders of further configuration files.
 
     Raises:
         ConfigError: Hydra cannot compose it.
@@ -99,7 +112,9 @@ def compose(overrides: list[str]) -> dict[str, Any]:
 
     try:
         with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
-            values = hydra_compose("config", overrides)
+            further = ",".join(f"file://{Path(folder).absolute()}" for folder in searchpath)
+            path = [f"hydra.searchpath=[{further}]"] if further else []
+            values = hydra_compose("config", [*overrides, *path])
         plain = OmegaConf.to_container(values, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from None
@@ -137,7 +152,7 @@ def _told_of_full_disks() -> Iterator[None]:
 
 def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
     cluster = validate(ClusterConfig, {**run.config.cluster, **overrides}, "cluster")
-    with StopFlag() as stop, Console(run) as console:
+    with StopFlag() as stop, Console(run, cluster.launcher) as console:
         executor: Executor
         if cluster.launcher == "inprocess":
             executor = InProcess(run, {"progress": console.progress}, stop.is_set)
@@ -149,4 +164,10 @@ def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
             else:
                 executor = LauncherExecutor(run, launcher, plan, cluster, stop.is_set)
         listeners: list[Listener] = [console, Trackers(run)]
-        Driver(run, executor, listeners, cluster.retries, offline).drive()
+        try:
+            Driver(run, executor, listeners, cluster.retries, offline).drive()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted; {executor.remains}, and all that was committed stays. "
+                f"Go on with: rlinf resume {run.folder}"
+            ) from None

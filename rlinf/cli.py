@@ -46,11 +46,14 @@ def version(
         raise typer.Exit
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def run(
     overrides: Overrides,
 ) -> None:
-    """Compose an experiment and run it (the same as python -m rlinf.launch)."""
+    """Compose an experiment and run it (the same as python -m rlinf.launch).
+
+    Hydra's own options are taken too: -m for a sweep, --config-dir for a folder of your own.
+    """
     from rlinf.launch import main as launch
 
     raise typer.Exit(launch(overrides))
@@ -293,6 +296,8 @@ def simulate(
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()
+    # As for python -m: what a user's own folder holds can be named in the configuration.
+    sys.path.append(str(Path.cwd()))
     machine.apply()
     try:
         return app(args=argv, prog_name="rlinf")
