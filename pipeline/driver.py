@@ -102,6 +102,13 @@ class InProcess:
             environment[1].close()
 
 
+def call_of(run: Run, graph: Graph, node: Node) -> StageCall:
+    """The call that makes the output of a node."""
+    inputs = {name: graph.folder(run.folder, source) for name, source in graph.inputs(node).items()}
+    out = graph.folder(run.folder, node)
+    return StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
+
+
 class Listener(Protocol):
     """Is told what happens: progress bars, trackers."""
 
@@ -215,21 +222,10 @@ class Driver:
         )
 
     def _start(self, node: Node) -> None:
-        inputs = {
-            name: self.graph.folder(self.run.folder, source)
-            for name, source in self.graph.inputs(node).items()
-        }
-        out = self.graph.folder(self.run.folder, node)
         # What stands there belongs to other work (a shorter schedule, say); a launcher
         # that watches for a manifest must not take it for the end of this job.
         self._committed.withdraw(node)
-        call = StageCall(
-            node.stage,
-            self.run.folder / CONFIG,
-            out,
-            node.iteration,
-            inputs,
-        )
+        call = call_of(self.run, self.graph, node)
         for listener in self.listeners:
             listener.node_started(node)
         self._running.add(node)
