@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
 from pipeline.flow import Graph
-from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
+from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
 from pipeline.leases import pool_needs
 from pipeline.plan import Plan, load_plan
 from pipeline.pools import PoolExecutor
@@ -33,6 +33,7 @@ def prepare(values: Mapping[str, Any]) -> Run:
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    plan = settled(plan, cluster)
     if plan.grain == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
             "plan: grain: segment: pools are processes of their own; add cluster=local (this "
@@ -142,7 +143,7 @@ def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
         if cluster.launcher == "inprocess":
             executor = InProcess(run, {"progress": console.progress}, stop.is_set)
         else:
-            plan = Plan.read(run.folder)
+            plan = settled(Plan.read(run.folder), cluster)
             launcher = make_launcher(cluster, plan)
             if plan.grain == "segment":
                 executor = PoolExecutor(run, launcher, plan, cluster, stop.is_set, console.progress)

@@ -13,7 +13,7 @@ from pydantic import Field
 from launchers.base import Job, Launcher, Resources, State
 from pipeline.driver import Outcome
 from pipeline.flow import Node
-from pipeline.leases import pool_needs
+from pipeline.leases import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.config import Section
@@ -66,6 +66,19 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         quotas.check(needs, key)
     check_together(plan, cluster)
     return SubmititLauncher(client, quotas)
+
+
+def settled(plan: Plan, cluster: ClusterConfig) -> Plan:
+    """The plan with what only the cluster can tell.
+
+    Raises:
+        SlurmError: Slurm is not there or does not answer.
+    """
+    if cluster.launcher != "slurm" or not plan.pools:
+        return plan
+    from slurm.client import SlurmClient
+
+    return with_gpus(plan, SlurmClient().partitions())
 
 
 def check_together(plan: Plan, cluster: ClusterConfig) -> None:
