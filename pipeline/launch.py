@@ -22,6 +22,21 @@ from stages import SECTIONS
 from stages.runner import StageCall
 
 
+class DriverJob(Section):
+    """What the job of a driver asks for (``rlinf submit``)."""
+
+    partition: str | None = None
+    """Null: the cluster's default one."""
+    cpus: int = Field(default=1, gt=0)
+    mem_mb: int = Field(default=4000, gt=0)
+    """Memory, MiB."""
+    time_min: int | None = Field(default=None, gt=0)
+    """Wall-time limit, minutes, before which it requeues itself. Null: a day, or what the
+    partition allows."""
+    mail: str | None = None
+    """Whom Slurm tells when the job ends or fails."""
+
+
 class ClusterConfig(Section):
     """How stages become processes. Never changes a result."""
 
@@ -35,6 +50,13 @@ class ClusterConfig(Section):
     """Further attempts at a stage that failed for no stated reason."""
     env: dict[str, str] = {}
     """Environment of every stage."""
+    pool_grace_s: float = Field(default=600.0, gt=0)
+    """How long pools wait for another driver when theirs was killed, or failed, before they give
+    their devices back."""
+    driver: DriverJob = DriverJob()
+    notify: tuple[str, ...] = ()
+    """A command, as a list of words, that is run at the end of the run and when it fails, with the
+    run's name and ``finished``, ``failed`` or ``stopped`` as its last arguments."""
 
 
 def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
@@ -165,5 +187,5 @@ class LauncherExecutor:
         self.launcher.cancel(list(self._ids.values()))
         self._ids.clear()
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         self.launcher.close()

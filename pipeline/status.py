@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from pipeline.driver_job import noted_job, submitted
 from pipeline.export import versions
 from pipeline.flow import Graph
 from pipeline.metrics import iterations, manifest_of
@@ -147,9 +148,16 @@ def _current_stage(run: Run, iteration: int) -> str:
 
 def _driver(run: Run) -> str:
     owner = is_driven(run.folder / LOCK)
-    return (
-        f"process {owner['pid']} on {owner['host']}" if owner else "none (rlinf resume starts one)"
-    )
+    if owner is not None:
+        job = f", job {owner['job']}" if owner.get("job") else ""
+        return f"process {owner['pid']} on {owner['host']}{job}"
+    try:
+        found = submitted(run)
+    except RlinfError as error:
+        return f"job {noted_job(run)}, of which Slurm says nothing now ({error})"
+    if found is None:
+        return "none (rlinf resume starts one)"
+    return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
 
 
 def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:

@@ -52,8 +52,6 @@ STOP_S, LEAVE_S = 30.0, 5.0
 GIVE_WAY_S = 0.04
 """A commit begins so much later. It is Python for the most part, as is what the next stage does
 before its first kernel: one after the other, both end sooner than side by side."""
-ORPHAN_S = 600.0
-"""A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
 
 
@@ -73,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--uncast", action="store_true", help="send weights as the trainer has them"
     )
-    parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
+    parser.add_argument(
+        "--orphan-s", type=float, default=600.0, help="leave when no driver came for so long"
+    )
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     # Where does it hang? The log tells, after kill -QUIT.
