@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
 from pipeline.driver_job import refuse_beside_job
 from pipeline.flow import Graph
@@ -42,6 +41,8 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
     Raises:
         ConfigError, DataError, PlanError: they cannot be used.
     """
+    from pipeline.check import check  # it loads engines and trainers, which a driver has no use for
+
     config = validate(RunConfig, values)
     check(config)
     plan = load_plan(config)
@@ -85,6 +86,8 @@ def configuration(words: Sequence[str]) -> RunConfig:
     """
     if is_folder(words):
         return Run.open(Path(words[0])).config
+    from pipeline.check import check
+
     config = validate(RunConfig, composed(words))
     check(config)
     return config

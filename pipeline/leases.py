@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.flow import Node
 from pipeline.plan import Plan, StagePlan, device
 from rlinf.errors import PlanError
-from stages.pool import worker_name
+from stages.names import worker_name
 from stages.runner import StageCall
 
 if TYPE_CHECKING:

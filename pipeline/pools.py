@@ -40,9 +40,9 @@ from rlinf.errors import (
     RequeueRequested,
     StageError,
 )
-from stages.generate import CLAIM
 from stages.inbox import SHARED_MEMORY, SOCKET
 from stages.layout import CHANNELS, POOLS, STATUS
+from stages.names import CLAIM
 from stages.runner import StageCall
 
 WEIGHTS = "weights"

@@ -39,6 +39,7 @@ from stages.context import Input, Live, Writer
 from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CHANNELS, CONFIG
+from stages.names import worker_name
 from stages.parts import WEIGHTS, sent_type
 from stages.relays import Relays
 from stages.runner import Attempt, StageCall, load_config, withdrawing
@@ -53,11 +54,6 @@ GIVE_WAY_S = 0.04
 """A commit begins so much later. It is Python for the most part, as is what the next stage does
 before its first kernel: one after the other, both end sooner than side by side."""
 log = logging.getLogger("rlinf")
-
-
-def worker_name(pool: str, rank: int) -> str:
-    """The name of a rank of a pool on the control link."""
-    return f"{pool}-r{rank}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
