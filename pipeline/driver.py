@@ -62,11 +62,11 @@ class Executor(Protocol):
     def ended(self) -> dict[Node, Outcome]:
         """Attempts that ended since the last call; may wait a little for one."""
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         """Cancel what runs; called when the driver ends for whatever reason.
 
         Args:
-            replaced: by another driver, whose it all is now: leave it.
+            leave: it to another driver, which is there or will be.
         """
 
 
@@ -96,7 +96,7 @@ class InProcess:
         ended, self._ended = self._ended, {}
         return ended
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         environment = self.resident.pop("environment", None)
         if environment is not None:
             environment[1].close()
@@ -154,15 +154,18 @@ class Driver:
             RequeueRequested: the allocation of this process is about to end.
         """
         with self.run.driven() as lock:
-            replaced = False
+            leave = True
             try:
                 self._recover()
                 self._loop(lock)
+                leave = False
             except RunLockedError:
-                replaced = True
+                raise  # another driver has the run
+            except (InputError, StageError, KeyboardInterrupt):
+                leave = False  # nobody goes on with it before something has changed
                 raise
             finally:
-                self.executor.stop(replaced=replaced)
+                self.executor.stop(leave=leave)
 
     def _recover(self) -> None:
         self._committed.recover()

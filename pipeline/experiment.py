@@ -7,32 +7,55 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
+from pipeline.driver_job import refuse_beside_job
 from pipeline.flow import Graph
-from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
+from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
 from pipeline.leases import pool_needs
+from pipeline.notify import announced, check_command
 from pipeline.plan import Plan, load_plan
 from pipeline.pools import PoolExecutor
 from pipeline.report import write_report
 from pipeline.run import Run
 from pipeline.show import Console, Trackers
+from pipeline.stop import Stopping
 from rlinf import tree
 from rlinf.config import RunConfig, validate
-from rlinf.errors import ConfigError, Interrupted, PlanError, storage_error
+from rlinf.errors import (
+    ConfigError,
+    Interrupted,
+    PlanError,
+    RequeueRequested,
+    RunStopped,
+    storage_error,
+)
 from slurm.signals import StopFlag
 
 
-def examine(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
-    """Check a composed configuration and its plan; nothing is written.
+def prepare(values: Mapping[str, Any]) -> Run:
+    """Validate a composed configuration and make (or reopen) its run directory.
 
     Raises:
-        ConfigError, DataError, PlanError: it cannot be run.
+        ConfigError, DataError, PlanError: nothing was written.
     """
+    config, plan = checked(values)
+    return Run.create(config, plan.dump())
+
+
+def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
+    """A composed configuration and its plan, after all checks; nothing is written.
+
+    Raises:
+        ConfigError, DataError, PlanError: they cannot be used.
+    """
+    from pipeline.check import check  # it loads engines and trainers, which a driver has no use for
+
     config = validate(RunConfig, values)
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    plan = settled(plan, cluster)
+    check_command(cluster.notify)
     if plan.grain == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
             "plan: grain: segment: pools are processes of their own; add cluster=local (this "
@@ -46,16 +69,6 @@ def examine(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
     return config, plan
 
 
-def prepare(values: Mapping[str, Any]) -> Run:
-    """Validate a composed configuration and make (or reopen) its run directory.
-
-    Raises:
-        ConfigError, DataError, PlanError: nothing was written.
-    """
-    config, plan = examine(values)
-    return Run.create(config, plan.dump())
-
-
 def execute(values: Mapping[str, Any]) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
     return drive(prepare(values))
@@ -67,9 +80,9 @@ def named(words: Sequence[str]) -> Run:
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
     """
-    if _is_folder(words):
+    if is_folder(words):
         return Run.open(Path(words[0]))
-    return prepare(compose(_forced(words)))
+    return prepare(composed(words))
 
 
 def configuration(words: Sequence[str]) -> RunConfig:
@@ -78,21 +91,29 @@ def configuration(words: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError, DataError: it cannot be used.
     """
-    if _is_folder(words):
+    if is_folder(words):
         return Run.open(Path(words[0])).config
-    config = validate(RunConfig, compose(_forced(words)))
+    from pipeline.check import check
+
+    config = validate(RunConfig, composed(words))
     check(config)
     return config
 
 
-def _is_folder(words: Sequence[str]) -> bool:
+def is_folder(words: Sequence[str]) -> bool:
+    """Whether words name a run directory, and are no overrides."""
     return len(words) == 1 and "=" not in words[0]
 
 
-def _forced(words: Sequence[str]) -> list[str]:
+def composed(words: Sequence[str]) -> dict[str, Any]:
+    """The configuration of a command's overrides, as plain values.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
     from rlinf.launch import forced
 
-    return [forced(word) for word in words]
+    return compose([forced(word) for word in words])
 
 
 def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
@@ -128,15 +149,16 @@ def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
     Args:
         overrides: keys of the ``cluster`` section that differ this time.
     """
-    with _told_of_full_disks():
-        _drive(run, overrides or {}, offline=False)
+    cluster = cluster_of(run, overrides)
+    with _told_of_full_disks(), announced(run.folder.name, cluster.notify):
+        _drive(run, cluster, offline=False)
         return write_report(run.folder)
 
 
 def warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
     with _told_of_full_disks():
-        _drive(run, {}, offline=True)
+        _drive(run, cluster_of(run), offline=True)
 
 
 @contextlib.contextmanager
@@ -150,19 +172,29 @@ def _told_of_full_disks() -> Iterator[None]:
         raise
 
 
-def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
-    cluster = validate(ClusterConfig, {**run.config.cluster, **overrides}, "cluster")
-    with StopFlag() as stop, Console(run, cluster.launcher) as console:
+def cluster_of(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """The cluster section of a run, with keys that differ this time.
+
+    Raises:
+        ConfigError: a key is wrong.
+    """
+    return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
+
+
+def _drive(run: Run, cluster: ClusterConfig, *, offline: bool) -> None:
+    refuse_beside_job(run)
+    with StopFlag() as flag, Console(run, cluster.launcher) as console:
+        stop = Stopping(run.folder, flag.is_set)
         executor: Executor
         if cluster.launcher == "inprocess":
-            executor = InProcess(run, {"progress": console.progress}, stop.is_set)
+            executor = InProcess(run, {"progress": console.progress}, stop)
         else:
-            plan = Plan.read(run.folder)
+            plan = settled(Plan.read(run.folder), cluster)
             launcher = make_launcher(cluster, plan)
             if plan.grain == "segment":
-                executor = PoolExecutor(run, launcher, plan, cluster, stop.is_set, console.progress)
+                executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
             else:
-                executor = LauncherExecutor(run, launcher, plan, cluster, stop.is_set)
+                executor = LauncherExecutor(run, launcher, plan, cluster, stop)
         listeners: list[Listener] = [console, Trackers(run)]
         try:
             Driver(run, executor, listeners, cluster.retries, offline).drive()
@@ -171,3 +203,9 @@ def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
                 f"interrupted; {executor.remains}, and all that was committed stays. "
                 f"Go on with: rlinf resume {run.folder}"
             ) from None
+        except RequeueRequested:
+            if stop.named:
+                raise RunStopped(
+                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
+                ) from None
+            raise

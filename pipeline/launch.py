@@ -14,7 +14,7 @@ from pydantic import Field
 from launchers.base import Job, Launcher, Resources, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Node
-from pipeline.leases import pool_needs
+from pipeline.leases import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.config import Section
@@ -25,6 +25,21 @@ from stages.runner import StageCall
 WAITS_S = 10.0
 """A job that waits longer than this is spoken of."""
 log = logging.getLogger("rlinf")
+
+
+class DriverJob(Section):
+    """What the job of a driver asks for (``rlinf submit``)."""
+
+    partition: str | None = None
+    """Null: the cluster's default one."""
+    cpus: int = Field(default=1, gt=0)
+    mem_mb: int = Field(default=4000, gt=0)
+    """Memory, MiB."""
+    time_min: int | None = Field(default=None, gt=0)
+    """Wall-time limit, minutes, before which it requeues itself. Null: a day, or what the
+    partition allows."""
+    mail: str | None = None
+    """Whom Slurm tells when the job ends or fails."""
 
 
 class ClusterConfig(Section):
@@ -40,6 +55,13 @@ class ClusterConfig(Section):
     """Further attempts at a stage that failed for no stated reason."""
     env: dict[str, str] = {}
     """Environment of every stage."""
+    pool_grace_s: float = Field(default=600.0, gt=0)
+    """How long pools wait for another driver when theirs was killed, or failed, before they give
+    their devices back."""
+    driver: DriverJob = DriverJob()
+    notify: tuple[str, ...] = ()
+    """A command, as a list of words, that is run at the end of the run and when it fails, with the
+    run's name and ``finished``, ``failed`` or ``stopped`` as its last arguments."""
 
 
 def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
@@ -71,6 +93,19 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         quotas.check(needs, key)
     check_together(plan, cluster)
     return SubmititLauncher(client, quotas)
+
+
+def settled(plan: Plan, cluster: ClusterConfig) -> Plan:
+    """The plan with what only the cluster can tell.
+
+    Raises:
+        SlurmError: Slurm is not there or does not answer.
+    """
+    if cluster.launcher != "slurm" or not plan.pools:
+        return plan
+    from slurm.client import SlurmClient
+
+    return with_gpus(plan, SlurmClient().partitions())
 
 
 def check_together(plan: Plan, cluster: ClusterConfig) -> None:
@@ -194,5 +229,5 @@ class LauncherExecutor:
         self.launcher.cancel(list(self._ids.values()))
         self._ids.clear()
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         self.launcher.close()

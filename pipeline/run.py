@@ -21,6 +21,7 @@ from rlinf import __version__
 from rlinf.artifacts import write_atomic
 from rlinf.config import RunConfig, digest
 from rlinf.errors import ConfigError, InputError, RunLockedError
+from slurm.ids import own_id
 from stages.layout import CONFIG, PLAN, RUN
 from stages.runner import load_config
 
@@ -119,6 +120,7 @@ class Lock:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
+            "job": own_id(),
             "token": secrets.token_hex(8),
         }
         _take(path, self._mine)
@@ -195,6 +197,8 @@ def _owner(path: Path) -> dict[str, Any] | None:
 
 
 def _alive(path: Path, owner: dict[str, Any]) -> bool:
+    if owner.get("job") is not None and owner["job"] == own_id() and owner["pid"] != os.getpid():
+        return False  # Slurm started this job again: its former life is over
     if owner["host"] == socket.gethostname():
         try:
             process = psutil.Process(int(owner["pid"]))

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
+from pipeline.driver_job import noted_job, submitted
 from pipeline.export import versions
 from pipeline.flow import Graph
 from pipeline.metrics import iterations, manifest_of
@@ -149,8 +150,15 @@ def _current_stage(run: Run, iteration: int) -> str:
 def _driver(run: Run, *, finished: bool) -> str:
     owner = is_driven(run.folder / LOCK)
     if owner is not None:
-        return f"process {owner['pid']} on {owner['host']}"
-    return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
+        job = f", job {owner['job']}" if owner.get("job") else ""
+        return f"process {owner['pid']} on {owner['host']}{job}"
+    try:
+        found = submitted(run)
+    except RlinfError as error:
+        return f"job {noted_job(run)}, of which Slurm says nothing now ({error})"
+    if found is None:
+        return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
+    return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
 
 
 def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipeline.experiment import compose, examine
+from pipeline.experiment import checked, compose
 from pipeline.status import RunStatus, read_status
 from pipeline.terminal import terminal
 from rlinf.errors import ConfigError, InputError, RlinfError
@@ -55,7 +55,7 @@ def points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[Point]:
         values = _split(overrides)
         shown = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
         try:
-            config, _ = examine(compose(overrides, searchpath))
+            config, _ = checked(compose(overrides, searchpath))
         except InputError as error:
             raise ConfigError(f"point {number} of the sweep ({shown}): {error}") from None
         folder = config.run.folder

@@ -105,6 +105,10 @@ class Interrupted(RlinfError):
     exit_code = EXIT_INTERRUPTED
 
 
+class RunStopped(RlinfError):
+    """``rlinf stop`` ended the run; it can be resumed."""
+
+
 class InputFailed(RlinfError):
     """What a stage waited for will not come from where it was to come from; start it again."""
 
