@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
+from pipeline.facts import recorded
 from rlinf import __version__
 from rlinf.artifacts import write_atomic
 from rlinf.config import RunConfig, digest
@@ -71,6 +72,7 @@ class Run:
                     "id": digest(config.semantic()),
                     "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                     "version": __version__,
+                    **recorded(),
                 }
                 write_atomic(folder / RUN, json.dumps(about, indent=1))
         except OSError as error:
