@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.actuals import compare
 from pipeline.durations import duration
+from pipeline.notices import notices
 from pipeline.report.data import ReportData, read
 from pipeline.report.idle import idle
 from rlinf.artifacts import write_atomic
@@ -33,6 +34,7 @@ def write_report(run: Path) -> Path:
     html = render(
         "report.html.jinja",
         name=data.run.folder.name,
+        notices=notices(data.run),
         tiles=tiles(data),
         sections=sections,
         samples=data.samples,
