@@ -108,7 +108,7 @@ def find(rows: Sequence[Row], *, needs_groups: bool, iterations: int) -> list[No
         needs_groups: whether the algorithm compares the samples of a group.
         iterations: how many the run will have; a shorter run needs less patience.
     """
-    found = []
+    found: list[Notice] = []
     rules = [rule for rule in LEARNS_NOTHING if needs_groups or not rule.groups]
     causes = [next((rule.kind for rule in rules if rule.holds(row)), "") for row in rows]
     for rule in LEARNS_NOTHING:
