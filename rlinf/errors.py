@@ -52,6 +52,10 @@ class StorageError(InputError):
     """The disk is full or the quota used up; retrying cannot help, freeing space can."""
 
 
+class OtherWorkError(InputError):
+    """What is committed was made by another configuration or other code; it is not replaced."""
+
+
 class RunLockedError(InputError):
     """Another driver owns the run."""
 
