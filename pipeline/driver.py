@@ -18,6 +18,7 @@ from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
 from pipeline.metrics import append, write
 from pipeline.run import Lock, Run
+from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST, Manifest
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
@@ -118,6 +119,8 @@ class Driver:
     """Further attempts at a stage that failed for no stated reason."""
     offline: bool = False
     """Whether to run the stages before the first iteration only."""
+    choice: Choice = Choice.ASK
+    """What to do about results of another configuration or other code."""
     ahead: int = 16
     """Nodes beyond the first unfinished one that may start once their inputs are there."""
 
@@ -153,7 +156,7 @@ class Driver:
                 self.executor.stop(replaced=replaced)
 
     def _recover(self) -> None:
-        self._committed.recover()
+        settle_frozen(self._committed, self.choice)
         if self._done:
             log.info("resuming: %d stages are done", len(self._done))
         self._told = max((n.iteration for n in self._done if n.stage == "sync"), default=-1)
@@ -203,8 +206,10 @@ class Driver:
         return found
 
     def _ready(self, node: Node) -> bool:
+        # What is on disk already may be right: that is seen once its inputs are there.
+        live = self.executor.live and node not in self._committed.waiting
         return all(
-            source in self._done or (self.executor.live and source in self._running)
+            source in self._done or (live and source in self._running)
             for source in self.graph.inputs(node).values()
         )
 
@@ -214,9 +219,9 @@ class Driver:
             for name, source in self.graph.inputs(node).items()
         }
         out = self.graph.folder(self.run.folder, node)
-        # What stands there belongs to other work (a shorter schedule, say); a launcher
-        # that watches for a manifest must not take it for the end of this job.
-        self._committed.withdraw(node)
+        # A launcher that watches for a manifest must not take that of another attempt, made of
+        # other inputs, for the end of this job.
+        self._committed.make_way(node)
         call = StageCall(
             node.stage,
             self.run.folder / CONFIG,

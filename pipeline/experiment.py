@@ -10,12 +10,14 @@ from typing import Any
 from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
 from pipeline.flow import Graph
+from pipeline.freeze import create_run
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
 from pipeline.leases import pool_needs
 from pipeline.plan import Plan, load_plan
 from pipeline.pools import PoolExecutor
 from pipeline.report import write_report
 from pipeline.run import Run
+from pipeline.settle import Choice
 from pipeline.show import Console, Trackers
 from rlinf import tree
 from rlinf.config import RunConfig, validate
@@ -23,11 +25,14 @@ from rlinf.errors import ConfigError, PlanError, storage_error
 from slurm.signals import StopFlag
 
 
-def prepare(values: Mapping[str, Any]) -> Run:
+def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
     """Validate a composed configuration and make (or reopen) its run directory.
 
+    Args:
+        choice: what to do about results that it would not make the same.
+
     Raises:
-        ConfigError, DataError, PlanError: nothing was written.
+        ConfigError, DataError, PlanError, MismatchError: nothing was written.
     """
     config = validate(RunConfig, values)
     check(config)
@@ -43,12 +48,12 @@ def prepare(values: Mapping[str, Any]) -> Run:
         pool_needs(plan, number)
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
-    return Run.create(config, plan.dump())
+    return create_run(config, plan.dump(), choice)
 
 
-def execute(values: Mapping[str, Any]) -> Path:
+def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
-    return drive(prepare(values))
+    return drive(prepare(values, choice))
 
 
 def named(words: Sequence[str]) -> Run:
@@ -107,21 +112,27 @@ def compose(overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
+def drive(
+    run: Run, overrides: Mapping[str, Any] | None = None, choice: Choice = Choice.ASK
+) -> Path:
     """Take a run from where it is to its end and write the report.
 
     Args:
         overrides: keys of the ``cluster`` section that differ this time.
+        choice: what to do about results that this program would not make the same.
+
+    Raises:
+        MismatchError: there are some, and nobody chose.
     """
     with _told_of_full_disks():
-        _drive(run, overrides or {}, offline=False)
+        _drive(run, overrides or {}, choice, offline=False)
         return write_report(run.folder)
 
 
 def warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
     with _told_of_full_disks():
-        _drive(run, {}, offline=True)
+        _drive(run, {}, Choice.ASK, offline=True)
 
 
 @contextlib.contextmanager
@@ -135,7 +146,7 @@ def _told_of_full_disks() -> Iterator[None]:
         raise
 
 
-def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
+def _drive(run: Run, overrides: Mapping[str, Any], choice: Choice, *, offline: bool) -> None:
     cluster = validate(ClusterConfig, {**run.config.cluster, **overrides}, "cluster")
     with StopFlag() as stop, Console(run) as console:
         executor: Executor
@@ -149,4 +160,4 @@ def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
             else:
                 executor = LauncherExecutor(run, launcher, plan, cluster, stop.is_set)
         listeners: list[Listener] = [console, Trackers(run)]
-        Driver(run, executor, listeners, cluster.retries, offline).drive()
+        Driver(run, executor, listeners, cluster.retries, offline, choice).drive()

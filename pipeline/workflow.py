@@ -16,6 +16,7 @@ from pipeline.experiment import prepare as prepare_run
 from pipeline.flow import Graph, Node
 from pipeline.plan import Plan
 from pipeline.run import Run
+from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST
 from rlinf.trainers.world import SHARES
 from stages.layout import CONFIG, PLAN
@@ -32,19 +33,20 @@ def prepare(settings: Mapping[str, Any]) -> Workflow:
     Keys are those of the configuration with ``__`` for a dot (Snakemake allows no dots in keys).
     """
     chosen = dict(settings)
+    choice = Choice.of(redo=bool(chosen.pop("redo", 0)), keep=bool(chosen.pop("keep", 0)))
     if "run" in chosen:
-        return Workflow(Run.open(Path(str(chosen["run"]))))
+        return Workflow(Run.open(Path(str(chosen["run"]))), choice)
     experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
     overrides = [f"experiment={experiment}"]
     overrides += [f"++{key.replace('__', '.')}={value}" for key, value in chosen.items()]
-    return Workflow(prepare_run(compose(overrides)))
+    return Workflow(prepare_run(compose(overrides), choice), choice)
 
 
 class Workflow:
     """One run, seen as rules."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, choice: Choice) -> None:
+        self._run, self._choice = run, choice
         self.folder = run.folder
         self._config = run.folder / CONFIG
         self._graph = Graph(run.config)
@@ -57,14 +59,18 @@ class Workflow:
         self.iterated = [*self._graph.flow.stages, "evaluate"]
         self.python = shlex.quote(sys.executable)
 
-    def withdraw_stale(self) -> None:
-        """Withdraw outputs of another configuration, which Snakemake would take for this one's."""
+    def settle(self) -> None:
+        """See that what is committed is this configuration's, as Snakemake takes it to be.
+
+        Raises:
+            MismatchError: it is not, and nobody chose what to do.
+        """
         if self._plan.grain == "segment":
             log.warning(
                 "the plan has pools (grain: segment), which Snakemake does not use: every stage "
                 "becomes a job; rlinf run gives them to the pools"
             )
-        Committed(self._run, self._graph).withdraw_stale()
+        settle_frozen(Committed(self._run, self._graph), self._choice)
 
     def output(self, stage: str) -> str:
         """The manifest of a stage; with ``{i}`` where there is one per iteration."""

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.apply()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        words, choice = chosen(words)
         refuse_lone_launcher(words)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     @hydra.main(config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3")
     def run(values: Any) -> None:
-        code = run_point(values)
+        code = run_point(values, choice)
         if code:
             failures.append(code)
             if is_sweep():
@@ -46,6 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run()
     return failures[0] if failures else 0
+
+
+def chosen(words: Sequence[str]) -> tuple[list[str], str]:
+    """The words for Hydra, and which of ``--redo`` and ``--keep`` was among them.
+
+    Raises:
+        ConfigError: both.
+    """
+    flags = {word for word in words if word in ("--redo", "--keep")}
+    if len(flags) > 1:
+        raise ConfigError("--redo makes results anew and --keep keeps them: give one of them")
+    rest = [word for word in words if word not in flags]
+    return rest, next(iter(flags), "--ask").removeprefix("--")
 
 
 def forced(word: str) -> str:
@@ -84,18 +98,23 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_point(values: Any) -> int:
-    """Run one composed configuration to its end; returns its exit code."""
+def run_point(values: Any, choice: str = "ask") -> int:
+    """Run one composed configuration to its end; returns its exit code.
+
+    Args:
+        choice: ``redo`` or ``keep`` for results that it would not make the same.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.experiment import execute
+    from pipeline.settle import Choice
 
     logging.getLogger("rlinf").setLevel(logging.INFO)
     try:
         plain = OmegaConf.to_container(values, resolve=True)
         assert isinstance(plain, dict)
-        report = execute({str(key): value for key, value in plain.items()})
+        report = execute({str(key): value for key, value in plain.items()}, Choice(choice))
         print(f"report: {report}")
     except OmegaConfBaseException as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG, PLAN, RUN = "config.yaml", "plan.yaml", "run.json"
+CODE, KEPT = "code.json", "kept.json"
+"""Digests of the modules that make results, and which results count though those differ."""
 CHANNELS = "channels"
 """Keys, and the addresses of those who can be spoken to."""
 POOLS, STATUS = "pools", "status.json"

@@ -131,7 +131,7 @@ def test_a_delta_is_refused_on_another_base_than_its_own(tmp_path: Path) -> None
     path = tmp_path / "000003" / MANIFEST
     manifest = read_manifest(path.parent)
     assert manifest is not None
-    inputs = {"1": digest for digest in manifest.inputs.values()}
+    inputs = {"1": manifest.inputs["2"]}
     path.write_text(replace(manifest, inputs=inputs).to_json())
     with pytest.raises(ArtifactError, match="does not start from version"):
         store.load(3, held)
