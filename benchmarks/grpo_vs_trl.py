@@ -89,6 +89,7 @@ def run_ours(folder: Path, threads: int) -> list[float]:
     from pipeline.driver import InProcess
     from pipeline.experiment import compose
     from pipeline.flow import Graph
+    from pipeline.freeze import create_run
     from rlinf.config import RunConfig, validate
     from stages.layout import CONFIG
     from stages.runner import StageCall

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
-from pipeline.metrics import append, write
+from pipeline.metrics import Written
 from pipeline.run import Lock, Run
 from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST, Manifest
@@ -101,6 +101,9 @@ class InProcess:
 class Listener(Protocol):
     """Is told what happens: progress bars, trackers."""
 
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Metrics of the iterations that are finished when the driver begins."""
+
     def node_started(self, node: Node) -> None: ...
 
     def node_done(self, node: Node, manifest: Manifest) -> None: ...
@@ -132,8 +135,7 @@ class Driver:
         self._failures: dict[Node, int] = {}
         self._running: set[Node] = set()
         self._looked = 0.0
-        self._told = -1
-        """The newest iteration whose metrics are in the run's files."""
+        self._written = Written(self.run.folder)
 
     def drive(self) -> None:
         """Run every node that is not done.
@@ -159,8 +161,9 @@ class Driver:
         settle_frozen(self._committed, self.choice)
         if self._done:
             log.info("resuming: %d stages are done", len(self._done))
-        self._told = max((n.iteration for n in self._done if n.stage == "sync"), default=-1)
-        write(self.run.folder)
+        rows = self._written.renew()
+        for listener in self.listeners:
+            listener.resumed(rows)
 
     def _loop(self, lock: Lock) -> None:
         nodes = self.graph.before() if self.offline else self.graph.nodes()
@@ -299,10 +302,7 @@ class Driver:
         self._done[node] = manifest.content
         for listener in self.listeners:
             listener.node_done(node, manifest)
-        if node.stage == "sync" and node.iteration <= self._told:
-            write(self.run.folder)  # it was damaged and made again
-        elif node.stage == "sync":
-            self._told = node.iteration
-            metrics = append(self.run.folder, node.iteration)
+        metrics = self._written.add(node.iteration) if node.stage == "sync" else None
+        if metrics is not None:
             for listener in self.listeners:
                 listener.iteration_done(node.iteration, metrics)

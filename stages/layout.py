@@ -13,6 +13,8 @@ POOLS, STATUS = "pools", "status.json"
 VERSIONS = "versions"
 """Weights as deltas, where the plan asks for them."""
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+TOLD = "told.txt"
+"""Digests of what trackers were told."""
 PER_ITERATION = ("rollout", "reward", "inference", "train", "sync")
 
 
