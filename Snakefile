@@ -22,7 +22,7 @@ sys.setrecursionlimit(1_000_000)
 
 run = described.prepare(config)
 if workflow.is_main_process and not workflow.output_settings.dryrun:
-    run.withdraw_stale()
+    run.settle()
 
 
 localrules:

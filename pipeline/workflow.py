@@ -17,6 +17,7 @@ from pipeline.experiment import prepare as prepare_run
 from pipeline.flow import Graph, Node
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
+from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST
 from rlinf.errors import ConfigError, PlanError
 from rlinf.trainers.world import SHARES
@@ -42,6 +43,7 @@ def prepare(settings: Mapping[str, Any]) -> Workflow:
         ConfigError, DataError, PlanError: nothing was written.
     """
     chosen = dict(settings)
+    choice = Choice.of(redo=bool(chosen.pop("redo", 0)), keep=bool(chosen.pop("keep", 0)))
     jobs = chosen.pop("jobs", "stage")
     if jobs not in ("stage", ITERATION):
         raise ConfigError(f"jobs: stage or {ITERATION} (got {jobs!r})")
@@ -53,10 +55,10 @@ def prepare(settings: Mapping[str, Any]) -> Workflow:
                 f"run={named} goes on with that run as it is; leave out {', '.join(further)}, "
                 "or start another run with experiment=... run__name=..."
             )
-        return Workflow(Run.open(_folder(named)), by_iteration=jobs == ITERATION)
+        return Workflow(Run.open(_folder(named)), choice, by_iteration=jobs == ITERATION)
     experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
     overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flat(chosen))]
-    return Workflow(prepare_run(compose(overrides)), by_iteration=jobs == ITERATION)
+    return Workflow(prepare_run(compose(overrides), choice), choice, by_iteration=jobs == ITERATION)
 
 
 def _folder(name: str) -> Path:
@@ -78,7 +80,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 class Workflow:
     """One run, seen as rules."""
 
-    def __init__(self, run: Run, *, by_iteration: bool = False) -> None:
+    def __init__(self, run: Run, choice: Choice, *, by_iteration: bool = False) -> None:
         """
         Args:
             by_iteration: one job for all stages of an iteration.
@@ -86,7 +88,7 @@ class Workflow:
         Raises:
             PlanError: a stage has several processes, which one job of one process cannot be.
         """
-        self._run = run
+        self._run, self._choice = run, choice
         self._by_iteration = by_iteration
         self.folder = run.folder
         self._graph = Graph(run.config)
@@ -109,14 +111,18 @@ class Workflow:
                 )
         self.python = shlex.quote(sys.executable)
 
-    def withdraw_stale(self) -> None:
-        """Withdraw outputs of another configuration, which Snakemake would take for this one's."""
+    def settle(self) -> None:
+        """See that what is committed is this configuration's, as Snakemake takes it to be.
+
+        Raises:
+            MismatchError: it is not, and nobody chose what to do.
+        """
         if self._plan.grain == "segment":
             log.warning(
                 "the plan has pools (grain: segment), which Snakemake does not use: every stage "
                 "becomes a job; rlinf run gives them to the pools"
             )
-        Committed(self._run, self._graph).withdraw_stale()
+        settle_frozen(Committed(self._run, self._graph), self._choice)
 
     def output(self, stage: str) -> str:
         """The manifest of a stage; with ``{i}`` where there is one per iteration."""

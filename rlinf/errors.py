@@ -54,6 +54,18 @@ class StorageError(InputError):
     """The disk is full or the quota used up; retrying cannot help, freeing space can."""
 
 
+class CodeError(InputError):
+    """The code that is to make a result cannot be told, or is not that of the run."""
+
+
+class MismatchError(InputError):
+    """What a run holds was made by another configuration or other code than this start has."""
+
+
+class OtherWorkError(InputError):
+    """What is committed was made by another configuration or other code; it is not replaced."""
+
+
 class RunLockedError(InputError):
     """Another driver owns the run."""
 

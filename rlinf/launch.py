@@ -28,15 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Keys of a part that its YAML file does not mention are overrides too; our own validation,
     # which knows them all, judges them and hints at the nearest.
     # Hydra wants its options before the overrides.
-    words = sorted([*map(forced, words), *suffix(words)], key=_is_override)
     try:
+        words, choice = chosen(words)
+        words = sorted([*map(forced, words), *suffix(words)], key=_is_override)
         refuse_lone_launcher(words)
         swept = sweep_of(words)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     try:
-        return _compose_and_run(words)
+        return _compose_and_run(words, choice)
     except KeyboardInterrupt:
         print("error: interrupted before anything ran", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(swept)
 
 
-def _compose_and_run(words: Sequence[str]) -> int:
+def _compose_and_run(words: Sequence[str], choice: str) -> int:
     """Hand the command line to Hydra; returns the exit code of the first point that failed."""
     import hydra
 
@@ -56,7 +57,7 @@ def _compose_and_run(words: Sequence[str]) -> int:
 
     @hydra.main(config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3")
     def run(values: Any) -> None:
-        code = run_point(values)
+        code = run_point(values, choice)
         if code:
             failures.append(code)
             if is_sweep():
@@ -82,6 +83,19 @@ def sweep_of(words: Sequence[str]) -> list[Any]:
     from pipeline.sweep import points
 
     return list(points(options.overrides, [options.config_dir] if options.config_dir else []))
+
+
+def chosen(words: Sequence[str]) -> tuple[list[str], str]:
+    """The words for Hydra, and which of ``--redo`` and ``--keep`` was among them.
+
+    Raises:
+        ConfigError: both.
+    """
+    flags = {word for word in words if word in ("--redo", "--keep")}
+    if len(flags) > 1:
+        raise ConfigError("--redo makes results anew and --keep keeps them: give one of them")
+    rest = [word for word in words if word not in flags]
+    return rest, next(iter(flags), "--ask").removeprefix("--")
 
 
 def forced(word: str) -> str:
@@ -124,18 +138,23 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_point(values: Any) -> int:
-    """Run one composed configuration to its end; returns its exit code."""
+def run_point(values: Any, choice: str = "ask") -> int:
+    """Run one composed configuration to its end; returns its exit code.
+
+    Args:
+        choice: ``redo`` or ``keep`` for results that it would not make the same.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.experiment import execute
+    from pipeline.settle import Choice
 
     logging.getLogger("rlinf").setLevel(logging.INFO)
     try:
         plain = OmegaConf.to_container(values, resolve=True)
         assert isinstance(plain, dict)
-        report = execute({str(key): value for key, value in plain.items()})
+        report = execute({str(key): value for key, value in plain.items()}, Choice(choice))
         print(f"report: {report}")
     except OmegaConfBaseException as error:
         print(f"error: {error}", file=sys.stderr)
