@@ -157,19 +157,22 @@ def stage_job(node: Node, call: StageCall, run: Path, needs: Resources) -> Job:
 class QueueLog:
     """Says which jobs were submitted where, and why one does not start."""
 
+    shown: bool = True
+    """Whether there is a queue."""
     _since: dict[str, float] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
 
     def submitted(self, name: str, identity: str, partition: str | None) -> None:
         """A job was handed to the launcher."""
         self._since[name] = time.monotonic()
-        log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
+        if self.shown:
+            log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
 
     def seen(self, name: str, identity: str, status: Status) -> None:
         """How a job that has not ended is; each reason to wait is said once."""
         known = self._reasons.get(name)
         if status.state is State.PENDING:
-            late = time.monotonic() - self._since.get(name, 0.0) > WAITS_S
+            late = self.shown and time.monotonic() - self._since.get(name, 0.0) > WAITS_S
             reason = status.reason or "no reason given"
             if late and reason != known:
                 self._reasons[name] = reason
@@ -190,7 +193,9 @@ class LauncherExecutor:
     stopping: Callable[[], bool] = lambda: False
     live: bool = False
     _ids: dict[Node, str] = field(default_factory=dict)
-    _queue: QueueLog = field(default_factory=QueueLog)
+
+    def __post_init__(self) -> None:
+        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
 
     @property
     def remains(self) -> str:
@@ -202,8 +207,7 @@ class LauncherExecutor:
         needs = resources(self.plan.of(node.stage), self.cluster)
         identity = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
         self._ids[node] = identity
-        if self.cluster.launcher == "slurm":
-            self._queue.submitted(node.name, identity, needs.partition)
+        self._queue.submitted(node.name, identity, needs.partition)
 
     def ended(self) -> dict[Node, Outcome]:
         """Outcomes of ended jobs; sleeps until a look at the queue is due or a manifest shows."""

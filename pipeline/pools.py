@@ -23,7 +23,7 @@ from launchers.base import Launcher, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.generators import Generators
-from pipeline.launch import ClusterConfig
+from pipeline.launch import ClusterConfig, QueueLog
 from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
 from pipeline.plan import ELASTIC, FOR_WEIGHTS, SINGLE_PROCESS, Plan
@@ -89,6 +89,7 @@ class PoolExecutor:
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
+        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
         self._controller: Controller | None = None
 
     def _begin(self) -> None:
@@ -589,6 +590,10 @@ class PoolExecutor:
         """Ask how the jobs are: one query for all pools."""
         jobs = [member.job for member in self._members()]
         statuses: Mapping[str, Status] = self.launcher.poll(jobs) if jobs else {}
+        for pool in self._pools:
+            for member in pool.members:
+                if (status := statuses.get(member.job)) is not None and status.state.active:
+                    self._queue.seen(f"pool {pool.name}", member.job, status)
         over = [
             (pool, member, status)
             for pool in self._pools
@@ -673,7 +678,9 @@ class PoolExecutor:
             Member(job.name.removeprefix("pool/"), identity, pool.size)
             for pool, job, identity in zip(pools, jobs, ids, strict=True)
         ]
-        for pool, member in zip(pools, members, strict=True):
+        for pool, job, member in zip(pools, jobs, members, strict=True):
+            partitions = ",".join(str(part.partition) for part in job.components)
+            self._queue.submitted(f"pool {pool.name}", member.job, partitions)
             member.fellows = tuple(other for other in members if other is not member)
             pool.members.append(member)
 
