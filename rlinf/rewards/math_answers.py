@@ -5,6 +5,7 @@ Text alone: what is left are expressions in LaTeX that a computer algebra system
 formulas takes them for something else: a comma for thousands, ``m`` for a variable.
 """
 
+# ruff: noqa: RUF001
 from __future__ import annotations
 
 import re
@@ -136,14 +137,15 @@ def _whole_or_number(text: str) -> Answer:
 # ---------------------------------------------------------------------------- spelling
 
 _SYMBOLS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",  # noqa: RUF001
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
     "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "⟨": r"\langle ", "⟩": r"\rangle ",  # noqa: RUF001
-    "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u200b": "", "\ufeff": "", "’": "'",  # noqa: RUF001
-    "，": ",", "（": "(", "）": ")", "％": "%",  # noqa: RUF001
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "⟨": r"\langle ", "⟩": r"\rangle ",
+    "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u200b": "", "\ufeff": "", "’": "'",
+    "，": ",", "（": "(", "）": ")", "％": "%",
 }  # fmt: skip
 _CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee",
+   
                "\\euro": "euro", "\\pounds": "sterling"}  # fmt: skip
 _WRAPPERS = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|tt|normal|up)?|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm"
@@ -401,10 +403,11 @@ def _one(text: str) -> Answer:
     if not re.search(r"[<>]|\\(?:le|ge|ne)\b", text):
         sides = [side.strip() for side in re.split(r"=|\\approx|\\in(?![a-z])", text)]
         if len(sides) > 1 and all(sides):
-            if len(sides) == 2 and not re.fullmatch(_FUNCTION_NAME, sides[0]):
-                if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", sides[0]):
-                    return Answer("expression", text)
-            name = sides[0] if re.fullmatch(_FUNCTION_NAME, sides[0]) else ""
+            named = re.fullmatch(_FUNCTION_NAME, sides[0])
+            variable = re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", sides[0])
+            if len(sides) == 2 and variable and not named:
+                return Answer("expression", text)
+            name = sides[0] if named else ""
             return replace(_several(sides[-1]), name=name)
     unions = _split(text, (r"\cup",))
     if len(unions) > 1:
@@ -496,7 +499,7 @@ def _without(head: str, found: re.Match[str]) -> tuple[str, str] | None:
     while words and words[0].lower() in _SCALES:
         scale *= _SCALES[words.pop(0).lower()]
     for word in words:
-        known = word in _UNITS or word.lower() in _UNITS and len(word) > 1
+        known = word in _UNITS or (word.lower() in _UNITS and len(word) > 1)
         if not known and (len(word) < 3 or not found["gap"]) and word not in ("of", "in"):
             return None
         if len(word) == 1 and not found["gap"] and word != "%":

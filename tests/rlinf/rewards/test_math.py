@@ -1,5 +1,6 @@
 """Mathematical answers are compared as mathematics, wherever and however they are written."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def test_every_reference_is_equal_to_itself(frame: str) -> None:
 
 
 def test_no_reference_is_equal_to_another() -> None:
-    few = REFERENCES[::6] + ("3", "51", "1200", "2", r"3\pi")
+    few = (*REFERENCES[::6], "3", "51", "1200", "2", r"3\pi")
     assert [
         (given, answer)
         for answer in few

@@ -29,6 +29,12 @@ def grader() -> Iterator[MathGrader]:
     made.close()
 
 
+def started(grader: MathGrader) -> None:
+    """Wait until all its workers have imported what they need."""
+    while not all(worker.ready for worker in grader._workers):
+        grader.grade([("x^2+x", "x(x+1)")])
+
+
 def processes(grader: MathGrader) -> list[psutil.Process]:
     return [psutil.Process(worker._process.pid) for worker in grader._workers]
 
@@ -65,7 +71,7 @@ def test_a_run_of_timeouts_costs_nothing_before_it_and_all_behind_it(grader: Mat
 
 
 def test_workers_that_died_while_idle_are_replaced(grader: MathGrader) -> None:
-    grader.grade([("4", "4")] * 4)
+    started(grader)
     for worker in grader._workers:
         os.kill(worker._process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
@@ -73,7 +79,7 @@ def test_workers_that_died_while_idle_are_replaced(grader: MathGrader) -> None:
 
 
 def test_a_pair_whose_worker_was_killed_is_graded_by_another(grader: MathGrader) -> None:
-    grader.grade([("4", "4")] * 4)
+    started(grader)
     for process in processes(grader):
         process.send_signal(signal.SIGSTOP)
     killer = threading.Timer(0.3, lambda: [process.kill() for process in processes(grader)])
@@ -92,7 +98,7 @@ def test_a_response_that_takes_too_much_memory_ends_its_worker_alone(grader: Mat
 
 
 def test_workers_have_limits(grader: MathGrader) -> None:
-    grader.grade([("4", "4")] * 4)
+    started(grader)
     for process in processes(grader):
         assert process.rlimit(psutil.RLIMIT_AS)[0] == MEMORY_BYTES
         used = sum(process.cpu_times()[:2])
