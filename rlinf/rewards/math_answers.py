@@ -144,9 +144,10 @@ _SYMBOLS = {
     "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u200b": "", "\ufeff": "", "’": "'",
     "，": ",", "（": "(", "）": ")", "％": "%",
 }  # fmt: skip
-_CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee",
-   
-               "\\euro": "euro", "\\pounds": "sterling"}  # fmt: skip
+_CURRENCIES = {
+    **{"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee"},
+    **{"\\euro": "euro", "\\pounds": "sterling"},
+}
 _WRAPPERS = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|tt|normal|up)?|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm"
     r"|operatorname\*?|emph)\s*\{"
