@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from pipeline.metrics import iterations, manifest_of
+from rlinf.artifacts import FileEntry, content_digest
 from stages.layout import CONFIG, METRICS, PER_ITERATION, PLAN, RUN, stage_folder
 
 
@@ -54,7 +55,7 @@ def stretch(source: Path, folder: Path, count: int, *, kept: int = 5, workers: i
                 shutil.copytree(data, target / data.name)
             else:
                 (target / "pruned").touch()
-            (target / "manifest.json").write_text(json.dumps(values))
+            _write(target, values)
             row |= {f"{stage}/{name}": value for name, value in values["metrics"].items()}
         rows.append(row)
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,7 +67,7 @@ def stretch(source: Path, folder: Path, count: int, *, kept: int = 5, workers: i
         target = stage_folder(folder, "evaluate", version)
         target.mkdir(parents=True)
         _shift(values, version * period, 1)
-        (target / "manifest.json").write_text(json.dumps(values))
+        _write(target, values)
     return folder
 
 
@@ -75,6 +76,12 @@ def _values(run: Path, stage: str, iteration: int) -> dict[str, Any]:
     assert manifest is not None, f"{run}: no {stage} of iteration {iteration}"
     values: dict[str, Any] = json.loads(manifest.to_json())
     return values
+
+
+def _write(folder: Path, values: dict[str, Any]) -> None:
+    files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+    values["content"] = content_digest(files, values["metrics"])
+    (folder / "manifest.json").write_text(json.dumps(values))
 
 
 def _shift(values: dict[str, Any], by_s: float, workers: int) -> None:

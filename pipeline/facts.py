@@ -18,7 +18,7 @@ ASK_S = 5.0
 SHOWN = 4
 
 
-def recorded() -> dict[str, Any]:
+def made_with() -> dict[str, Any]:
     """What ``run.json`` says of the process that made the run, besides name and identity."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:

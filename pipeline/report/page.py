@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.actuals import compare
 from pipeline.durations import duration
 from pipeline.facts import facts
+from pipeline.record import read_record
 from pipeline.report.colours import COLOURS, DARK
 from pipeline.report.data import ReportData, read
 from pipeline.report.gantt import bars
@@ -20,7 +21,8 @@ from pipeline.report.template import FOLDER as TEMPLATES
 from pipeline.report.template import render
 from pipeline.report.transcripts import pack
 from rlinf.artifacts import write_atomic
-from stages.layout import CONFIG, PLAN, RUN
+from rlinf.errors import ConfigError
+from stages.layout import CONFIG, PLAN
 
 FOLDER = "report"
 ASSETS = TEMPLATES / "assets"
@@ -56,7 +58,10 @@ def html(data: ReportData) -> str:
         "transcripts": pack(data.samples),
     }
     idle_rows = idle(data.spans)
-    about = json.loads((run / RUN).read_text(encoding="utf-8"))
+    try:
+        record = read_record(run)
+    except ConfigError:
+        record = None
     return render(
         "report.html.jinja",
         name=run.name,
@@ -74,7 +79,9 @@ def html(data: ReportData) -> str:
         idle_stages={stage for row in idle_rows for stage in row.stages},
         iterations=len(data.rows),
         predicted=compare(data.run) if plan else [],
-        facts=facts(about, data.run.config.seed, data.manifests),
+        facts=facts(
+            {} if record is None else record.model_dump(), data.run.config.seed, data.manifests
+        ),
         config=(run / CONFIG).read_text(encoding="utf-8"),
         plan=plan,
     )

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pipeline.report.page import stage_table, tiles
 from pipeline.report.transcripts import Sample, chosen, pack
 from pipeline.status import read_status
 from rlinf import tree
-from rlinf.artifacts import prune, read_manifest
+from rlinf.artifacts import content_digest, prune, read_manifest
 from rlinf.channels.file import read_records, write_records
 from tests.conftest import TINY
 
@@ -100,10 +101,12 @@ def make_hostile(run: Path) -> None:
     path.unlink()
     write_records(path, records)
     for iteration in ("0000", "0001"):
-        path = run / f"it/{iteration}/train/manifest.json"
-        values = json.loads(path.read_text())
-        values["metrics"][HOSTILE] = 1.0
-        path.write_text(json.dumps(values))
+        train = run / f"it/{iteration}/train"
+        known = read_manifest(train)
+        assert known is not None
+        known.metrics[HOSTILE] = 1.0
+        content = content_digest(known.files, known.metrics)
+        (train / "manifest.json").write_text(replace(known, content=content).to_json())
 
 
 def data_of(page: str) -> dict[str, Any]:
