@@ -161,15 +161,20 @@ def scale(
 
 
 @app.command()
-def report(folder: RunFolder) -> None:
-    """Write report.html and its pictures anew."""
+def report(
+    folder: RunFolder,
+    png: Annotated[
+        bool, typer.Option("--png", help="Write the main charts as pictures too")
+    ] = False,
+) -> None:
+    """Write report.html anew."""
     from pipeline.metrics import write
     from pipeline.report import write_report
     from pipeline.run import Run
 
     opened = Run.open(folder)
     write(opened.folder)
-    typer.echo(f"report: {write_report(opened.folder)}")
+    typer.echo(f"report: {write_report(opened.folder, pictures=png)}")
 
 
 @app.command()
