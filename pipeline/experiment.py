@@ -12,6 +12,7 @@ from pipeline.driver_job import refuse_beside_job
 from pipeline.flow import Graph
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
 from pipeline.leases import pool_needs
+from pipeline.notices import Notices
 from pipeline.notify import announced, check_command
 from pipeline.plan import Plan, load_plan
 from pipeline.pools import PoolExecutor
@@ -207,7 +208,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -
                 executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
             else:
                 executor = LauncherExecutor(run, launcher, plan, cluster, stop)
-        listeners: list[Listener] = [console, Trackers(run)]
+        listeners: list[Listener] = [console, Notices(run), Trackers(run)]
         try:
             Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
         except KeyboardInterrupt:

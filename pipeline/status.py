@@ -10,12 +10,14 @@ from pathlib import Path
 
 from rich.console import Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.driver_job import noted_job, submitted
 from pipeline.export import versions
 from pipeline.flow import Graph
 from pipeline.metrics import iterations, manifest_of
+from pipeline.notices import notices
 from pipeline.pool_status import PoolsStatus, pool_table, read_pools
 from pipeline.run import LOCK, Run, is_driven
 from pipeline.terminal import terminal
@@ -40,6 +42,7 @@ class RunStatus:
     reward: float | None
     versions: list[int]
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     pools: PoolsStatus | None = None
     """Of a run of grain ``segment`` that goes on."""
 
@@ -91,6 +94,7 @@ def read_status(folder: Path) -> RunStatus:
         reward=reward.metrics["mean"] if reward else None,
         versions=sorted(versions(run.folder)),
         jobs=_jobs(run, finished),
+        notices=notices(run),
         pools=read_pools(run.folder),
     )
 
@@ -133,6 +137,8 @@ def table(status: RunStatus) -> Table:
     if status.score is not None:
         out.add_row("held-out score", f"{status.score:.3f}")
     out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
+    for notice in status.notices:
+        out.add_row("notice", escape(notice))
     for identity, name, state, partition, reason in status.jobs:
         out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
     return out

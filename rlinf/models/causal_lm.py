@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError, nearest
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, copy_weights, pad
+from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
 from rlinf.models.linear import use_onednn
 from rlinf.models.tokenizer import write_character_tokenizer
 
@@ -63,6 +65,7 @@ class CausalLM(Policy):
                     "(pickled weights are not loaded)"
                 )
             load_tokenizer(folder, config.trust_remote_code)
+            check_weights(folder)
             return
         if "alphabet" not in spec:
             raise ConfigError(
@@ -185,28 +188,43 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     """The network of a checkpoint folder.
 
     Raises:
-        DataError: missing folder or files, or model code without permission to run it.
+        DataError: missing folder or files, tensors that are missing or not the network's, or model
+            code without permission to run it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     check_checkpoint(folder, config.trust_remote_code)
+    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]
+    # What it would warn of is an error here.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         settings = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
         without_dropout(settings)
-        module = AutoModelForCausalLM.from_pretrained(
+        module, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=settings,
             dtype=getattr(torch, config.dtype),
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
+    finally:
+        logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]
+    refuse_unfit(
+        f"model.path: {folder}",
+        found["missing_keys"],
+        found["unexpected_keys"],
+        found["mismatched_keys"],
+    )
     use_onednn(module)
     return module
 
@@ -284,6 +302,33 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
             f"model.path: {folder} brings its own Python code (auto_map in config.json); "
             "to run it set model.trust_remote_code=true"
         )
+
+
+def check_weights(folder: Path) -> None:
+    """See that a checkpoint has all tensors of its network and no others, without loading it.
+
+    Where the names in the files are not the network's own (model code of the checkpoint, tensors
+    that are fused on loading), loading tells.
+
+    Raises:
+        DataError: lists what is missing, unexpected or of another shape.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if "auto_map" in json.loads((folder / "config.json").read_text()):
+        return
+    stored = stored_shapes(folder)
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+        module = meta_network(settings)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
+    if module is not None:
+        prefix, own = f"{module.base_model_prefix}.", module.state_dict().keys()
+        if not any(name.startswith(prefix) for name in stored):  # of the network below the head
+            stored = {prefix + n if prefix + n in own else n: shape for n, shape in stored.items()}
+        check_fit(f"model.path: {folder}", stored, module)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
+from rlinf.models.fit import check_fit
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 
@@ -118,7 +119,9 @@ class MLPPolicy(Policy):
         try:
             settings = json.loads((folder / SETTINGS).read_text())
             module = ActorCritic(settings)
-            module.load_state_dict(load_file(folder / WEIGHTS))
+            tensors = load_file(folder / WEIGHTS)
+            check_fit(str(folder), {name: t.shape for name, t in tensors.items()}, module)
+            module.load_state_dict(tensors)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise DataError(f"{folder}: not a policy folder ({error})") from None
         return cls(module, settings)
