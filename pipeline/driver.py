@@ -53,17 +53,21 @@ class Executor(Protocol):
     live: bool
     """Whether a stage may be started before its inputs are committed."""
 
+    @property
+    def remains(self) -> str:
+        """What an interrupted driver leaves behind, for the person that interrupted it."""
+
     def start(self, node: Node, call: StageCall) -> None:
         """Begin an attempt at a node."""
 
     def ended(self) -> dict[Node, Outcome]:
         """Attempts that ended since the last call; may wait a little for one."""
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         """Cancel what runs; called when the driver ends for whatever reason.
 
         Args:
-            replaced: by another driver, whose it all is now: leave it.
+            leave: it to another driver, which is there or will be.
         """
 
 
@@ -75,6 +79,7 @@ class InProcess:
     resident: dict[str, Any] = field(default_factory=dict)
     stopping: Callable[[], bool] = lambda: False
     live: bool = False
+    remains: str = "the stage under way begins anew"
     _ended: dict[Node, Outcome] = field(default_factory=dict)
 
     def start(self, node: Node, call: StageCall) -> None:
@@ -92,10 +97,17 @@ class InProcess:
         ended, self._ended = self._ended, {}
         return ended
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         environment = self.resident.pop("environment", None)
         if environment is not None:
             environment[1].close()
+
+
+def call_of(run: Run, graph: Graph, node: Node) -> StageCall:
+    """The call that makes the output of a node."""
+    inputs = {name: graph.folder(run.folder, source) for name, source in graph.inputs(node).items()}
+    out = graph.folder(run.folder, node)
+    return StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
 
 
 class Listener(Protocol):
@@ -147,20 +159,24 @@ class Driver:
             RequeueRequested: the allocation of this process is about to end.
         """
         with self.run.driven() as lock:
-            replaced = False
+            leave = True
             try:
                 self._recover()
                 self._loop(lock)
+                leave = False
             except RunLockedError:
-                replaced = True
+                raise  # another driver has the run
+            except (InputError, StageError, KeyboardInterrupt):
+                leave = False  # nobody goes on with it before something has changed
                 raise
             finally:
-                self.executor.stop(replaced=replaced)
+                self.executor.stop(leave=leave)
 
     def _recover(self) -> None:
         settle_frozen(self._committed, self.choice)
         if self._done:
-            log.info("resuming: %d stages are done", len(self._done))
+            count = len({n.iteration for n in self._done if n.stage == "sync"})
+            log.info("resuming after iteration %d of %d", count, self.graph.iterations)
         rows = self._written.renew()
         for listener in self.listeners:
             listener.resumed(rows)
@@ -217,21 +233,10 @@ class Driver:
         )
 
     def _start(self, node: Node) -> None:
-        inputs = {
-            name: self.graph.folder(self.run.folder, source)
-            for name, source in self.graph.inputs(node).items()
-        }
-        out = self.graph.folder(self.run.folder, node)
         # A launcher that watches for a manifest must not take that of another attempt, made of
         # other inputs, for the end of this job.
         self._committed.make_way(node)
-        call = StageCall(
-            node.stage,
-            self.run.folder / CONFIG,
-            out,
-            node.iteration,
-            inputs,
-        )
+        call = call_of(self.run, self.graph, node)
         for listener in self.listeners:
             listener.node_started(node)
         self._running.add(node)

@@ -30,8 +30,8 @@ from pipeline.scaling import Load
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, ArtifactError, StageError
 from stages.board import keep_newest
-from stages.generate import unfinished
 from stages.layout import POOLS
+from stages.names import unfinished
 
 CLAIMS = "claims.jsonl"
 PREPARES = -1

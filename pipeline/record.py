@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline.facts import made_with
 from rlinf import __version__
 from rlinf.artifacts import write_atomic
 from rlinf.config import digest, semantic
@@ -33,6 +34,10 @@ class Record(BaseModel):
     digest."""
     frozen: str | None = None
     """Digest of ``config``."""
+    host: str = ""
+    versions: dict[str, str] = {}
+    commit: str = ""
+    """Where and with what the run was begun; see :func:`pipeline.facts.made_with`."""
     was: str | None = None
     """That of ``config.yaml`` while it is being replaced."""
 
@@ -77,15 +82,15 @@ def write_record(folder: Path, config: Mapping[str, Any], was: str | None = None
         known = read_record(folder)
     except ConfigError:
         known = None
-    record = Record(
-        name=folder.name,
-        id=known.id if known is not None else digest(kept),
-        created=known.created if known is not None else time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        version=known.version if known is not None else __version__,
-        config=kept,
-        frozen=digest(kept),
-        was=was,
-    )
+    if known is None:
+        known = Record(
+            name=folder.name,
+            id=digest(kept),
+            created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            version=__version__,
+            **made_with(),
+        )
+    record = known.model_copy(update={"config": kept, "frozen": digest(kept), "was": was})
     write_atomic(folder / RUN, json.dumps(record.model_dump(exclude_none=True), indent=1))
 
 

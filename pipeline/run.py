@@ -18,6 +18,7 @@ import psutil
 
 from rlinf.config import RunConfig
 from rlinf.errors import RunLockedError
+from slurm.ids import own_id
 from stages.layout import CONFIG
 from stages.runner import load_config
 
@@ -73,6 +74,7 @@ class Lock:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
+            "job": own_id(),
             "token": secrets.token_hex(8),
         }
         _take(path, self._mine)
@@ -149,6 +151,8 @@ def _owner(path: Path) -> dict[str, Any] | None:
 
 
 def _alive(path: Path, owner: dict[str, Any]) -> bool:
+    if owner.get("job") is not None and owner["job"] == own_id() and owner["pid"] != os.getpid():
+        return False  # Slurm started this job again: its former life is over
     if owner["host"] == socket.gethostname():
         try:
             process = psutil.Process(int(owner["pid"]))

@@ -22,6 +22,8 @@ LEAST_FREE_BYTES = 1 << 19
 EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
 EXIT_REQUEUE = 75
+EXIT_INTERRUPTED = 130
+"""What a shell reports of a program that an interrupt ended."""
 
 
 class RlinfError(Exception):
@@ -107,6 +109,16 @@ class RequeueRequested(RlinfError):
     """The allocation is about to end; the stage left its work resumable."""
 
     exit_code = EXIT_REQUEUE
+
+
+class Interrupted(RlinfError):
+    """The user ended the driver by Ctrl-C; what was committed stays."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+class RunStopped(RlinfError):
+    """``rlinf stop`` ended the run; it can be resumed."""
 
 
 class InputFailed(RlinfError):

@@ -164,6 +164,8 @@ class Context:
     live: Live | None = None
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     spans: list[dict[str, Any]] = field(default_factory=list)
+    usage: list[dict[str, Any]] = field(default_factory=list)
+    """What it used of its machine; see ``stages.usage``."""
     extra: dict[str, Any] = field(default_factory=dict)
     worker: str = ""
     """Name of the resident worker; empty in a job of the stage's own."""

@@ -48,6 +48,7 @@ from stages.code import stage_code
 from stages.context import Context, Input, Live
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
+from stages.usage import METER
 
 RANK_TIMEOUT_S = 600.0
 MEND = "start the run with its first command and --keep, which writes the file anew"
@@ -221,7 +222,8 @@ class Attempt:
             known = read_manifest(ctx.out)
             sweep(ctx.out, {ctx.data.name, known.data if known else ctx.data.name})
         ctx.data.mkdir(parents=True, exist_ok=True)
-        with self._removing():
+        who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
+        with self._removing(), METER.measuring(ctx.usage, **who):
             module = importlib.import_module(f"stages.{ctx.stage}")
             (module.gather if self._gathers else module.run)(ctx)
             ctx.took(ctx.stage, self._start)
@@ -245,6 +247,7 @@ class Attempt:
                 report = {
                     "metrics": ctx.metrics,
                     "spans": ctx.spans,
+                    "usage": ctx.usage,
                     "extra": ctx.extra,
                     "digests": ctx.live.digests if ctx.live else {},
                 }
@@ -307,6 +310,7 @@ class Attempt:
                 "start": self._start,
                 "end": time.time(),
                 "spans": ctx.spans,
+                "usage": ctx.usage,
             },
             host=socket.gethostname(),
             job=os.environ.get("SLURM_JOB_ID", ""),
@@ -346,6 +350,7 @@ def _merge_ranks(ctx: Context) -> None:
             for channel, digest in report["digests"].items():
                 ctx.live.digests[channel] ^= digest
     ctx.spans = [span for report in reports for span in report["spans"]]
+    ctx.usage = [entry for report in reports for entry in report["usage"]]
     names = sorted({name for report in reports for name in report["metrics"]})
     for name in names:
         parts = [report["metrics"][name] for report in reports if name in report["metrics"]]
