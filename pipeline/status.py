@@ -20,6 +20,7 @@ from pipeline.pool_status import PoolsStatus, pool_table, read_pools
 from pipeline.run import LOCK, Run, is_driven
 from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
+from stages.identity import Kept, read_ledger
 from stages.layout import PER_ITERATION, stage_folder
 
 REFRESH_S = 2.0
@@ -42,6 +43,8 @@ class RunStatus:
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
     pools: PoolsStatus | None = None
     """Of a run of grain ``segment`` that goes on."""
+    kept: tuple[Kept, ...] = ()
+    """Results that count though configuration or code is another now."""
 
     @property
     def eta_s(self) -> float | None:
@@ -92,6 +95,7 @@ def read_status(folder: Path) -> RunStatus:
         versions=sorted(versions(run.folder)),
         jobs=_jobs(run, finished),
         pools=read_pools(run.folder),
+        kept=read_ledger(run.folder).kept,
     )
 
 
@@ -133,6 +137,9 @@ def table(status: RunStatus) -> Table:
     if status.score is not None:
         out.add_row("held-out score", f"{status.score:.3f}")
     out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
+    for entry in status.kept:
+        results = f"{len(entry.outputs)} results, on {entry.when}, though these differ: "
+        out.add_row("kept", results + "; ".join(entry.why))
     for identity, name, state, partition, reason in status.jobs:
         out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
     return out
