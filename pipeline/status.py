@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from pipeline.driver_job import noted_job, submitted
@@ -22,6 +21,7 @@ from pipeline.pool_status import PoolsStatus, pool_table, read_pools
 from pipeline.run import LOCK, Run, is_driven
 from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
+from stages.identity import Kept, read_ledger
 from stages.layout import PER_ITERATION, stage_folder
 
 REFRESH_S = 2.0
@@ -45,6 +45,8 @@ class RunStatus:
     notices: list[str] = field(default_factory=list)
     pools: PoolsStatus | None = None
     """Of a run of grain ``segment`` that goes on."""
+    kept: tuple[Kept, ...] = ()
+    """Results that count though configuration or code is another now."""
 
     @property
     def eta_s(self) -> float | None:
@@ -96,6 +98,7 @@ def read_status(folder: Path) -> RunStatus:
         jobs=_jobs(run, finished),
         notices=notices(run),
         pools=read_pools(run.folder),
+        kept=read_ledger(run.folder).kept,
     )
 
 
@@ -138,7 +141,10 @@ def table(status: RunStatus) -> Table:
         out.add_row("held-out score", f"{status.score:.3f}")
     out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
     for notice in status.notices:
-        out.add_row("notice", escape(notice))
+        out.add_row("notice", notice)
+    for entry in status.kept:
+        results = f"{len(entry.outputs)} results, on {entry.when}, though these differ: "
+        out.add_row("kept", results + "; ".join(entry.why))
     for identity, name, state, partition, reason in status.jobs:
         out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
     return out
