@@ -42,7 +42,7 @@ class Committed:
             return manifest
         except ArtifactError as error:
             log.warning("%s; it will be rebuilt", error)
-            quarantine(error.manifest)
+            quarantine(error.manifest, error.data)
             return None
 
     def recover(self) -> None:

@@ -14,9 +14,10 @@ from rich.table import Table
 
 from pipeline.export import versions
 from pipeline.flow import Graph
+from pipeline.lock import LOCK, is_driven
 from pipeline.metrics import iterations, manifest_of
 from pipeline.pool_status import PoolsStatus, pool_table, read_pools
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.run import Run
 from rlinf.errors import RlinfError
 from stages.layout import PER_ITERATION, stage_folder
 
@@ -147,9 +148,7 @@ def _current_stage(run: Run, iteration: int) -> str:
 
 def _driver(run: Run) -> str:
     owner = is_driven(run.folder / LOCK)
-    return (
-        f"process {owner['pid']} on {owner['host']}" if owner else "none (rlinf resume starts one)"
-    )
+    return f"process {owner.pid} on {owner.host}" if owner else "none (rlinf resume starts one)"
 
 
 def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:

@@ -262,7 +262,7 @@ class Worker:
     def _work(self, order: Mapping[str, Any], turn: Turn | Aside) -> None:
         output = self._board.output(str(order["out"]))
         try:
-            with withdrawing(self._world):
+            with withdrawing():
                 with turn:
                     attempt = self._attempt(order, output, turn)
                     self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)

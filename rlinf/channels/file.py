@@ -7,6 +7,7 @@ Python object is stored, so reading never runs foreign code, and equal records g
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import h5py
 import numpy as np
 
 from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed
+from rlinf.checked import read_bytes
 from rlinf.data.record import Identity, Record, Scalar
 
 SCHEMA = 1
@@ -146,9 +148,11 @@ def read_records(path: Path) -> list[Record]:
 
     Raises:
         ValueError: not such a file, or of another schema version.
+        ArtifactError: it is committed and damaged.
     """
+    data = read_bytes(path)
     try:
-        file = h5py.File(path, "r", locking=False)
+        file = h5py.File(io.BytesIO(data), "r")
     except OSError as error:
         raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
     with file:
