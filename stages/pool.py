@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlinf import machine
+from rlinf import leftovers, machine
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
@@ -65,6 +65,7 @@ def worker_name(pool: str, rank: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to leave (0), or asked to stop by Slurm (75)."""
     machine.apply()
+    leftovers.sweep()
     parser = argparse.ArgumentParser(prog="python -m stages.pool", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")

@@ -13,6 +13,7 @@ the segment when any one of the processes ends; this is the same ``mmap`` of the
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import itertools
 import json
@@ -25,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -470,15 +471,21 @@ class _Lock:
 
 def sweep(older_than_s: float = 60.0) -> None:
     """Remove this user's segments on this node that no living process takes part in."""
+    for segment in abandoned(older_than_s):
+        with contextlib.suppress(OSError):
+            _remove_unused(segment)
+
+
+def abandoned(older_than_s: float = 60.0) -> Iterator[Path]:
+    """They: whoever made one more recently may still be about to take part."""
     for segment in SHM.glob(f"{PREFIX}{os.getuid()}-*"):
-        try:
-            if time.time() - segment.stat().st_ctime >= older_than_s:
-                _remove_unused(segment)
-        except FileNotFoundError:
-            continue
+        with contextlib.suppress(OSError):
+            old = time.time() - segment.lstat().st_ctime >= older_than_s
+            if old and _remove_unused(segment, dry_run=True):
+                yield segment
 
 
-def _remove_unused(segment: Path) -> bool:
+def _remove_unused(segment: Path, *, dry_run: bool = False) -> bool:
     file = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
     try:
         with _Lock(file):
@@ -486,7 +493,8 @@ def _remove_unused(segment: Path) -> bool:
             peers = np.frombuffer(table[: len(table) // PEER.itemsize * PEER.itemsize], PEER)
             if any(peer["pid"] > 0 and _joined(peer) for peer in peers):
                 return False
-            segment.unlink(missing_ok=True)
+            if not dry_run:
+                segment.unlink(missing_ok=True)
             return True
     finally:
         os.close(file)
