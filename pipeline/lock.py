@@ -23,6 +23,7 @@ from typing import Any
 
 from rlinf.alive import boot, is_alive, own_start, space
 from rlinf.errors import RunLockedError
+from slurm.ids import own_id
 
 LOCK = "driver.json"
 HEARTBEAT_S = 10.0
@@ -43,12 +44,15 @@ class Owner:
     space: int = 0
     started: int = 0
     """In ticks since boot."""
+    job: str = ""
+    """Id of the Slurm job it is, if it is one."""
 
     @classmethod
     def this(cls) -> Owner:
         """This process."""
         token = secrets.token_hex(8)
-        return cls(socket.gethostname(), os.getpid(), token, boot(), space(), own_start())
+        place = (boot(), space(), own_start(), own_id() or "")
+        return cls(socket.gethostname(), os.getpid(), token, *place)
 
     @classmethod
     def read(cls, path: Path) -> Owner:
@@ -62,10 +66,10 @@ class Owner:
         if not isinstance(values, dict):
             raise ValueError("no table")
         known: dict[str, Any] = {name: values.get(name) for name in ("host", "pid", "token")}
-        for name in ("boot", "space", "started"):
+        for name in ("boot", "space", "started", "job"):
             known[name] = values.get(name, getattr(cls, name))
         for name, value in known.items():
-            kind = str if name in ("host", "token", "boot") else int
+            kind = int if name in ("pid", "space", "started") else str
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}")
         return cls(**known)
@@ -263,6 +267,8 @@ def _gone(path: Path, token: str | None = None) -> bool:
 
 
 def _alive(path: Path, owner: Owner) -> bool:
+    if owner.job and owner.job == own_id() and owner.pid != os.getpid():
+        return False  # Slurm started this job again: its former life is over
     if owner.started and (owner.boot, owner.space) == (boot(), space()):
         return is_alive(owner.pid, owner.started)
     try:

@@ -15,7 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlinf import checked
-from rlinf.artifacts import Manifest, attempt_folder, commit, describe_files, quarantine
+from rlinf.artifacts import (
+    Manifest,
+    attempt_folder,
+    commit,
+    content_digest,
+    describe_files,
+    quarantine,
+)
 from rlinf.channels.file import read_records, write_records
 from rlinf.checked import copy_file, private_copy, read_bytes
 from rlinf.data.record import Identity, Record
@@ -36,7 +43,8 @@ def committed(out: Path, write: Callable[[Path], None], attempt: str = "a") -> P
         write(data)
         files = describe_files(data)
         timing = {"start": 0, "end": 1, "spans": []}
-        one = Manifest("sync", 0, "k", "c", data.name, files, {}, {}, timing, "h", "")
+        content = content_digest(files, {})
+        one = Manifest("sync", 0, "k", content, data.name, files, {}, {}, timing, "h", "")
         commit(out, one)
     return data
 
