@@ -15,10 +15,11 @@ from rich.table import Table
 from pipeline.driver_job import noted_job, submitted
 from pipeline.export import versions
 from pipeline.flow import Graph
+from pipeline.lock import LOCK, is_driven
 from pipeline.metrics import iterations, manifest_of
 from pipeline.notices import notices
 from pipeline.pool_status import PoolsStatus, pool_table, read_pools
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.run import Run
 from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
 from stages.identity import Kept, read_ledger
@@ -162,8 +163,8 @@ def _current_stage(run: Run, iteration: int) -> str:
 def _driver(run: Run, *, finished: bool) -> str:
     owner = is_driven(run.folder / LOCK)
     if owner is not None:
-        job = f", job {owner['job']}" if owner.get("job") else ""
-        return f"process {owner['pid']} on {owner['host']}{job}"
+        job = f", job {owner.job}" if owner.job else ""
+        return f"process {owner.pid} on {owner.host}{job}"
     try:
         found = submitted(run)
     except RlinfError as error:

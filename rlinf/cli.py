@@ -270,6 +270,22 @@ def plan(
 
 
 @app.command()
+def clean(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories to look through as well")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing")
+    ] = False,
+) -> None:
+    """Remove what killed processes left: shared memory of this node, temporary files of runs."""
+    from pipeline.clean import clean as remove
+
+    for line in remove(folders or [], dry_run=dry_run):
+        typer.echo(line)
+
+
+@app.command()
 def replan(
     folder: RunFolder,
     profile: Annotated[

@@ -83,14 +83,15 @@ class MissingPackageError(InputError):
 class ArtifactError(RlinfError):
     """A committed artifact is missing, truncated or altered on disk.
 
-    ``manifest`` is the manifest of the damaged artifact, so that its stage can be run again.
+    ``manifest`` is the manifest of the damaged artifact, so that its stage can be run again;
+    ``data`` names its data folder, where known: another attempt may have committed since.
     """
 
     exit_code = EXIT_BAD_ARTIFACT
 
-    def __init__(self, message: str, manifest: Path) -> None:
+    def __init__(self, message: str, manifest: Path, data: str | None = None) -> None:
         super().__init__(message)
-        self.manifest = manifest
+        self.manifest, self.data = manifest, data
 
 
 class TransferError(RlinfError):

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlinf import machine
+from rlinf import leftovers, machine
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
@@ -59,6 +59,7 @@ log = logging.getLogger("rlinf")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to leave (0), or asked to stop by Slurm (75)."""
     machine.apply()
+    leftovers.sweep()
     parser = argparse.ArgumentParser(prog="python -m stages.pool", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")
@@ -258,7 +259,7 @@ class Worker:
     def _work(self, order: Mapping[str, Any], turn: Turn | Aside) -> None:
         output = self._board.output(str(order["out"]))
         try:
-            with withdrawing(self._world):
+            with withdrawing():
                 with turn:
                     attempt = self._attempt(order, output, turn)
                     self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)

@@ -13,6 +13,7 @@ the segment when any one of the processes ends; this is the same ``mmap`` of the
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import itertools
 import json
@@ -25,13 +26,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import xxhash
 
+from rlinf.alive import DEAD, boot, is_alive, own_start, process
 from rlinf.artifacts import write_atomic
 from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed, ChannelFailed
 from rlinf.channels.queue import Batch, Seen
@@ -43,7 +45,6 @@ SHM = Path("/dev/shm")
 PREFIX = "rlinf-channel-"
 SLOTS = 1024
 PEERS = 64
-DEAD = "ZX"
 REASON_BYTES = 4096
 FREE, WRITING, READY, TAKEN = range(4)
 HOST = 0
@@ -140,7 +141,7 @@ class SharedMemoryChannel(Channel):
             head["fail_on_death"], head["hosted"], head["gap"] = fail_on_death, hosted, (0, size)
             os.pwrite(file, head.tobytes(), 0)
             channel = cls(segment, pointer)
-            write_atomic(pointer, json.dumps({"node": _node(), "segment": segment.name}))
+            write_atomic(pointer, json.dumps({"node": boot(), "segment": segment.name}))
             pointer.chmod(0o600)
         except OSError as error:
             segment.unlink(missing_ok=True)
@@ -269,7 +270,7 @@ class SharedMemoryChannel(Channel):
         do when it goes on. Kill it to have its work redone.
         """
         pids = [int(peer["pid"]) for peer in self._peers]
-        states = {pid: _process(pid)[0] for pid in pids if pid > 0}
+        states = {pid: process(pid)[0] for pid in pids if pid > 0}
         return {pid: state for pid, state in states.items() if state not in DEAD}
 
     def __len__(self) -> int:
@@ -405,13 +406,13 @@ class SharedMemoryChannel(Channel):
             if not len(free):
                 raise InputError(f"{self._pointer}: a channel has at most {PEERS} participants")
             me = int(free[0])
-            self._peers[me] = (os.getpid(), _process(os.getpid())[1])
+            self._peers[me] = (os.getpid(), own_start())
             return me
 
     def _bury(self) -> None:
         """Undo what dead participants had begun."""
         for peer in np.flatnonzero(self._peers["pid"]).tolist():
-            if _alive(self._peers[peer]):
+            if _joined(self._peers[peer]):
                 continue
             owned, state = self._slots["owner"] == peer, self._state
             state[owned & (state == WRITING)] = FREE
@@ -470,23 +471,30 @@ class _Lock:
 
 def sweep(older_than_s: float = 60.0) -> None:
     """Remove this user's segments on this node that no living process takes part in."""
+    for segment in abandoned(older_than_s):
+        with contextlib.suppress(OSError):
+            _remove_unused(segment)
+
+
+def abandoned(older_than_s: float = 60.0) -> Iterator[Path]:
+    """They: whoever made one more recently may still be about to take part."""
     for segment in SHM.glob(f"{PREFIX}{os.getuid()}-*"):
-        try:
-            if time.time() - segment.stat().st_ctime >= older_than_s:
-                _remove_unused(segment)
-        except FileNotFoundError:
-            continue
+        with contextlib.suppress(OSError):
+            old = time.time() - segment.lstat().st_ctime >= older_than_s
+            if old and _remove_unused(segment, dry_run=True):
+                yield segment
 
 
-def _remove_unused(segment: Path) -> bool:
+def _remove_unused(segment: Path, *, dry_run: bool = False) -> bool:
     file = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
     try:
         with _Lock(file):
             table = os.pread(file, PEERS * PEER.itemsize, HEAD.itemsize)
             peers = np.frombuffer(table[: len(table) // PEER.itemsize * PEER.itemsize], PEER)
-            if any(peer["pid"] > 0 and _alive(peer) for peer in peers):
+            if any(peer["pid"] > 0 and _joined(peer) for peer in peers):
                 return False
-            segment.unlink(missing_ok=True)
+            if not dry_run:
+                segment.unlink(missing_ok=True)
             return True
     finally:
         os.close(file)
@@ -500,29 +508,13 @@ def _segment(pointer: Path) -> Path:
     """
     values = json.loads(pointer.read_text(encoding="utf-8"))
     name = str(values["segment"])
-    if values["node"] != _node() or not name.startswith(PREFIX) or "/" in name:
+    if values["node"] != boot() or not name.startswith(PREFIX) or "/" in name:
         raise FileNotFoundError(pointer)
     return SHM / name
 
 
-def _node() -> str:
-    """This boot of this machine: a segment is gone after the next."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-
-
-def _process(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process; ``("X", 0)`` when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "X", 0
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
-
-
-def _alive(peer: np.void) -> bool:
-    state, started = _process(abs(int(peer["pid"])))
-    return state not in DEAD and started == peer["started"]
+def _joined(peer: np.void) -> bool:
+    return is_alive(abs(int(peer["pid"])), int(peer["started"]))
 
 
 def _digest(key: str) -> int:
