@@ -18,6 +18,7 @@ from pipeline.report import write_report
 from pipeline.run import Run
 from pipeline.show import Console, Trackers
 from rlinf import tree
+from rlinf.channels.curve import address_on
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError, storage_error
 from slurm.signals import StopFlag
@@ -33,6 +34,8 @@ def prepare(values: Mapping[str, Any]) -> Run:
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.interface is not None:
+        address_on(cluster.interface)
     if plan.grain == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
             "plan: grain: segment: pools are processes of their own; add cluster=local (this "

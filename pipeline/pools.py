@@ -112,7 +112,7 @@ class PoolExecutor:
     def _begin(self) -> None:
         """Call the pools in: not before there is work, nor while another driver has the run."""
         (self.run.folder / POOLS).mkdir(exist_ok=True)
-        self._controller = Controller(self.run.folder / CHANNELS)
+        self._controller = Controller(self.run.folder / CHANNELS, interface=self.cluster.listens_on)
         for pools in self._units():
             self._open(pools)
         self._scale()
