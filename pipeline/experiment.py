@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pipeline.show import Console, Trackers
 from rlinf import tree
 from rlinf.channels.curve import address_on
 from rlinf.config import RunConfig, validate
-from rlinf.errors import ConfigError, PlanError, storage_error
+from rlinf.errors import ConfigError, PlanError, told_of_exhaustion
 from slurm.signals import StopFlag
 
 
@@ -51,7 +50,8 @@ def prepare(values: Mapping[str, Any]) -> Run:
 
 def execute(values: Mapping[str, Any]) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
-    return drive(prepare(values))
+    with told_of_exhaustion():
+        return drive(prepare(values))
 
 
 def named(words: Sequence[str]) -> Run:
@@ -116,26 +116,15 @@ def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
     Args:
         overrides: keys of the ``cluster`` section that differ this time.
     """
-    with _told_of_full_disks():
+    with told_of_exhaustion():
         _drive(run, overrides or {}, offline=False)
         return write_report(run.folder)
 
 
 def warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
-    with _told_of_full_disks():
+    with told_of_exhaustion():
         _drive(run, {}, offline=True)
-
-
-@contextlib.contextmanager
-def _told_of_full_disks() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = storage_error(error)
-        if full is not None:
-            raise full from error
-        raise
 
 
 def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:

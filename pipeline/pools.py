@@ -140,7 +140,13 @@ class PoolExecutor:
         ended: dict[Node, Outcome] = {}
         for event in self._control.events(EVENTS_S):
             if isinstance(event, Report):
-                self._reported(event, ended)
+                try:
+                    self._reported(event, ended)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise StageError(
+                        f"{event.worker} sent a report that makes no sense ({error!r}): its "
+                        f"program is broken or of another version; its log says more"
+                    ) from error
             elif isinstance(event, Joined):
                 self._joined(event)
             elif isinstance(event, Lost):

@@ -1,7 +1,7 @@
 """Threads that serve others: one that fails ends its process at once, with the cause.
 
-Whoever waits for such a thread would wait in silence for ever, here or in another process; a process
-that ended is noticed, named and replaced.
+Whoever waits for such a thread would wait in silence for ever, here or in another process; a
+process that ended is noticed, named and replaced.
 """
 
 from __future__ import annotations

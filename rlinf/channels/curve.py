@@ -61,7 +61,8 @@ class Door:
     ``limit`` others have come after them, so that strangers cannot use up the files that the
     process may open. A member that is cut off so tries again by itself.
 
-    ``refused`` counts who showed another key, ``dropped`` connections that ended because others came.
+    ``refused`` counts who showed another key, ``dropped`` connections that ended because others
+    came.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ import mmap
 import os
 import platform
 import secrets
-import stat
 import threading
 import time
 import weakref
@@ -39,6 +38,7 @@ from rlinf.channels.queue import Batch, Seen
 from rlinf.channels.wire import ALIGN, decode, encode
 from rlinf.data.record import Record
 from rlinf.errors import DataError, InputError, StorageError
+from rlinf.private import is_private
 from rlinf.threads import Malformed
 
 SHM = Path("/dev/shm")
@@ -524,12 +524,10 @@ def _check_owner(file: int, segment: Path) -> None:
     Raises:
         InputError: it is not a file of this user alone.
     """
-    info = os.fstat(file)
-    alone = info.st_uid == os.getuid() and stat.S_IMODE(info.st_mode) == 0o600
-    if not alone or not stat.S_ISREG(info.st_mode):
+    if not is_private(file):
         raise InputError(
-            f"{segment}: not a segment of this user alone (mode 0600); remove it, or have its owner "
-            f"(user {info.st_uid}) remove it, and start the run again"
+            f"{segment}: not a segment of this user alone (owner {os.fstat(file).st_uid}, mode "
+            "other than 0600); have its owner remove it and start the run again"
         )
 
 
