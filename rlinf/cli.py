@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rlinf import __version__, machine, tree
-from rlinf.errors import RlinfError
+from rlinf.errors import RlinfError, told_of_exhaustion
 
 app = typer.Typer(
     help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
@@ -391,7 +391,8 @@ def main(argv: list[str] | None = None) -> Any:
     sys.path.append(str(Path.cwd()))
     machine.apply()
     try:
-        return app(args=argv, prog_name="rlinf")
+        with told_of_exhaustion():
+            return app(args=argv, prog_name="rlinf")
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -23,6 +23,7 @@ from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError, nearest
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting, pad
 from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
+from rlinf.models.folder import check_links
 from rlinf.models.linear import use_onednn
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import TensorFile, load_tensors
@@ -333,6 +334,7 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
         beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
         hint = nearest(folder.name, beside) if beside else ""
         raise DataError(f"model.path: no folder {folder}{hint}")
+    check_links(folder)
     settings = folder / "config.json"
     if not settings.is_file():
         raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
