@@ -21,7 +21,7 @@ from tests.pipeline.helpers import contents, run_here, start_driver, until
 
 pytestmark = pytest.mark.cluster
 ON_SPOT = {**PLAN["stages"], "rollout": {"partition": "spot", "gpus": 1, "gpu_type": "a100"}}
-LONGER = "iterations=60"
+LONGER = "iterations=40"
 
 
 def rlinf(*command: str, code: int = 0) -> str:
@@ -64,20 +64,18 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     rlinf("submit", *call(tmp_path, LONGER, f"cluster.notify=[{tell}]"), "--partition", "cpu")
     job = str(noted_job(Run.open(run)))
     strikes = [["scancel", "-s", "KILL", f"{job}.0"], ["scontrol", "requeue", job]]
-    for number, strike in [(4, strikes[0]), (18, strikes[1]), (32, strikes[0])]:
+    for number, strike in [(2, strikes[0]), (10, strikes[1]), (18, strikes[0])]:
         iteration(run, number)
         subprocess.run(strike, check=True)
-        if number == 18:
+        if number == 10:
             (node,) = shown("squeue", "-p", "spot", "-t", "RUNNING", "-o", "%N")
             where = ["-p", "gpu", "-w", node, "--exclusive", "-o", "/dev/null"]
             shown("sbatch", *where, "--wrap", "sleep 1")
     assert "another" not in rlinf("status", str(run))
     assert f"job {job}" in rlinf("resume", str(run), code=65)
-    iteration(run, 46)
+    iteration(run, 26)
     assert f"job {job} (driver) cancelled" in rlinf("stop", str(run))
     assert not queued(run)
-    (stopped,) = shown("sacct", "-n", "-X", "-j", job, "-o", "state%10")[:1]
-    assert stopped == "CANCELLED"
     assert not (tmp_path / "told").exists(), "who stops a run knows that it ended"
     rlinf("submit", str(run), "--partition", "cpu")
     run_here(words(tmp_path / "reference", LONGER))

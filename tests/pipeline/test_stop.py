@@ -118,10 +118,10 @@ def test_a_command_is_told_how_a_run_ended(
 ) -> None:
     out = tmp_path / "told"
     code = f"import sys; open({str(out)!r}, 'w').write(','.join(sys.argv[1:]))"
-    with contextlib.suppress(StageError, RequeueRequested, RunStopped):
-        with announced("a run", [sys.executable, "-c", code]):
-            if error is not None:
-                raise error
+    expected = contextlib.suppress(StageError, RequeueRequested, RunStopped)
+    with expected, announced("a run", [sys.executable, "-c", code]):
+        if error is not None:
+            raise error
     assert (out.read_text() if out.exists() else "") == told
 
 
