@@ -17,22 +17,35 @@ from pipeline.plan import Plan, load_plan
 from pipeline.pools import PoolExecutor
 from pipeline.report import write_report
 from pipeline.run import Run
+from pipeline.settle import Choice
 from pipeline.show import Console, Trackers
 from pipeline.stop import Stopping
 from rlinf import tree
 from rlinf.config import RunConfig, validate
-from rlinf.errors import ConfigError, PlanError, RequeueRequested, RunStopped, storage_error
+from rlinf.errors import (
+    ConfigError,
+    Interrupted,
+    PlanError,
+    RequeueRequested,
+    RunStopped,
+    storage_error,
+)
 from slurm.signals import StopFlag
 
 
-def prepare(values: Mapping[str, Any]) -> Run:
+def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
     """Validate a composed configuration and make (or reopen) its run directory.
 
+    Args:
+        choice: what to do about results that it would not make the same.
+
     Raises:
-        ConfigError, DataError, PlanError: nothing was written.
+        ConfigError, DataError, PlanError, MismatchError: nothing was written.
     """
+    from pipeline.freeze import create_run  # it loads algorithms, as the checks do
+
     config, plan = checked(values)
-    return Run.create(config, plan.dump())
+    return create_run(config, plan.dump(), choice)
 
 
 def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
@@ -62,9 +75,9 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
     return config, plan
 
 
-def execute(values: Mapping[str, Any]) -> Path:
+def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
-    return drive(prepare(values))
+    return drive(prepare(values, choice))
 
 
 def named(words: Sequence[str]) -> Run:
@@ -109,8 +122,11 @@ def composed(words: Sequence[str]) -> dict[str, Any]:
     return compose([forced(word) for word in words])
 
 
-def compose(overrides: list[str]) -> dict[str, Any]:
+def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
     """The configuration Hydra composes, as plain values.
+
+    Args:
+        searchpath: folders of further configuration files.
 
     Raises:
         ConfigError: Hydra cannot compose it.
@@ -123,7 +139,9 @@ def compose(overrides: list[str]) -> dict[str, Any]:
 
     try:
         with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
-            values = hydra_compose("config", overrides)
+            further = ",".join(f"file://{Path(folder).absolute()}" for folder in searchpath)
+            path = [f"hydra.searchpath=[{further}]"] if further else []
+            values = hydra_compose("config", [*overrides, *path])
         plain = OmegaConf.to_container(values, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from None
@@ -131,22 +149,28 @@ def compose(overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
+def drive(
+    run: Run, overrides: Mapping[str, Any] | None = None, choice: Choice = Choice.ASK
+) -> Path:
     """Take a run from where it is to its end and write the report.
 
     Args:
         overrides: keys of the ``cluster`` section that differ this time.
+        choice: what to do about results that this program would not make the same.
+
+    Raises:
+        MismatchError: there are some, and nobody chose.
     """
     cluster = cluster_of(run, overrides)
     with _told_of_full_disks(), announced(run.folder.name, cluster.notify):
-        _drive(run, cluster, offline=False)
+        _drive(run, cluster, choice, offline=False)
         return write_report(run.folder)
 
 
 def warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
     with _told_of_full_disks():
-        _drive(run, cluster_of(run), offline=True)
+        _drive(run, cluster_of(run), Choice.ASK, offline=True)
 
 
 @contextlib.contextmanager
@@ -169,9 +193,9 @@ def cluster_of(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterC
     return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
 
 
-def _drive(run: Run, cluster: ClusterConfig, *, offline: bool) -> None:
+def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -> None:
     refuse_beside_job(run)
-    with StopFlag() as flag, Console(run) as console:
+    with StopFlag() as flag, Console(run, cluster.launcher) as console:
         stop = Stopping(run.folder, flag.is_set)
         executor: Executor
         if cluster.launcher == "inprocess":
@@ -185,7 +209,12 @@ def _drive(run: Run, cluster: ClusterConfig, *, offline: bool) -> None:
                 executor = LauncherExecutor(run, launcher, plan, cluster, stop)
         listeners: list[Listener] = [console, Trackers(run)]
         try:
-            Driver(run, executor, listeners, cluster.retries, offline).drive()
+            Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted; {executor.remains}, and all that was committed stays. "
+                f"Go on with: rlinf resume {run.folder}"
+            ) from None
         except RequeueRequested:
             if stop.named:
                 raise RunStopped(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from launchers.base import Job, Launcher, Resources, State
+from launchers.base import Job, Launcher, Resources, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Node
 from pipeline.leases import pool_needs, with_gpus
@@ -20,6 +21,10 @@ from rlinf.config import Section
 from rlinf.errors import RequeueRequested
 from stages import SECTIONS
 from stages.runner import StageCall
+
+WAITS_S = 10.0
+"""A job that waits longer than this is spoken of."""
+log = logging.getLogger("rlinf")
 
 
 class DriverJob(Section):
@@ -149,6 +154,32 @@ def stage_job(node: Node, call: StageCall, run: Path, needs: Resources) -> Job:
 
 
 @dataclass
+class QueueLog:
+    """Says which jobs were submitted where, and why one does not start."""
+
+    _since: dict[str, float] = field(default_factory=dict)
+    _reasons: dict[str, str] = field(default_factory=dict)
+
+    def submitted(self, name: str, identity: str, partition: str | None) -> None:
+        """A job was handed to the launcher."""
+        self._since[name] = time.monotonic()
+        log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
+
+    def seen(self, name: str, identity: str, status: Status) -> None:
+        """How a job that has not ended is; each reason to wait is said once."""
+        known = self._reasons.get(name)
+        if status.state is State.PENDING:
+            late = time.monotonic() - self._since.get(name, 0.0) > WAITS_S
+            reason = status.reason or "no reason given"
+            if late and reason != known:
+                self._reasons[name] = reason
+                log.info("%s: job %s waits: %s", name, identity, reason)
+        elif known is not None:
+            del self._reasons[name]
+            log.info("%s: job %s runs%s", name, identity, status.node and f" on {status.node}")
+
+
+@dataclass
 class LauncherExecutor:
     """Runs stage calls through a launcher."""
 
@@ -159,10 +190,20 @@ class LauncherExecutor:
     stopping: Callable[[], bool] = lambda: False
     live: bool = False
     _ids: dict[Node, str] = field(default_factory=dict)
+    _queue: QueueLog = field(default_factory=QueueLog)
+
+    @property
+    def remains(self) -> str:
+        if self.cluster.launcher == "local":
+            return "its processes were stopped"
+        return f"{len(self._ids)} submitted jobs go on, and a resumed run finds them"
 
     def start(self, node: Node, call: StageCall) -> None:
         needs = resources(self.plan.of(node.stage), self.cluster)
-        self._ids[node] = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
+        identity = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
+        self._ids[node] = identity
+        if self.cluster.launcher == "slurm":
+            self._queue.submitted(node.name, identity, needs.partition)
 
     def ended(self) -> dict[Node, Outcome]:
         """Outcomes of ended jobs; sleeps until a look at the queue is due or a manifest shows."""
@@ -173,6 +214,7 @@ class LauncherExecutor:
         for node, identity in list(self._ids.items()):
             status = statuses[identity]
             if status.state.active:
+                self._queue.seen(node.name, identity, status)
                 continue
             del self._ids[node]
             code = 0 if status.state is State.DONE else status.exit_code or 1

@@ -304,8 +304,9 @@ def read_plan(path: Path) -> Plan:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(f"plan: no file {path}") from None
-    except yaml.YAMLError as error:
-        raise PlanError(f"plan: {path} is not valid YAML ({error})") from None
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise PlanError(f"plan: {path} is not valid YAML ({reason})") from None
     return parse_plan(values or {}, str(path))
 
 

@@ -72,6 +72,7 @@ class PoolExecutor:
     progress: Callable[[str, int, int, str], None] = lambda *_: None
     live: bool = True
     """Stages may start before their inputs are committed."""
+    remains: str = "its pools were stopped"
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)

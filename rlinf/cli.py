@@ -35,6 +35,17 @@ DryRun = Annotated[
 ]
 
 
+Redo = Annotated[
+    bool,
+    typer.Option(
+        "--redo", help="Make anew what another configuration or code made; the old is set aside"
+    ),
+]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="Go on with such results; the run notes what differs")
+]
+
+
 class Grain(StrEnum):
     """How long a job lasts."""
 
@@ -52,12 +63,17 @@ def version(
         raise typer.Exit
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def run(
     overrides: Overrides,
     dry_run: DryRun = False,
+    redo: Redo = False,
+    keep: Keep = False,
 ) -> None:
-    """Compose an experiment and run it (the same as python -m rlinf.launch)."""
+    """Compose an experiment and run it (the same as python -m rlinf.launch).
+
+    Hydra's own options are taken too: -m for a sweep, --config-dir for a folder of your own.
+    """
     if dry_run:
         from pipeline.submit import dry_run as write
 
@@ -65,7 +81,7 @@ def run(
         return
     from rlinf.launch import main as launch
 
-    raise typer.Exit(launch(overrides))
+    raise typer.Exit(launch([*overrides, *["--redo"] * redo, *["--keep"] * keep]))
 
 
 @app.command()
@@ -74,12 +90,16 @@ def resume(
     cluster: Annotated[
         str | None, typer.Option(help="inprocess, local or slurm; as before by default")
     ] = None,
+    redo: Redo = False,
+    keep: Keep = False,
 ) -> None:
     """Go on with a run from what is on disk."""
     from pipeline.experiment import drive
     from pipeline.run import Run
+    from pipeline.settle import Choice
 
-    report = drive(Run.open(folder), {"launcher": cluster} if cluster else None)
+    choice = Choice.of(redo=redo, keep=keep)
+    report = drive(Run.open(folder), {"launcher": cluster} if cluster else None, choice)
     typer.echo(f"report: {report}")
 
 
@@ -339,6 +359,8 @@ def simulate(
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()
+    # As for python -m: what a user's own folder holds can be named in the configuration.
+    sys.path.append(str(Path.cwd()))
     machine.apply()
     try:
         return app(args=argv, prog_name="rlinf")

@@ -33,8 +33,8 @@ class Registry:
             raise ConfigError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = target
 
-    def get(self, name: str) -> Any:
-        """Import and return the part called ``name``.
+    def target(self, name: str) -> str:
+        """``module:attribute`` of the part called ``name``; nothing is imported.
 
         Raises:
             ConfigError: no such part; names the nearest one.
@@ -42,5 +42,13 @@ class Registry:
         if name not in self._entries:
             hint = nearest(name, self._entries)
             raise ConfigError(f"{self.kind}.name: unknown {self.kind} {name!r}{hint}")
-        module, _, attribute = self._entries[name].partition(":")
+        return self._entries[name]
+
+    def get(self, name: str) -> Any:
+        """Import and return the part called ``name``.
+
+        Raises:
+            ConfigError: no such part; names the nearest one.
+        """
+        module, _, attribute = self.target(name).partition(":")
         return getattr(importlib.import_module(module), attribute)

@@ -21,6 +21,7 @@ from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
 from stages.activity import COMPUTES, TURN
 from stages.board import Output, keep_newest
+from stages.code import stage_code
 from stages.identity import stage_key
 from stages.turns import Aside, Turn
 
@@ -163,6 +164,8 @@ class Context:
     live: Live | None = None
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     spans: list[dict[str, Any]] = field(default_factory=list)
+    usage: list[dict[str, Any]] = field(default_factory=list)
+    """What it used of its machine; see ``stages.usage``."""
     extra: dict[str, Any] = field(default_factory=dict)
     worker: str = ""
     """Name of the resident worker; empty in a job of the stage's own."""
@@ -183,7 +186,8 @@ class Context:
         """
         # No cached_property: before Python 3.12 all instances wait while one computes its value.
         contents = {name: entry.manifest.content for name, entry in self.inputs.items()}
-        return stage_key(self.config, self.stage, self.iteration, contents)
+        code = stage_code(self.run, self.config, self.stage)
+        return stage_key(self.config, self.stage, self.iteration, contents, code)
 
     def parts(self) -> Iterator[range]:
         """The samples of the batch, in as many ranges as the plan passes it on in.

@@ -92,6 +92,7 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         )
     engine = make_engine(ctx.config)
     curve = load_progress(ctx, trainer)
+    known = [row["score"] for row in curve if row["score"] is not None]
     for step in range(len(curve), settings.max_steps):
         records = environment.demonstrations(ctx.config.seed, step, settings.batch)
         length = max(len(record) for record in records)
@@ -109,7 +110,9 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         curve.append({"step": step + 1, "loss": metrics["loss"], "score": score})
         if due:
             save_progress(ctx, trainer, curve)
-        ctx.progress(step + 1, settings.max_steps, "fine-tuning steps")
+        known += [] if score is None else [score]
+        scored = f", held-out score {known[-1]:.3f}" if known else ""
+        ctx.progress(step + 1, settings.max_steps, f"fine-tuning steps{scored}")
         if score is not None and score >= settings.stop_at:
             break
     return curve
