@@ -33,8 +33,6 @@ DryRun = Annotated[
         "--dry-run", help="Write sbatch scripts, configuration and plan to a folder; submit nothing"
     ),
 ]
-
-
 Redo = Annotated[
     bool,
     typer.Option(
@@ -117,14 +115,18 @@ def submit(
         str | None, typer.Option(help="Whom Slurm is to tell when the driver ends or fails")
     ] = None,
     dry_run: DryRun = False,
+    redo: Redo = False,
+    keep: Keep = False,
 ) -> None:
     """Check an experiment, or a run to go on with, and put its driver into a small Slurm job."""
     from pipeline import submit as submission
+    from pipeline.settle import Choice
 
     asked = {"partition": partition, "time_min": time_min, "mem_mb": mem_mb, "mail": mail}
     driver = {key: value for key, value in asked.items() if value is not None}
-    put = submission.dry_run if dry_run else submission.submit
-    typer.echo("\n".join(put(what, driver)))
+    choice = Choice.of(redo=redo, keep=keep)
+    lines = submission.dry_run(what, driver) if dry_run else submission.submit(what, driver, choice)
+    typer.echo("\n".join(lines))
 
 
 @app.command()
