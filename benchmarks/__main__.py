@@ -25,6 +25,7 @@ ROWS = {
     "stage_overhead_s": "slurm_jobs",
     "stage_imports_s": "slurm_jobs",
     "snakemake_job_s": "slurm_jobs",
+    "driver_restart_s": "driver_restart",
     "dag_1000_s": "dag",
     "inventory_5000_nodes_s": "inventory",
     "plan_128x4_ms": "planner",

@@ -46,6 +46,7 @@ def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
     from pipeline.freeze import create_run  # it loads algorithms, as the checks do
 
     config, plan = checked(values)
+    refuse_beside_job(Run(config.run.folder, config))
     return create_run(config, plan.dump(), choice)
 
 

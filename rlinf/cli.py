@@ -33,8 +33,6 @@ DryRun = Annotated[
         "--dry-run", help="Write sbatch scripts, configuration and plan to a folder; submit nothing"
     ),
 ]
-
-
 Redo = Annotated[
     bool,
     typer.Option(
@@ -126,12 +124,9 @@ def submit(
 
     asked = {"partition": partition, "time_min": time_min, "mem_mb": mem_mb, "mail": mail}
     driver = {key: value for key, value in asked.items() if value is not None}
-    said = (
-        submission.dry_run(what, driver)
-        if dry_run
-        else submission.submit(what, driver, Choice.of(redo=redo, keep=keep))
-    )
-    typer.echo("\n".join(said))
+    choice = Choice.of(redo=redo, keep=keep)
+    lines = submission.dry_run(what, driver) if dry_run else submission.submit(what, driver, choice)
+    typer.echo("\n".join(lines))
 
 
 @app.command()
