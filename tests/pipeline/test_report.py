@@ -200,13 +200,13 @@ def test_the_tiles_name_the_scores(run: Path) -> None:
 
 def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Path) -> None:
     assert "<h2>Idle time</h2>" in write_report(run).read_text()
-    path = run / "it/0001/train/manifest.json"
-    manifest = json.loads(path.read_text())
-    (whole,) = [span for span in manifest["timing"]["spans"] if span["name"] == "train"]
+    manifest = read_manifest(run / "it/0001/train")
+    assert manifest is not None
+    (whole,) = [span for span in manifest.timing["spans"] if span["name"] == "train"]
     whole["worker"] = "pool-1-3-r0"
     wait = {**whole, "name": "wait", "end": (whole["start"] + whole["end"]) / 2}
-    manifest["timing"]["spans"] = [wait, whole]
-    path.write_text(json.dumps(manifest))
+    manifest.timing["spans"] = [wait, whole]
+    (run / "it/0001/train/manifest.json").write_text(manifest.to_json())
     data = read(run)
     lane = f"pool 1 · rank 0 · {whole['host']}"
     mine = [piece for piece in data.pieces if piece.lane == lane]
