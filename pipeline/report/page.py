@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.actuals import compare
 from pipeline.durations import duration
 from pipeline.facts import facts
+from pipeline.notices import notices
 from pipeline.record import read_record
 from pipeline.report.colours import COLOURS, DARK
 from pipeline.report.data import ReportData, read
@@ -72,7 +73,7 @@ def html(data: ReportData) -> str:
         colours={"light": COLOURS, "dark": DARK},
         data=embedded(content),
         groups=content["groups"],
-        notices=[],
+        notices=notices(data.run),
         tiles=tiles(data),
         stages=stage_table(data),
         idle=idle_rows,

@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed
+from rlinf.checked import read_bytes
 from rlinf.data.record import Identity, Record, Scalar
 
 SCHEMA = 1
@@ -149,9 +150,11 @@ def read_records(path: Path) -> list[Record]:
 
     Raises:
         ValueError: not such a file, or of another schema version.
+        ArtifactError: it is committed and damaged.
     """
+    data = read_bytes(path)
     try:
-        file = h5py.File(path, "r", locking=False)
+        file = h5py.File(io.BytesIO(data), "r")
     except OSError as error:
         raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
     with file:
