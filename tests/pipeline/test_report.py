@@ -17,11 +17,13 @@ import pytest
 
 from pipeline import metrics
 from pipeline.experiment import execute, prepare
+from pipeline.notices import notices
 from pipeline.report import write_report
 from pipeline.report.charts import CHARTS
 from pipeline.report.data import read
 from pipeline.report.page import stage_table, tiles
 from pipeline.report.transcripts import Sample, chosen, pack
+from pipeline.run import Run
 from pipeline.status import read_status
 from rlinf import tree
 from rlinf.artifacts import content_digest, prune, read_manifest
@@ -130,6 +132,17 @@ def test_a_run_tells_what_it_was_made_with_and_what_stages_used(run: Path) -> No
     assert float(table["warm_start"]["cores"]) > 0
     (run / "run.json").write_text(json.dumps({"name": "of an earlier version"}))
     assert "<dt>seed</dt>" in write_report(run).read_text()
+
+
+def test_what_speaks_against_a_run_is_said_at_the_top(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "reward/kept_share": 0.0}) + "\n" for row in rows]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    said = notices(Run.open(run))
+    assert said
+    page = write_report(run).read_text()
+    top = page.partition('id="notices"')[2].partition("</ul>")[0]
+    assert top.count("<li>") == len(said)
 
 
 def test_a_page_of_many_transcripts_has_the_worst_and_the_best() -> None:
