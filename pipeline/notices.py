@@ -187,6 +187,10 @@ class Notices:
         self._rows = [*rows]
         self._told = {notice.kind for notice in _of(self._run, self._rows)}
 
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = list(rows)
+        self._told = {notice.kind for notice in _of(self._run, self._rows)}
+
     def node_started(self, node: Node) -> None: ...
 
     def node_done(self, node: Node, manifest: Manifest) -> None: ...
