@@ -11,8 +11,9 @@ import yaml
 
 from pipeline.committed import Committed
 from pipeline.flow import Graph
+from pipeline.lock import LOCK, is_driven
 from pipeline.record import differences, edited, read_record, write_record
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.run import Run
 from pipeline.settle import Choice, settle
 from rlinf.algorithms.base import AlgorithmConfig, scheduled_lr
 from rlinf.artifacts import write_atomic
@@ -67,7 +68,7 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
     owner = is_driven(folder / LOCK)
     if owner is not None:
         raise RunLockedError(
-            f"{folder}: driven by process {owner['pid']} on {owner['host']}; "
+            f"{folder}: driven by process {owner.pid} on {owner.host}; "
             "stop that one first (rlinf status shows what it is doing)"
         )
     fewer = None

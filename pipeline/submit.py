@@ -16,6 +16,7 @@ from pipeline.driver_job import driver_job, driver_needs, refuse_driven
 from pipeline.driver_job import submit as submit_job
 from pipeline.experiment import checked, cluster_of, composed, is_folder
 from pipeline.flow import Graph
+from pipeline.freeze import create_run
 from pipeline.launch import ClusterConfig, resources, settled, stage_job
 from pipeline.leases import PoolState, pool_needs
 from pipeline.plan import Plan
@@ -37,10 +38,10 @@ def submit(
     Args:
         words: a run directory to go on with, or overrides that compose an experiment.
         driver: keys of ``cluster.driver`` that differ from the configuration.
-        choice: what to do about results that this start would not make the same.
+        choice: what to do about results that would not be made the same.
 
     Raises:
-        ConfigError, DataError, PlanError, MismatchError, RunLockedError: nothing was submitted.
+        ConfigError, DataError, PlanError, RunLockedError, MismatchError: nothing was submitted.
         SlurmError: Slurm does not answer, or refused the job.
     """
     run, plan = _found(words)
@@ -48,10 +49,9 @@ def submit(
     needs = driver_needs(cluster, SlurmClient())
     refuse_driven(run)
     if is_folder(words):
-        settle_frozen(Committed(run, Graph(run.config)), choice)
+        with run.driven():
+            settle_frozen(Committed(run, Graph(run.config)), choice)
     else:
-        from pipeline.freeze import create_run
-
         run = create_run(run.config, plan.dump(), choice)
     identity = submit_job(driver_job(run, needs))
     where = needs.partition or "the default partition"

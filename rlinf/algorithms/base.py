@@ -69,6 +69,8 @@ class Algorithm(ABC):
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     needs_values: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = False
+    """Whether a sample is judged by the others of its group, so that one alone teaches nothing."""
     by_group: ClassVar[bool] = False
     """Whether advantages of a group do not depend on the rest of the batch."""
 
