@@ -25,6 +25,10 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
     run.settle()
 
 
+onstart:
+    run.own()
+
+
 localrules:
     all,
     profile,
