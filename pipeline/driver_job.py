@@ -38,7 +38,7 @@ def driver_job(run: Run, needs: Resources) -> Job:
     """The job that drives a run."""
     return Job(
         f"driver/{run.folder.name}",
-        (str(run.folder),),
+        (str(run.folder), "--iterations", str(run.config.iterations)),
         run.folder / DRIVER,
         run.folder / "logs" / DRIVER,
         needs,
@@ -146,9 +146,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.apply()
     parser = argparse.ArgumentParser(prog="python -m pipeline.driver_job")
     parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--iterations", type=int, help="end after so many this time")
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        report = drive(Run.open(arguments.run))
+        run = Run.open(arguments.run)
+        if arguments.iterations is not None:
+            config = run.config.model_copy(update={"iterations": arguments.iterations})
+            run = Run(run.folder, config)
+        report = drive(run)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

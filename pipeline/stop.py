@@ -21,7 +21,7 @@ from pipeline.lock import LOCK, is_driven
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
 from slurm.client import SlurmClient
-from stages.layout import POOLS, STATUS, STOP
+from stages.layout import DRIVER, POOLS, STATUS, STOP
 
 LOOK_S = 2.0
 """How often a driver looks for the file."""
@@ -116,7 +116,7 @@ def _jobs(run: Path) -> Iterator[tuple[str, str]]:
     """Ids and names of the jobs noted beside outputs that are not there yet."""
     for pattern in (f"{POOLS}/*/*", "it/*/*", "evaluate/*", "*"):
         for note in run.glob(f"{pattern}/{NOTE}"):
-            if (note.parent / MANIFEST).exists():
+            if note.parent.name == DRIVER or (note.parent / MANIFEST).exists():
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 content = json.loads(note.read_text())

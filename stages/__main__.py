@@ -14,7 +14,7 @@ from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from rlinf import leftovers, machine  # noqa: E402
-from rlinf.errors import ConfigError, RlinfError  # noqa: E402
+from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion  # noqa: E402
 from stages import SECTIONS  # noqa: E402
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         call = StageCall(
             arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
         )
-        with StopFlag() as stop:
+        with told_of_exhaustion(), StopFlag() as stop:
             run_stage(call, stopping=stop.is_set, began=BEGAN)
     except RlinfError as error:
         traceback.print_exc() if error.exit_code == 1 else None

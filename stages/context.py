@@ -299,6 +299,14 @@ class Context:
         """Record a deterministic number; ranks are averaged by weight. Weight 0 sums instead."""
         self.metrics[name] = (float(value), float(weight))
 
+    def count(self, counts: Mapping[str, int], total: int, what: str) -> None:
+        """Record numbers of things out of ``total``; those that are there are said in the log."""
+        for name, number in counts.items():
+            self.metric(name, number, weight=0)
+        if said := [f"{number} {name}" for name, number in counts.items() if number]:
+            said = [text.replace("_", " ") for text in said]
+            log.info("%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(said), total, what)
+
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time a part of the stage."""

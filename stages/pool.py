@@ -29,7 +29,7 @@ from rlinf.artifacts import MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.config import RunConfig
-from rlinf.errors import EXIT_REQUEUE, RlinfError
+from rlinf.errors import EXIT_REQUEUE, RlinfError, storage_error, told_of_exhaustion
 from rlinf.trainers.world import World
 from slurm.deadline import stop_in
 from slurm.signals import StopFlag
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         config = load_config(arguments.run / CONFIG)
-        with StopFlag() as stop:
+        with told_of_exhaustion(), StopFlag() as stop:
             worker = Worker(
                 arguments.run,
                 config,
@@ -318,6 +318,8 @@ class Worker:
     def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
         node = str(order["node"])
         code, reason = 1, "".join(traceback.format_exception(error))
+        if not isinstance(error, RlinfError):
+            error = storage_error(error) or error
         if isinstance(error, RlinfError):
             code, reason = error.exit_code, str(error)
         output.fail(f"{node} failed: {reason.strip().splitlines()[-1]}")

@@ -22,6 +22,8 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError, nearest
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting, pad
+from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
+from rlinf.models.folder import check_links
 from rlinf.models.linear import use_onednn
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import TensorFile, load_tensors
@@ -67,6 +69,7 @@ class CausalLM(Policy):
                     "(pickled weights are not loaded)"
                 )
             load_tokenizer(folder, config.trust_remote_code)
+            check_weights(folder)
             return
         if "alphabet" not in spec:
             raise ConfigError(
@@ -189,8 +192,10 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     """The network of a checkpoint folder.
 
     Raises:
-        DataError: missing folder or files, or model code without permission to run it.
+        DataError: missing folder or files, tensors that are missing or not the network's, or model
+            code without permission to run it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.utils import GENERATION_CONFIG_NAME, logging
@@ -198,6 +203,9 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     trusted = config.trust_remote_code
     check_checkpoint(folder, trusted)
+    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]
+    # What it would warn of is an error here.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         with private_copy(folder, companions(folder)) as small:
             settings = AutoConfig.from_pretrained(
@@ -212,17 +220,27 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
             if (small / GENERATION_CONFIG_NAME).exists():
                 generation = GenerationConfig.from_pretrained(small, local_files_only=True)
         # Read here, not by the library, which maps files and would see them change.
-        module = cls.from_pretrained(
+        module, found = cls.from_pretrained(
             None,
             config=settings,
             state_dict=read_weights(folder),
             dtype=getattr(torch, config.dtype),
             attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
         if generation is not None:
             module.generation_config = generation
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
+    finally:
+        logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]
+    refuse_unfit(
+        f"model.path: {folder}",
+        found["missing_keys"],
+        found["unexpected_keys"],
+        found["mismatched_keys"],
+    )
     use_onednn(module)
     return module
 
@@ -316,6 +334,7 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
         beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
         hint = nearest(folder.name, beside) if beside else ""
         raise DataError(f"model.path: no folder {folder}{hint}")
+    check_links(folder)
     settings = folder / "config.json"
     if not settings.is_file():
         raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
@@ -324,6 +343,33 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
             f"model.path: {folder} brings its own Python code (auto_map in config.json); "
             "to run it set model.trust_remote_code=true"
         )
+
+
+def check_weights(folder: Path) -> None:
+    """See that a checkpoint has all tensors of its network and no others, without loading it.
+
+    Where the names in the files are not the network's own (model code of the checkpoint, tensors
+    that are fused on loading), loading tells.
+
+    Raises:
+        DataError: lists what is missing, unexpected or of another shape.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if "auto_map" in json.loads((folder / "config.json").read_text()):
+        return
+    stored = stored_shapes(folder)
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+        module = meta_network(settings)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
+    if module is not None:
+        prefix, own = f"{module.base_model_prefix}.", module.state_dict().keys()
+        if not any(name.startswith(prefix) for name in stored):  # of the network below the head
+            stored = {prefix + n if prefix + n in own else n: shape for n, shape in stored.items()}
+        check_fit(f"model.path: {folder}", stored, module)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
+from rlinf.models.fit import check_fit
 from rlinf.tensors import load_tensors
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"
@@ -120,7 +121,9 @@ class MLPPolicy(Policy):
         try:
             settings = json.loads(read_text(folder / SETTINGS))
             module = ActorCritic(settings)
-            module.load_state_dict(load_tensors(folder / WEIGHTS))
+            tensors = load_tensors(folder / WEIGHTS)
+            check_fit(str(folder), {name: t.shape for name, t in tensors.items()}, module)
+            module.load_state_dict(tensors)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise DataError(f"{folder}: not a policy folder ({error})") from None
         return cls(module, settings)
