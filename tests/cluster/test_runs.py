@@ -68,6 +68,7 @@ def test_snakemake_gives_the_same_bytes(
     assert (tmp_path / "tiny" / "report" / "report.html").exists()
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_snakemake_goes_on_with_the_same_command(
     cluster: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
