@@ -30,6 +30,10 @@ except RlinfError as error:
     sys.exit(error.exit_code)
 
 
+onstart:
+    run.own()
+
+
 localrules:
     all,
     profile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import shlex
@@ -15,6 +16,7 @@ from pipeline.driver import call_of
 from pipeline.experiment import compose
 from pipeline.experiment import prepare as prepare_run
 from pipeline.flow import Graph, Node
+from pipeline.lock import LOCK, Lock
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from pipeline.settle import Choice, settle_frozen
@@ -123,6 +125,14 @@ class Workflow:
                 "becomes a job; rlinf run gives them to the pools"
             )
         settle_frozen(Committed(self._run, self._graph), self._choice)
+
+    def own(self) -> None:
+        """Be the run's driver until this process ends.
+
+        Raises:
+            RunLockedError: it has another.
+        """
+        atexit.register(Lock(self.folder / LOCK).release)
 
     def output(self, stage: str) -> str:
         """The manifest of a stage; with ``{i}`` where there is one per iteration."""

@@ -17,7 +17,7 @@ import torch
 
 from rlinf.algorithms.base import AlgorithmConfig, step_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import StepOutputs, pad
 from rlinf.seeding import torch_seed
 from stages.context import Context
@@ -157,6 +157,11 @@ def load_progress(ctx: Context, trainer: Any) -> list[dict[str, float | None]]:
         log.warning("the state of the fine-tuning cannot be used, it begins anew: %s", error)
         return []
     trainer.load(step)
+    try:
+        # It has no manifest that it is read by: what was loaded is what is there still.
+        check_files(step, files, checksums=True)
+    except (OSError, ValueError) as error:
+        raise StageError(f"{error}, while it was read; the fine-tuning begins anew") from None
     return curve
 
 

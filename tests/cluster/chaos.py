@@ -31,7 +31,7 @@ CLOCK_S = (5.0, 60.0)
 PREEMPTED_S = 10.0
 """Longer than jobs may go on once they are preempted."""
 PATIENCE_S = 240.0
-"""How long a run may take to end once nothing strikes it any more."""
+"""How long a run may stand still once nothing strikes it any more."""
 
 
 @dataclass
@@ -68,12 +68,14 @@ class Storm:
         """Wait for the run's end.
 
         Raises:
-            AssertionError: it does not come.
+            AssertionError: it does not come any nearer.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, committed = time.monotonic() + PATIENCE_S, -1
         while not self._ended():
             assert time.monotonic() < deadline, f"{self.struck}\n{self.log}"
-            time.sleep(0.2)
+            if (count := sum(1 for _ in self.root.rglob("manifest.json"))) > committed:
+                deadline, committed = time.monotonic() + PATIENCE_S, count
+            time.sleep(0.5)
 
     @property
     def log(self) -> str:

@@ -68,6 +68,34 @@ def test_snakemake_gives_the_same_bytes(
     assert (tmp_path / "tiny" / "report" / "report.html").exists()
 
 
+@pytest.mark.timeout(600)
+def test_a_killed_snakemake_goes_on_with_the_same_command(
+    cluster: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
+    settings = [word.replace(".", "__", word.split("=")[0].count(".")) for word in words(tmp_path)]
+    call = [sys.executable, "-m", "snakemake", "--profile", "slurm", "--config", *settings]
+    call.append(f"plan={PLAN}")
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(call, cwd=tree.ROOT, stdout=log, stderr=log)
+        deadline = time.monotonic() + 240
+        notes = tmp_path / "tiny/logs/snakemake/slurm/rollout"
+        while not notes.exists() and time.monotonic() < deadline:
+            assert first.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.05)
+        second = subprocess.run(
+            call, cwd=tree.ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert second.returncode != 0
+        assert "driven by process" in second.stdout + second.stderr
+        first.kill()
+        first.wait()
+    done = subprocess.run(
+        call, cwd=tree.ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert contents(tmp_path / "tiny") == reference
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["slurm", "slurm/plugin"])
 def test_snakemake_survives_a_cancelled_job(cluster: Path, tmp_path: Path, profile: str) -> None:
