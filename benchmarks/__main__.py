@@ -76,6 +76,9 @@ ROWS = {
     "helped_rollout_speedup": "tail",
     "switch_to_train_s": "tail",
     "switch_to_generate_s": "tail",
+    "math_grader_agreement": "math_grader",
+    "report_write_cpu_s": "report",
+    "report_open_s": "report",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 

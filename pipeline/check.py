@@ -25,6 +25,12 @@ def check(config: RunConfig) -> None:
     config.trainer.options(trainer.Config, "trainer")
     algorithm = make_algorithm(config)
     make_reward(config)
+    if algorithm.needs_groups and config.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size: {config.rollout.group_size} under algorithm.name "
+            f"{config.algorithm.name!r}, which compares the samples of a group: all advantages "
+            "would be 0; set it to 2 or more"
+        )
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.config.minibatches:
         raise ConfigError(

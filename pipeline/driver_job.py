@@ -19,8 +19,9 @@ from launchers.backlog import NOTE, noted
 from launchers.base import Job, Resources
 from launchers.sbatch import sbatch_lasting
 from pipeline.launch import ClusterConfig, DriverJob, resources
+from pipeline.lock import LOCK, is_driven
 from pipeline.plan import StagePlan
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.run import Run
 from rlinf import machine
 from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError, RlinfError, RunLockedError
@@ -98,7 +99,7 @@ def refuse_driven(run: Run) -> None:
     owner = is_driven(run.folder / LOCK)
     if owner is not None:
         raise RunLockedError(
-            f"{run.folder}: driven by process {owner['pid']} on {owner['host']} already; end that "
+            f"{run.folder}: driven by process {owner.pid} on {owner.host} already; end that "
             f"one first with: rlinf stop {run.folder}"
         )
     refuse_beside_job(run)

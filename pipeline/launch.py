@@ -17,6 +17,7 @@ from pipeline.flow import Node
 from pipeline.leases import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
+from rlinf.channels.curve import INTERFACE, LOOPBACK
 from rlinf.config import Section
 from rlinf.errors import RequeueRequested
 from stages import SECTIONS
@@ -55,6 +56,9 @@ class ClusterConfig(Section):
     """Further attempts at a stage that failed for no stated reason."""
     env: dict[str, str] = {}
     """Environment of every stage."""
+    interface: str | None = None
+    """Where sockets of the run listen: an interface (``ib0``), a network (``10.1.0.0/16``) or an
+    address. By default the loopback where all processes are of this machine, else everywhere."""
     pool_grace_s: float = Field(default=600.0, gt=0)
     """How long pools wait for another driver when theirs was killed, or failed, before they give
     their devices back."""
@@ -62,6 +66,11 @@ class ClusterConfig(Section):
     notify: tuple[str, ...] = ()
     """A command, as a list of words, that is run at the end of the run and when it fails, with the
     run's name and ``finished``, ``failed`` or ``stopped`` as its last arguments."""
+
+    @property
+    def listens_on(self) -> str | None:
+        """Where sockets of the run listen; None: on all networks of their nodes."""
+        return self.interface or (None if self.launcher == "slurm" else LOOPBACK)
 
 
 def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
@@ -130,7 +139,8 @@ def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:
 
     site = load_site(cluster.site).of(plan.partition) if cluster.site else None
     extra: dict[str, Any] = {} if site is None else site.as_resources()
-    env = {**extra.pop("env", {}), **cluster.env}
+    network = {INTERFACE: cluster.listens_on} if cluster.listens_on else {}
+    env = {**extra.pop("env", {}), **network, **cluster.env}
     if plan.constraint is not None:
         extra["constraint"] = plan.constraint
     return Resources(
@@ -157,19 +167,22 @@ def stage_job(node: Node, call: StageCall, run: Path, needs: Resources) -> Job:
 class QueueLog:
     """Says which jobs were submitted where, and why one does not start."""
 
+    shown: bool = True
+    """Whether there is a queue."""
     _since: dict[str, float] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
 
     def submitted(self, name: str, identity: str, partition: str | None) -> None:
         """A job was handed to the launcher."""
         self._since[name] = time.monotonic()
-        log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
+        if self.shown:
+            log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
 
     def seen(self, name: str, identity: str, status: Status) -> None:
         """How a job that has not ended is; each reason to wait is said once."""
         known = self._reasons.get(name)
         if status.state is State.PENDING:
-            late = time.monotonic() - self._since.get(name, 0.0) > WAITS_S
+            late = self.shown and time.monotonic() - self._since.get(name, 0.0) > WAITS_S
             reason = status.reason or "no reason given"
             if late and reason != known:
                 self._reasons[name] = reason
@@ -190,7 +203,9 @@ class LauncherExecutor:
     stopping: Callable[[], bool] = lambda: False
     live: bool = False
     _ids: dict[Node, str] = field(default_factory=dict)
-    _queue: QueueLog = field(default_factory=QueueLog)
+
+    def __post_init__(self) -> None:
+        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
 
     @property
     def remains(self) -> str:
@@ -202,8 +217,7 @@ class LauncherExecutor:
         needs = resources(self.plan.of(node.stage), self.cluster)
         identity = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
         self._ids[node] = identity
-        if self.cluster.launcher == "slurm":
-            self._queue.submitted(node.name, identity, needs.partition)
+        self._queue.submitted(node.name, identity, needs.partition)
 
     def ended(self) -> dict[Node, Outcome]:
         """Outcomes of ended jobs; sleeps until a look at the queue is due or a manifest shows."""

@@ -23,7 +23,7 @@ from launchers.base import Launcher, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.generators import Generators
-from pipeline.launch import ClusterConfig
+from pipeline.launch import ClusterConfig, QueueLog
 from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
 from pipeline.plan import ELASTIC, FOR_WEIGHTS, SINGLE_PROCESS, Plan
@@ -89,12 +89,13 @@ class PoolExecutor:
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
+        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
         self._controller: Controller | None = None
 
     def _begin(self) -> None:
         """Call the pools in: not before there is work, nor while another driver has the run."""
         (self.run.folder / POOLS).mkdir(exist_ok=True)
-        self._controller = Controller(self.run.folder / CHANNELS)
+        self._controller = Controller(self.run.folder / CHANNELS, interface=self.cluster.listens_on)
         for pools in self._units():
             self._open(pools)
         self._scale()
@@ -122,7 +123,13 @@ class PoolExecutor:
         ended: dict[Node, Outcome] = {}
         for event in self._control.events(EVENTS_S):
             if isinstance(event, Report):
-                self._reported(event, ended)
+                try:
+                    self._reported(event, ended)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise StageError(
+                        f"{event.worker} sent a report that makes no sense ({error!r}): its "
+                        f"program is broken or of another version; its log says more"
+                    ) from error
             elif isinstance(event, Joined):
                 self._joined(event)
             elif isinstance(event, Lost):
@@ -589,6 +596,10 @@ class PoolExecutor:
         """Ask how the jobs are: one query for all pools."""
         jobs = [member.job for member in self._members()]
         statuses: Mapping[str, Status] = self.launcher.poll(jobs) if jobs else {}
+        for pool in self._pools:
+            for member in pool.members:
+                if (status := statuses.get(member.job)) is not None and status.state.active:
+                    self._queue.seen(f"pool {pool.name}", member.job, status)
         over = [
             (pool, member, status)
             for pool in self._pools
@@ -673,7 +684,9 @@ class PoolExecutor:
             Member(job.name.removeprefix("pool/"), identity, pool.size)
             for pool, job, identity in zip(pools, jobs, ids, strict=True)
         ]
-        for pool, member in zip(pools, members, strict=True):
+        for pool, job, member in zip(pools, jobs, members, strict=True):
+            partitions = ",".join(str(part.partition) for part in job.components)
+            self._queue.submitted(f"pool {pool.name}", member.job, partitions)
             member.fellows = tuple(other for other in members if other is not member)
             pool.members.append(member)
 

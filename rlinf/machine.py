@@ -16,14 +16,21 @@ and 0.99), with 1 % more processor time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
+import signal
 
 DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX, ARENA_MAX = -1, -2, -4, -8
 """Parameters of glibc's ``mallopt``, from its malloc.h."""
 KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1, TOP_PAD: 64 << 20, ARENA_MAX: 1}
 """Large blocks come from one heap, which grows in large steps and does not shrink."""
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def environment() -> dict[str, str]:
@@ -35,13 +42,37 @@ def apply() -> None:
     """Set them in this process, where they are read when torch is imported; keep freed memory."""
     os.environ.update(environment())
     keep_freed()
+    allow_files()
+
+
+def allow_files() -> None:
+    """Raise the soft limit of open files to the hard one.
+
+    The soft one is 1024 for the sake of programs that use ``select``; every peer of a run, worker
+    process and shared state takes some.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed() -> None:
     """Let the C library reuse what is freed; others than glibc keep their ways."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+        mallopt = _LIBC.mallopt
+    except AttributeError:
         return
     for parameter, value in KEPT.items():
         mallopt(parameter, value)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """In a child: be killed when the thread that started it ends, however that happens.
+
+    Args:
+        parent: its process id, where the child may be too late to notice.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ import logging
 import shutil
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def evaluate(ctx: Context, trainer: Any, environment: Any, engine: Any) -> float
         trainer.policy.save(folder, tensors)
         engine.load(folder, 0)
         starts = range(ctx.config.evaluate.samples)
-        score += float(np.mean(held_out(ctx, environment, engine, starts)[1]))
+        score += float(np.mean(held_out(ctx, environment, engine, starts, Counter())[1]))
         shutil.rmtree(folder)
     if ctx.world.size > 1:
         torch.distributed.broadcast(score, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import DataError, nearest
 from rlinf.models.base import Spec
-from rlinf.rewards.math import MathGrader
+from rlinf.rewards.math_workers import MathGrader, counted
 from rlinf.seeding import generator
 
 
@@ -38,7 +39,8 @@ class JsonlConfig(Section):
     workers: int = Field(default=2, gt=0)
     """Grading processes."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Longest time to grade one response; then it counts as wrong, and is reported."""
+    """Processor time to grade one response, to a second; then it counts as wrong, and is
+    reported. After 64 such responses in a row the rest of the batch is not tried."""
 
 
 class JsonlEnvironment(PromptEnvironment):
@@ -97,16 +99,19 @@ class JsonlEnvironment(PromptEnvironment):
             for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
         ]
 
-    def score(self, trajectories: Sequence[Record]) -> list[float]:
-        if self._grader is None:
-            self._grader = MathGrader(self.config.workers, self.config.timeout_s)
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         pairs = [(str(t.info["text"]), str(t.info["answer"])) for t in trajectories]
-        return [grade.score for grade in self._grader.grade(pairs)]
+        grades = self._math_grader().grade(pairs)
+        counts.update(counted(grades))
+        return [grade.score for grade in grades]
 
     def grade(self, response: str, answer: str) -> float:
+        return self._math_grader().grade([(response, answer)])[0].score
+
+    def _math_grader(self) -> MathGrader:
         if self._grader is None:
             self._grader = MathGrader(self.config.workers, self.config.timeout_s)
-        return self._grader.grade([(response, answer)])[0].score
+        return self._grader
 
     def close(self) -> None:
         if self._grader is not None:
@@ -177,7 +182,20 @@ def read_problems(path: Path, prompt_field: str, answer_field: str, key: str) ->
                     f"{key}: {path}, line {number}: no field {name!r}{nearest(name, item)} "
                     f"(set task.{option})"
                 )
-        problems.append(Prompt(str(item[prompt_field]), str(item[answer_field])))
+        answer = item[answer_field]
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise DataError(
+                f"{key}: {path}, line {number}: {answer_field!r} is {json.dumps(answer)[:40]}; "
+                "expected a text or a number"
+            )
+        prompt, answer = str(item[prompt_field]), str(answer)
+        for name, value in ((prompt_field, prompt), (answer_field, answer)):
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise DataError(
+                    f"{key}: {path}, line {number}: {name!r} has half of a surrogate pair, which "
+                    "is no character"
+                )
+        problems.append(Prompt(prompt, answer))
     if not problems:
         raise DataError(f"{key}: {path} is empty")
     return problems
