@@ -26,6 +26,7 @@ help:  ## Show the targets
 install: $(VENV)/.installed  ## Create the environment in .venv
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@echo "setting up $(VENV): two to five minutes, PyTorch first"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	# torch first, pinned: nothing later may replace it by a build with CUDA packages.
@@ -34,6 +35,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: install  ## Warm-start and train the arithmetic model, then say where the report is
+	@echo "five to nine minutes on two cores; interrupt it at any time, the same command goes on"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
 test: install  ## The suite, on a real Slurm brought up for it

@@ -1,8 +1,11 @@
 # The workflow, stage by stage.
 #
-#     snakemake -c2                                    on this machine
+#     snakemake -c2                                    four iterations of a small job, on this machine
 #     snakemake --profile slurm                        every stage a Slurm job
 #     snakemake -c2 --config experiment=cartpole_ppo iterations=20 rollout__batch=32
+#     snakemake -c2 --config experiment=cartpole_ppo rollout='{batch: 32, horizon: 200}'
+#     snakemake -c2 --config run=cartpole_ppo          go on with a run as it is, and report
+#     snakemake --profile slurm --config experiment=arithmetic_grpo jobs=iteration
 #
 # The configuration is composed once, frozen into the run directory, and read by every stage. Which
 # stage feeds which comes from the experiment's flow, what a stage runs on from its plan.
@@ -19,7 +22,7 @@ sys.setrecursionlimit(1_000_000)
 
 run = described.prepare(config)
 if workflow.is_main_process and not workflow.output_settings.dryrun:
-    run.withdraw_stale()
+    run.settle()
 
 
 localrules:
@@ -67,9 +70,11 @@ for stage in run.offline:
         resources:
             **run.resources(stage),
         params:
+            module=run.module(stage),
+            program=run.program(stage),
             argv=run.argv(stage),
         shell:
-            run.command(stage)
+            "{params.program} {params.argv:q} > {log:q} 2>&1"
 
 
 for stage in run.iterated:
@@ -88,9 +93,11 @@ for stage in run.iterated:
         resources:
             **run.resources(stage),
         params:
+            module=run.module(stage),
+            program=run.program(stage),
             argv=run.argv(stage),
         shell:
-            run.command(stage)
+            "{params.program} {params.argv:q} > {log:q} 2>&1"
 
 
 # Asked for by name: snakemake -c1 profile

@@ -75,6 +75,7 @@ ROWS = {
     "helped_rollout_speedup": "tail",
     "switch_to_train_s": "tail",
     "switch_to_generate_s": "tail",
+    "math_grader_agreement": "math_grader",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 

@@ -89,7 +89,7 @@ def run_ours(folder: Path, threads: int) -> list[float]:
     from pipeline.driver import InProcess
     from pipeline.experiment import compose
     from pipeline.flow import Graph
-    from pipeline.run import Run
+    from pipeline.freeze import create_run
     from rlinf.config import RunConfig, validate
     from stages.layout import CONFIG
     from stages.runner import StageCall
@@ -113,7 +113,7 @@ def run_ours(folder: Path, threads: int) -> list[float]:
                 "++evaluate.every=0",
             ]
         )
-        run = Run.create(validate(RunConfig, values), {})
+        run = create_run(validate(RunConfig, values), {})
         graph, executor, seconds = Graph(run.config), InProcess(run), []
         for node in graph.nodes():
             if node.stage == "evaluate":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import signal
@@ -19,9 +18,6 @@ from rlinf import machine
 from rlinf.errors import PlanError
 from rlinf.trainers.world import GROUP, SHARES
 from rlinf.tree import python_path
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 @dataclass
@@ -76,7 +72,7 @@ class LocalLauncher:
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                         # One system call, looked up beforehand: safe beside threads.
-                        preexec_fn=die_with_parent,  # noqa: PLW1509
+                        preexec_fn=machine.die_with_parent,  # noqa: PLW1509
                     )
                 )
             logs.append(log)
@@ -119,11 +115,6 @@ class LocalLauncher:
         else:
             return Status(State.RUNNING, node=socket.gethostname())
         return started.status
-
-
-def die_with_parent() -> None:
-    """In the child: be killed when the driver is, however that happens."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _kill(processes: list[subprocess.Popen[bytes]], patience_s: float = 2.0) -> None:

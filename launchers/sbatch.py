@@ -40,6 +40,18 @@ exit $code
 """
 
 
+_AGAIN = """
+code=$?
+# Killed by a signal, for want of memory say. One that is killed time and again is given up.
+if [ $code -gt 128 ] && [ $SECONDS -ge {long_s} -o "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then
+  {requeue} && sleep 60
+fi
+exit $code
+"""
+LONG_S, TIMES = 600, 10
+"""A killed job is started again if it ran for so long, or was not started that often."""
+
+
 def sbatch(jobs: Sequence[Job]) -> list[str]:
     """Submit jobs that differ in their arguments and outputs only; returns their ids.
 
@@ -73,19 +85,63 @@ def sbatch_together(jobs: Sequence[Job]) -> list[str]:
     Raises:
         SlurmError: it was refused; carries Slurm's message.
     """
+    leader = _submit(together_script(jobs), jobs)
+    return [f"{leader}+{number}" for number in _firsts(jobs)]
+
+
+def sbatch_lasting(job: Job) -> str:
+    """Submit a job of one process that is started again when it was killed, too; returns its id.
+
+    Raises:
+        SlurmError: it was refused; carries Slurm's message.
+    """
+    return _submit(lasting_script(job), [job])
+
+
+def _submit(script: str, jobs: Sequence[Job]) -> str:
     _make_folders(jobs)
-    with tempfile.NamedTemporaryFile("w", suffix=".sh") as script:
-        script.write(together_script(jobs))
-        script.flush()
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(script)
+        file.flush()
         try:
             with _outside_of_jobs():
-                answer = run(("sbatch", "--parsable", script.name))
+                answer = run(("sbatch", "--parsable", file.name))
         except SlurmError as error:
             names = " and ".join(job.name for job in jobs)
             raise SlurmError(f"{names}: sbatch refused the job: {_cause(error)}") from None
     # With several clusters it says on which one: 12;name.
-    leader = answer.strip().partition(";")[0]
-    return [f"{leader}+{number}" for number in _firsts(jobs)]
+    return answer.strip().partition(";")[0]
+
+
+def script(jobs: Sequence[Job]) -> str:
+    """The batch script by which one job, or several that start together, would be submitted."""
+    import submitit
+
+    first = jobs[0]
+    if len(jobs) > 1 or first.further:
+        return together_script(jobs)
+    with tempfile.TemporaryDirectory() as folder:
+        executor = submitit.SlurmExecutor(folder=folder, python=_python(first.resources))
+        executor.update_parameters(
+            **parameters(first.name, first.resources, requeues=first.requeues)
+        )
+        command = f"{_python(first.resources)} -u -m submitit.core._submit {folder}"
+        text = executor._make_submission_file_text(command, "call")
+    return str(text).replace(folder, str(first.logs))
+
+
+def lasting_script(job: Job) -> str:
+    """The batch script of :func:`sbatch_lasting`."""
+    needs = job.resources
+    wanted = parameters(job.name, needs, requeues=job.requeues)
+    wanted["additional_parameters"]["output"] = job.logs / "%j_batch.log"
+    log = shlex.quote(str(job.logs / "%j_%t_log"))
+    python = _python(needs)
+    call = [*wanted["srun_args"], python, "-u -m launchers.job", shlex.quote(_call(job).dump())]
+    start = f"srun --unbuffered --output {log}.out --error {log}.err {' '.join(call)}"
+    again = _AGAIN.format(long_s=LONG_S, times=TIMES, requeue=f"{python} -m slurm.requeue")
+    head = [*_flags(wanted), "", *wanted["setup"]]
+    return "\n".join(["#!/bin/bash", *head, start]) + again
 
 
 def together_script(jobs: Sequence[Job]) -> str:

@@ -16,7 +16,7 @@ import time
 from types import FrameType
 
 from launchers.job import node_words
-from launchers.local import die_with_parent
+from rlinf.machine import die_with_parent
 
 PERIOD_S = 0.04
 """One turn of running and standing still: long beside the scheduler's slices, short to a stage."""

@@ -3,41 +3,133 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.flow import Graph, Node
 from pipeline.run import Run
-from rlinf.artifacts import MANIFEST, Manifest, is_pruned, quarantine, read_manifest, verify
-from rlinf.errors import ArtifactError
-from stages.identity import stage_key
+from rlinf.artifacts import Manifest, is_pruned, quarantine, read_manifest, verify
+from rlinf.errors import ArtifactError, OtherWorkError
+from stages.code import Code
+from stages.identity import Ledger, read_ledger, stage_key
 
+SET_ASIDE = "set-aside"
+"""Folder of a run for results that were made anew: by time, then as in the run."""
 log = logging.getLogger("rlinf")
 
 
 @dataclass
 class Committed:
-    """The nodes known to be done."""
+    """The nodes known to be done.
+
+    A result counts if its key is the digest of the configuration, the code, and the inputs it is to
+    be made from, or if it is in the ledger of what was kept.
+    """
 
     run: Run
     graph: Graph
     done: dict[Node, str] = field(default_factory=dict)
     """With the digests of their contents; manifests of a long run would fill the memory."""
+    stale: list[Node] = field(default_factory=list)
+    """Made by another configuration or other code; they stay until somebody says what to do."""
+    waiting: set[Node] = field(default_factory=set)
+    """Right if the inputs that are made anew turn out to be what they were."""
+    code: Code = field(init=False)
+    ledger: Ledger = field(init=False)
+    aside: Path = field(init=False)
+    """Where this start puts what it makes anew."""
+
+    def __post_init__(self) -> None:
+        self.code = Code.of(self.run.config)
+        self._digests = {stage: self.code.digest(stage) for stage in self.code.stages}
+        self.ledger = read_ledger(self.run.folder)
+        self.aside = self.run.folder / SET_ASIDE / time.strftime("%Y-%m-%dT%H-%M-%S")
 
     def look(self, node: Node) -> Manifest | None:
-        """The valid manifest of a node whose inputs are all done.
-
-        Valid: its key is the digest of the configuration and of the inputs it was made from. A
-        damaged one is withdrawn.
-        """
-        folder = self.graph.folder(self.run.folder, node)
-        inputs = self.graph.inputs(node)
-        if any(source not in self.done for source in inputs.values()):
+        """The valid manifest of a node whose inputs are all done; a damaged one is withdrawn."""
+        if any(source not in self.done for source in self.graph.inputs(node).values()):
             return None
+        manifest = self._whole(node)
+        return manifest if manifest is not None and self._counts(node, manifest) else None
+
+    def recover(self) -> None:
+        """Find all that is done, and what cannot count."""
+        self.done.clear()
+        self.stale.clear()
+        self.waiting.clear()
+        self.ledger = read_ledger(self.run.folder)
+        for node in self.graph.nodes():
+            manifest = self._whole(node)
+            if manifest is None:
+                continue
+            there = all(source in self.done for source in self.graph.inputs(node).values())
+            if there and self._counts(node, manifest):
+                self.done[node] = manifest.content
+            elif self._own(node, manifest):
+                self.waiting.add(node)
+            else:
+                self.stale.append(node)
+
+    def affected(self) -> list[Node]:
+        """What is stale, and what is committed and was made of that."""
+        found = set(self.stale)
+        for node in self.graph.nodes():
+            if node in self.waiting and not found.isdisjoint(self.graph.inputs(node).values()):
+                found.add(node)
+        return sorted(found, key=lambda node: (node.iteration, node.stage))
+
+    def keys(self, nodes: Iterable[Node]) -> Iterator[tuple[str, str]]:
+        """Names of nodes with the keys they were committed under."""
+        for node in nodes:
+            manifest = self._whole(node)
+            if manifest is not None:
+                yield node.name, manifest.key
+
+    def make_way(self, node: Node) -> None:
+        """See that a node can be committed: what was made of other inputs is set aside.
+
+        Raises:
+            OtherWorkError: what is there was made by another configuration or other code.
+        """
+        manifest = self._whole(node)
+        if manifest is None:
+            return
+        if not self._own(node, manifest):
+            raise OtherWorkError(
+                f"{node.name}: a job with another configuration or other code committed it while "
+                "this run goes on; it stays. Start the run again to be told what differs"
+            )
+        where = self.set_aside(node)
+        log.warning("%s was made of other inputs than there are now; it is in %s", node.name, where)
+
+    def set_aside(self, node: Node) -> Path:
+        """Move an output out of the way, whole; returns where it is."""
+        folder = self._folder(node)
+        target = self.aside / folder.relative_to(self.run.folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while target.exists():
+            number += 1
+            target = target.with_name(f"{folder.name}.{number}")
+        folder.rename(target)
+        self.waiting.discard(node)
+        return target
+
+    def _counts(self, node: Node, manifest: Manifest) -> bool:
+        contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
+        return self.ledger.keeps(manifest) or manifest.key == self._key(node, contents)
+
+    def _own(self, node: Node, manifest: Manifest) -> bool:
+        """Whether configuration and code are the same, whatever it was made of."""
+        return self.ledger.keeps(manifest) or manifest.key == self._key(node, manifest.inputs)
+
+    def _whole(self, node: Node) -> Manifest | None:
+        folder = self._folder(node)
         try:
             manifest = read_manifest(folder)
-            if manifest is None or manifest.key != self._key(node):
-                return None
-            if not is_pruned(folder):
+            if manifest is not None and not is_pruned(folder):
                 verify(folder, manifest, checksums=False)
             return manifest
         except ArtifactError as error:
@@ -45,30 +137,9 @@ class Committed:
             quarantine(error.manifest)
             return None
 
-    def recover(self) -> None:
-        """Find all that is done."""
-        for node in self.graph.nodes():
-            manifest = self.look(node)
-            if manifest is not None:
-                self.done[node] = manifest.content
+    def _folder(self, node: Node) -> Path:
+        return self.graph.folder(self.run.folder, node)
 
-    def withdraw(self, node: Node) -> None:
-        """Take away what stands where a node's output belongs: it belongs to other work."""
-        quarantine(self.graph.folder(self.run.folder, node) / MANIFEST)
-
-    def withdraw_stale(self) -> None:
-        """:meth:`recover`, and withdraw outputs of another configuration (a shorter schedule, say).
-
-        For programs that look at files only. Outputs whose inputs are not there stay: they may be
-        right once those were rebuilt, and are looked at again then.
-        """
-        for node in self.graph.nodes():
-            manifest = self.look(node)
-            if manifest is not None:
-                self.done[node] = manifest.content
-            elif all(source in self.done for source in self.graph.inputs(node).values()):
-                self.withdraw(node)
-
-    def _key(self, node: Node) -> str:
-        contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
-        return stage_key(self.run.config, node.stage, node.iteration, contents)
+    def _key(self, node: Node, inputs: dict[str, str]) -> str:
+        code = self._digests[node.stage]
+        return stage_key(self.run.config, node.stage, node.iteration, inputs, code)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
 from slurm.client import Partition, SlurmClient
 
@@ -48,12 +49,12 @@ class Finding:
 
 def examine(folder: Path) -> int:
     """Run all checks and print them as they come; 0 when none failed."""
-    console = Console()
+    console = terminal()
     table = Table(title="rlinf doctor", title_justify="left", show_header=False)
     failed = False
     for finding in findings(folder):
         colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
-        table.add_row(f"[{colour}]{finding.level}[/]", finding.what, finding.detail)
+        table.add_row(Text(finding.level, style=colour), finding.what, finding.detail)
         failed |= finding.level == "fail"
     console.print(table)
     return int(failed)

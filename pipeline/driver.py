@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
-from pipeline.metrics import append, write
+from pipeline.metrics import Written
 from pipeline.run import Lock, Run
+from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST, Manifest
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
@@ -52,17 +53,21 @@ class Executor(Protocol):
     live: bool
     """Whether a stage may be started before its inputs are committed."""
 
+    @property
+    def remains(self) -> str:
+        """What an interrupted driver leaves behind, for the person that interrupted it."""
+
     def start(self, node: Node, call: StageCall) -> None:
         """Begin an attempt at a node."""
 
     def ended(self) -> dict[Node, Outcome]:
         """Attempts that ended since the last call; may wait a little for one."""
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         """Cancel what runs; called when the driver ends for whatever reason.
 
         Args:
-            replaced: by another driver, whose it all is now: leave it.
+            leave: it to another driver, which is there or will be.
         """
 
 
@@ -74,6 +79,7 @@ class InProcess:
     resident: dict[str, Any] = field(default_factory=dict)
     stopping: Callable[[], bool] = lambda: False
     live: bool = False
+    remains: str = "the stage under way begins anew"
     _ended: dict[Node, Outcome] = field(default_factory=dict)
 
     def start(self, node: Node, call: StageCall) -> None:
@@ -91,14 +97,24 @@ class InProcess:
         ended, self._ended = self._ended, {}
         return ended
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         environment = self.resident.pop("environment", None)
         if environment is not None:
             environment[1].close()
 
 
+def call_of(run: Run, graph: Graph, node: Node) -> StageCall:
+    """The call that makes the output of a node."""
+    inputs = {name: graph.folder(run.folder, source) for name, source in graph.inputs(node).items()}
+    out = graph.folder(run.folder, node)
+    return StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
+
+
 class Listener(Protocol):
     """Is told what happens: progress bars, trackers."""
+
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Metrics of the iterations that are finished when the driver begins."""
 
     def node_started(self, node: Node) -> None: ...
 
@@ -118,6 +134,8 @@ class Driver:
     """Further attempts at a stage that failed for no stated reason."""
     offline: bool = False
     """Whether to run the stages before the first iteration only."""
+    choice: Choice = Choice.ASK
+    """What to do about results of another configuration or other code."""
     ahead: int = 16
     """Nodes beyond the first unfinished one that may start once their inputs are there."""
 
@@ -129,8 +147,7 @@ class Driver:
         self._failures: dict[Node, int] = {}
         self._running: set[Node] = set()
         self._looked = 0.0
-        self._told = -1
-        """The newest iteration whose metrics are in the run's files."""
+        self._written = Written(self.run.folder)
 
     def drive(self) -> None:
         """Run every node that is not done.
@@ -142,22 +159,27 @@ class Driver:
             RequeueRequested: the allocation of this process is about to end.
         """
         with self.run.driven() as lock:
-            replaced = False
+            leave = True
             try:
                 self._recover()
                 self._loop(lock)
+                leave = False
             except RunLockedError:
-                replaced = True
+                raise  # another driver has the run
+            except (InputError, StageError, KeyboardInterrupt):
+                leave = False  # nobody goes on with it before something has changed
                 raise
             finally:
-                self.executor.stop(replaced=replaced)
+                self.executor.stop(leave=leave)
 
     def _recover(self) -> None:
-        self._committed.recover()
+        settle_frozen(self._committed, self.choice)
         if self._done:
-            log.info("resuming: %d stages are done", len(self._done))
-        self._told = max((n.iteration for n in self._done if n.stage == "sync"), default=-1)
-        write(self.run.folder)
+            count = len({n.iteration for n in self._done if n.stage == "sync"})
+            log.info("resuming after iteration %d of %d", count, self.graph.iterations)
+        rows = self._written.renew()
+        for listener in self.listeners:
+            listener.resumed(rows)
 
     def _loop(self, lock: Lock) -> None:
         nodes = self.graph.before() if self.offline else self.graph.nodes()
@@ -203,27 +225,18 @@ class Driver:
         return found
 
     def _ready(self, node: Node) -> bool:
+        # What is on disk already may be right: that is seen once its inputs are there.
+        live = self.executor.live and node not in self._committed.waiting
         return all(
-            source in self._done or (self.executor.live and source in self._running)
+            source in self._done or (live and source in self._running)
             for source in self.graph.inputs(node).values()
         )
 
     def _start(self, node: Node) -> None:
-        inputs = {
-            name: self.graph.folder(self.run.folder, source)
-            for name, source in self.graph.inputs(node).items()
-        }
-        out = self.graph.folder(self.run.folder, node)
-        # What stands there belongs to other work (a shorter schedule, say); a launcher
-        # that watches for a manifest must not take it for the end of this job.
-        self._committed.withdraw(node)
-        call = StageCall(
-            node.stage,
-            self.run.folder / CONFIG,
-            out,
-            node.iteration,
-            inputs,
-        )
+        # A launcher that watches for a manifest must not take that of another attempt, made of
+        # other inputs, for the end of this job.
+        self._committed.make_way(node)
+        call = call_of(self.run, self.graph, node)
         for listener in self.listeners:
             listener.node_started(node)
         self._running.add(node)
@@ -294,10 +307,7 @@ class Driver:
         self._done[node] = manifest.content
         for listener in self.listeners:
             listener.node_done(node, manifest)
-        if node.stage == "sync" and node.iteration <= self._told:
-            write(self.run.folder)  # it was damaged and made again
-        elif node.stage == "sync":
-            self._told = node.iteration
-            metrics = append(self.run.folder, node.iteration)
+        metrics = self._written.add(node.iteration) if node.stage == "sync" else None
+        if metrics is not None:
             for listener in self.listeners:
                 listener.iteration_done(node.iteration, metrics)

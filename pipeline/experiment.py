@@ -7,32 +7,61 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.check import check
 from pipeline.driver import Driver, Executor, InProcess, Listener
+from pipeline.driver_job import refuse_beside_job
 from pipeline.flow import Graph
-from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
+from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
 from pipeline.leases import pool_needs
+from pipeline.notify import announced, check_command
 from pipeline.plan import Plan, load_plan
 from pipeline.pools import PoolExecutor
 from pipeline.report import write_report
 from pipeline.run import Run
+from pipeline.settle import Choice
 from pipeline.show import Console, Trackers
+from pipeline.stop import Stopping
 from rlinf import tree
 from rlinf.config import RunConfig, validate
-from rlinf.errors import ConfigError, PlanError, storage_error
+from rlinf.errors import (
+    ConfigError,
+    Interrupted,
+    PlanError,
+    RequeueRequested,
+    RunStopped,
+    storage_error,
+)
 from slurm.signals import StopFlag
 
 
-def prepare(values: Mapping[str, Any]) -> Run:
+def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
     """Validate a composed configuration and make (or reopen) its run directory.
 
+    Args:
+        choice: what to do about results that it would not make the same.
+
     Raises:
-        ConfigError, DataError, PlanError: nothing was written.
+        ConfigError, DataError, PlanError, MismatchError: nothing was written.
     """
+    from pipeline.freeze import create_run  # it loads algorithms, as the checks do
+
+    config, plan = checked(values)
+    return create_run(config, plan.dump(), choice)
+
+
+def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
+    """A composed configuration and its plan, after all checks; nothing is written.
+
+    Raises:
+        ConfigError, DataError, PlanError: they cannot be used.
+    """
+    from pipeline.check import check  # it loads engines and trainers, which a driver has no use for
+
     config = validate(RunConfig, values)
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    plan = settled(plan, cluster)
+    check_command(cluster.notify)
     if plan.grain == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
             "plan: grain: segment: pools are processes of their own; add cluster=local (this "
@@ -43,12 +72,12 @@ def prepare(values: Mapping[str, Any]) -> Run:
         pool_needs(plan, number)
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
-    return Run.create(config, plan.dump())
+    return config, plan
 
 
-def execute(values: Mapping[str, Any]) -> Path:
+def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
-    return drive(prepare(values))
+    return drive(prepare(values, choice))
 
 
 def named(words: Sequence[str]) -> Run:
@@ -57,9 +86,9 @@ def named(words: Sequence[str]) -> Run:
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
     """
-    if _is_folder(words):
+    if is_folder(words):
         return Run.open(Path(words[0]))
-    return prepare(compose(_forced(words)))
+    return prepare(composed(words))
 
 
 def configuration(words: Sequence[str]) -> RunConfig:
@@ -68,25 +97,36 @@ def configuration(words: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError, DataError: it cannot be used.
     """
-    if _is_folder(words):
+    if is_folder(words):
         return Run.open(Path(words[0])).config
-    config = validate(RunConfig, compose(_forced(words)))
+    from pipeline.check import check
+
+    config = validate(RunConfig, composed(words))
     check(config)
     return config
 
 
-def _is_folder(words: Sequence[str]) -> bool:
+def is_folder(words: Sequence[str]) -> bool:
+    """Whether words name a run directory, and are no overrides."""
     return len(words) == 1 and "=" not in words[0]
 
 
-def _forced(words: Sequence[str]) -> list[str]:
+def composed(words: Sequence[str]) -> dict[str, Any]:
+    """The configuration of a command's overrides, as plain values.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
     from rlinf.launch import forced
 
-    return [forced(word) for word in words]
+    return compose([forced(word) for word in words])
 
 
-def compose(overrides: list[str]) -> dict[str, Any]:
+def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
     """The configuration Hydra composes, as plain values.
+
+    Args:
+        searchpath: folders of further configuration files.
 
     Raises:
         ConfigError: Hydra cannot compose it.
@@ -99,7 +139,9 @@ def compose(overrides: list[str]) -> dict[str, Any]:
 
     try:
         with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
-            values = hydra_compose("config", overrides)
+            further = ",".join(f"file://{Path(folder).absolute()}" for folder in searchpath)
+            path = [f"hydra.searchpath=[{further}]"] if further else []
+            values = hydra_compose("config", [*overrides, *path])
         plain = OmegaConf.to_container(values, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from None
@@ -107,21 +149,28 @@ def compose(overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def drive(run: Run, overrides: Mapping[str, Any] | None = None) -> Path:
+def drive(
+    run: Run, overrides: Mapping[str, Any] | None = None, choice: Choice = Choice.ASK
+) -> Path:
     """Take a run from where it is to its end and write the report.
 
     Args:
         overrides: keys of the ``cluster`` section that differ this time.
+        choice: what to do about results that this program would not make the same.
+
+    Raises:
+        MismatchError: there are some, and nobody chose.
     """
-    with _told_of_full_disks():
-        _drive(run, overrides or {}, offline=False)
+    cluster = cluster_of(run, overrides)
+    with _told_of_full_disks(), announced(run.folder.name, cluster.notify):
+        _drive(run, cluster, choice, offline=False)
         return write_report(run.folder)
 
 
 def warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
     with _told_of_full_disks():
-        _drive(run, {}, offline=True)
+        _drive(run, cluster_of(run), Choice.ASK, offline=True)
 
 
 @contextlib.contextmanager
@@ -135,18 +184,40 @@ def _told_of_full_disks() -> Iterator[None]:
         raise
 
 
-def _drive(run: Run, overrides: Mapping[str, Any], *, offline: bool) -> None:
-    cluster = validate(ClusterConfig, {**run.config.cluster, **overrides}, "cluster")
-    with StopFlag() as stop, Console(run) as console:
+def cluster_of(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """The cluster section of a run, with keys that differ this time.
+
+    Raises:
+        ConfigError: a key is wrong.
+    """
+    return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
+
+
+def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -> None:
+    refuse_beside_job(run)
+    with StopFlag() as flag, Console(run, cluster.launcher) as console:
+        stop = Stopping(run.folder, flag.is_set)
         executor: Executor
         if cluster.launcher == "inprocess":
-            executor = InProcess(run, {"progress": console.progress}, stop.is_set)
+            executor = InProcess(run, {"progress": console.progress}, stop)
         else:
-            plan = Plan.read(run.folder)
+            plan = settled(Plan.read(run.folder), cluster)
             launcher = make_launcher(cluster, plan)
             if plan.grain == "segment":
-                executor = PoolExecutor(run, launcher, plan, cluster, stop.is_set, console.progress)
+                executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
             else:
-                executor = LauncherExecutor(run, launcher, plan, cluster, stop.is_set)
+                executor = LauncherExecutor(run, launcher, plan, cluster, stop)
         listeners: list[Listener] = [console, Trackers(run)]
-        Driver(run, executor, listeners, cluster.retries, offline).drive()
+        try:
+            Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted; {executor.remains}, and all that was committed stays. "
+                f"Go on with: rlinf resume {run.folder}"
+            ) from None
+        except RequeueRequested:
+            if stop.named:
+                raise RunStopped(
+                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
+                ) from None
+            raise

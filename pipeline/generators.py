@@ -28,10 +28,10 @@ from pipeline.flow import Node
 from pipeline.leases import rank_of
 from pipeline.scaling import Load
 from rlinf.artifacts import read_manifest
-from rlinf.errors import EXIT_REQUEUE, StageError
+from rlinf.errors import EXIT_REQUEUE, ArtifactError, StageError
 from stages.board import keep_newest
-from stages.generate import unfinished
 from stages.layout import POOLS
+from stages.names import unfinished
 
 CLAIMS = "claims.jsonl"
 PREPARES = -1
@@ -312,7 +312,8 @@ class Generators:
     def _weights_there(self, rollout: _Rollout) -> bool:
         """Whether anybody has them."""
         if not rollout.there:
-            rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
+            with contextlib.suppress(ArtifactError):  # seen by whoever reads it
+                rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
         return rollout.there or bool(self._weights.get(rollout.order["weights"]))
 
     def _has(self, worker: str, node: Node) -> bool:

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from pipeline.terminal import terminal
 from rlinf.errors import SlurmError
 from slurm.client import SlurmClient
 from slurm.inventory import Inventory, NodeGroup, load_inventory
@@ -51,10 +51,10 @@ def show(source: Path | None, save: Path | None, site: Path | None, *, as_json: 
     if as_json:
         sys.stdout.write(inventory.to_json())
         return
-    console = Console()
+    console = terminal()
     console.print(table(inventory))
     if save is not None:
-        console.print(f"saved: {save}", highlight=False, soft_wrap=True)
+        console.print(f"saved: {save}", soft_wrap=True)
 
 
 def table(inventory: Inventory) -> Table:

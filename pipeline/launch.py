@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,16 +11,35 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from launchers.base import Job, Launcher, Resources, State
+from launchers.base import Job, Launcher, Resources, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Node
-from pipeline.leases import pool_needs
+from pipeline.leases import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.config import Section
 from rlinf.errors import RequeueRequested
 from stages import SECTIONS
 from stages.runner import StageCall
+
+WAITS_S = 10.0
+"""A job that waits longer than this is spoken of."""
+log = logging.getLogger("rlinf")
+
+
+class DriverJob(Section):
+    """What the job of a driver asks for (``rlinf submit``)."""
+
+    partition: str | None = None
+    """Null: the cluster's default one."""
+    cpus: int = Field(default=1, gt=0)
+    mem_mb: int = Field(default=4000, gt=0)
+    """Memory, MiB."""
+    time_min: int | None = Field(default=None, gt=0)
+    """Wall-time limit, minutes, before which it requeues itself. Null: a day, or what the
+    partition allows."""
+    mail: str | None = None
+    """Whom Slurm tells when the job ends or fails."""
 
 
 class ClusterConfig(Section):
@@ -35,6 +55,13 @@ class ClusterConfig(Section):
     """Further attempts at a stage that failed for no stated reason."""
     env: dict[str, str] = {}
     """Environment of every stage."""
+    pool_grace_s: float = Field(default=600.0, gt=0)
+    """How long pools wait for another driver when theirs was killed, or failed, before they give
+    their devices back."""
+    driver: DriverJob = DriverJob()
+    notify: tuple[str, ...] = ()
+    """A command, as a list of words, that is run at the end of the run and when it fails, with the
+    run's name and ``finished``, ``failed`` or ``stopped`` as its last arguments."""
 
 
 def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
@@ -66,6 +93,19 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         quotas.check(needs, key)
     check_together(plan, cluster)
     return SubmititLauncher(client, quotas)
+
+
+def settled(plan: Plan, cluster: ClusterConfig) -> Plan:
+    """The plan with what only the cluster can tell.
+
+    Raises:
+        SlurmError: Slurm is not there or does not answer.
+    """
+    if cluster.launcher != "slurm" or not plan.pools:
+        return plan
+    from slurm.client import SlurmClient
+
+    return with_gpus(plan, SlurmClient().partitions())
 
 
 def check_together(plan: Plan, cluster: ClusterConfig) -> None:
@@ -114,6 +154,35 @@ def stage_job(node: Node, call: StageCall, run: Path, needs: Resources) -> Job:
 
 
 @dataclass
+class QueueLog:
+    """Says which jobs were submitted where, and why one does not start."""
+
+    shown: bool = True
+    """Whether there is a queue."""
+    _since: dict[str, float] = field(default_factory=dict)
+    _reasons: dict[str, str] = field(default_factory=dict)
+
+    def submitted(self, name: str, identity: str, partition: str | None) -> None:
+        """A job was handed to the launcher."""
+        self._since[name] = time.monotonic()
+        if self.shown:
+            log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
+
+    def seen(self, name: str, identity: str, status: Status) -> None:
+        """How a job that has not ended is; each reason to wait is said once."""
+        known = self._reasons.get(name)
+        if status.state is State.PENDING:
+            late = self.shown and time.monotonic() - self._since.get(name, 0.0) > WAITS_S
+            reason = status.reason or "no reason given"
+            if late and reason != known:
+                self._reasons[name] = reason
+                log.info("%s: job %s waits: %s", name, identity, reason)
+        elif known is not None:
+            del self._reasons[name]
+            log.info("%s: job %s runs%s", name, identity, status.node and f" on {status.node}")
+
+
+@dataclass
 class LauncherExecutor:
     """Runs stage calls through a launcher."""
 
@@ -125,9 +194,20 @@ class LauncherExecutor:
     live: bool = False
     _ids: dict[Node, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
+
+    @property
+    def remains(self) -> str:
+        if self.cluster.launcher == "local":
+            return "its processes were stopped"
+        return f"{len(self._ids)} submitted jobs go on, and a resumed run finds them"
+
     def start(self, node: Node, call: StageCall) -> None:
         needs = resources(self.plan.of(node.stage), self.cluster)
-        self._ids[node] = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
+        identity = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
+        self._ids[node] = identity
+        self._queue.submitted(node.name, identity, needs.partition)
 
     def ended(self) -> dict[Node, Outcome]:
         """Outcomes of ended jobs; sleeps until a look at the queue is due or a manifest shows."""
@@ -138,6 +218,7 @@ class LauncherExecutor:
         for node, identity in list(self._ids.items()):
             status = statuses[identity]
             if status.state.active:
+                self._queue.seen(node.name, identity, status)
                 continue
             del self._ids[node]
             code = 0 if status.state is State.DONE else status.exit_code or 1
@@ -152,5 +233,5 @@ class LauncherExecutor:
         self.launcher.cancel(list(self._ids.values()))
         self._ids.clear()
 
-    def stop(self, *, replaced: bool = False) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         self.launcher.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.artifacts import Manifest, read_manifest, write_atomic
+from rlinf.config import digest
 from rlinf.errors import ArtifactError
 from stages.context import PAUSES
 from stages.layout import METRICS, PER_ITERATION, TIMINGS, stage_folder
@@ -60,30 +61,52 @@ def collect(run: Path) -> list[dict[str, Any]]:
     return [values for values in rows if values is not None]
 
 
-def write(run: Path) -> None:
-    """Write both files anew from the manifests."""
-    rows = collect(run)
-    write_atomic(run / METRICS, "".join(_line(values) for values in rows))
-    timings = [
-        _line(timing)
-        for iteration in iterations(run)
-        for stage in PER_ITERATION
-        if (timing := _timing(run, stage, iteration)) is not None
-    ]
-    write_atomic(run / TIMINGS, "".join(timings))
+def write(run: Path) -> list[dict[str, Any]]:
+    """Write both files anew from the manifests; returns the rows."""
+    return Written(run).renew()
 
 
-def append(run: Path, iteration: int) -> dict[str, Any]:
-    """Add a finished iteration to both files; returns its row."""
-    values = row(run, iteration) or {"iteration": iteration}
-    with (run / METRICS).open("a", encoding="utf-8") as file:
-        file.write(_line(values))
-    with (run / TIMINGS).open("a", encoding="utf-8") as file:
-        for stage in PER_ITERATION:
-            timing = _timing(run, stage, iteration)
-            if timing is not None:
-                file.write(_line(timing))
-    return values
+class Written:
+    """Both files of a run that goes on: each finished iteration once, in order."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._known: dict[int, str] = {}
+        """Digest of what is there of each iteration."""
+
+    def renew(self) -> list[dict[str, Any]]:
+        """Write all anew from the manifests; returns the rows."""
+        rows = collect(self._run)
+        timings = {i: self._timings(i) for i in iterations(self._run)}
+        write_atomic(self._run / METRICS, "".join(_line(values) for values in rows))
+        write_atomic(self._run / TIMINGS, "".join(timings.values()))
+        self._known = {r["iteration"]: digest([r, timings[r["iteration"]]]) for r in rows}
+        return rows
+
+    def add(self, iteration: int) -> dict[str, Any] | None:
+        """Add a finished iteration; returns its row, or None when it is there as it is.
+
+        One that was made again, or is not the newest, is put in its place.
+        """
+        values = row(self._run, iteration)
+        if values is None:
+            return None
+        timings = self._timings(iteration)
+        mark = digest([values, timings])
+        if self._known.get(iteration) == mark:
+            return None
+        if self._known and iteration <= max(self._known):
+            self.renew()
+            return values
+        self._known[iteration] = mark
+        for name, text in ((METRICS, _line(values)), (TIMINGS, timings)):
+            with (self._run / name).open("a", encoding="utf-8") as file:
+                file.write(text)
+        return values
+
+    def _timings(self, iteration: int) -> str:
+        timings = (_timing(self._run, stage, iteration) for stage in PER_ITERATION)
+        return "".join(_line(timing) for timing in timings if timing is not None)
 
 
 def _timing(run: Path, stage: str, iteration: int) -> dict[str, Any] | None:

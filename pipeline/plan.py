@@ -52,14 +52,26 @@ class StagePlan(Section):
         return self
 
 
+def device(kind: str, needs: StagePlan) -> dict[str, str | None]:
+    """A kind of device as a pool names it, as keys of a stage's plan.
+
+    Args:
+        needs: its type of GPU stays where the pool names a partition alone, and no other one.
+    """
+    partition, _, gpu_type = kind.partition(":")
+    said = needs.gpu_type if needs.partition in (None, partition) else None
+    return {"partition": partition, "gpu_type": gpu_type or said}
+
+
 class Pool(Section):
     """Devices held for many iterations by the stages that take turns on them."""
 
     stages: tuple[str, ...] = Field(min_length=1)
     gpus: dict[str, PositiveInt] = Field(min_length=1)
-    """Devices of each kind (``partition``, or ``partition:gpu_type``). Several kinds are components
-    of one heterogeneous job, on each of which every stage of the pool runs; in an elastic pool they
-    are jobs of their own."""
+    """Devices of each kind (``partition``, or ``partition:gpu_type``): GPUs, one for each process,
+    unless its stages or the defaults say ``gpus: 0`` or the partition has none. Several kinds are
+    components of one heterogeneous job, on each of which every stage of the pool runs; in an
+    elastic pool they are jobs of their own."""
     workers: PositiveInt | None = None
     """Makes the pool elastic: so many jobs of one process each, which generate in claims and may
     come and go at any time (``rlinf scale``). Null: one job."""
@@ -171,13 +183,18 @@ class Plan(Section):
     predicted: Forecast | None = None
 
     def of(self, stage: str) -> StagePlan:
-        """The resources of a stage.
+        """The resources of a stage: the defaults, the device of its pool, what is said of it.
 
         Raises:
             PlanError: the defaults and what is said of the stage do not go together.
         """
         own = self.stages.get(stage)
         values = self.defaults.model_dump(exclude_unset=True)
+        held = next((pool for pool in self.pools if stage in pool.stages), None)
+        if held is not None:
+            place = device(next(iter(held.gpus)), self.defaults)
+            # Of several kinds one names the partition; each has a GPU of its own.
+            values |= place if len(held.gpus) == 1 else {"partition": place["partition"]}
         values |= own.model_dump(exclude_unset=True) if own else {}
         if stage in SINGLE_PROCESS:
             values |= {"nodes": 1, "processes": 1, "shares": None}

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launchers.base import Job, Launcher, State, Status
+from launchers.base import Launcher, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.generators import Generators
-from pipeline.launch import ClusterConfig, resources
+from pipeline.launch import ClusterConfig, QueueLog
 from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
 from pipeline.plan import ELASTIC, FOR_WEIGHTS, SINGLE_PROCESS, Plan
+from pipeline.pool_jobs import STREAMS, homes, pool_folder, pool_job, pool_states
 from pipeline.pool_status import write_pools
 from pipeline.routes import tree
 from pipeline.run import Run
@@ -39,19 +40,14 @@ from rlinf.errors import (
     RequeueRequested,
     StageError,
 )
-from stages.generate import CLAIM
 from stages.inbox import SHARED_MEMORY, SOCKET
 from stages.layout import CHANNELS, POOLS, STATUS
+from stages.names import CLAIM
 from stages.runner import StageCall
 
-STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
-"""Inputs that are records, by the name of their channel; they can be sent while they are made."""
 WEIGHTS = "weights"
 PUBLISHED = ("sync", WEIGHTS)
 """The stage and input whose weights one worker sends to the memory of others."""
-WITH = {"sync": "train", "warm_start": "train", "reward": "train", "inference": "train"}
-WITH["evaluate"] = "rollout"
-"""Where a stage runs that no pool of the plan names."""
 PROGRESS = ("stage", "done", "total", "what")
 EVENTS_S = 0.25
 HOLD_S = 0.5
@@ -76,28 +72,14 @@ class PoolExecutor:
     progress: Callable[[str, int, int, str], None] = lambda *_: None
     live: bool = True
     """Stages may start before their inputs are committed."""
+    remains: str = "its pools were stopped"
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
-        self._edges = self._graph.edges()
         self._places = {stage: i for i, stage in enumerate(self._graph.flow.stages)}
-        self._pools = [
-            PoolState(
-                i,
-                pool.stages,
-                pool_needs(self.plan, i),
-                None if pool.workers is None else 0,
-                helps=pool.helps_rollout,
-            )
-            for i, pool in enumerate(self.plan.pools)
-        ]
-        self._of = {stage: pool for pool in self._pools for stage in pool.stages}
-        for stage, like in WITH.items():
-            self._of.setdefault(stage, self._of.get(like, self._pools[-1]))
-        self._elastic = self._of["rollout"] if self._of["rollout"].slot is not None else None
-        if self._elastic is not None:
-            # It computes nothing where it is ordered, and its consumers need no copy.
-            self._of["rollout"] = self._of["train"]
+        self._pools = pool_states(self.plan)
+        self._of = {stage: self._pools[number] for stage, number in homes(self.plan).items()}
+        self._elastic = next((p for p in self._pools if p.slot is not None), None)
         settings = self.run.config.rollout
         self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
         self._live: dict[Node, dict[str, Node]] = {}
@@ -107,6 +89,7 @@ class PoolExecutor:
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
+        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
         self._controller: Controller | None = None
 
     def _begin(self) -> None:
@@ -164,10 +147,10 @@ class PoolExecutor:
                 busy.add(node)
         return free
 
-    def stop(self, *, replaced: bool = False) -> None:
-        """Let the pools go, unless the driver makes room for its successor or has one already."""
+    def stop(self, *, leave: bool = False) -> None:
+        """Let the pools go, or leave them to the next driver, for which they wait a while."""
         try:
-            if not (replaced or self.stopping()) and self._controller is not None:
+            if not leave and self._controller is not None:
                 self._dismiss()
         finally:
             if self._controller is not None:
@@ -483,7 +466,8 @@ class PoolExecutor:
 
     def _open(self, pools: Sequence[PoolState]) -> None:
         for pool in pools:
-            known = [int(p.name) for p in self._folder(pool).glob("*") if p.name.isdigit()]
+            leases = pool_folder(self.run, pool).glob("*")
+            known = [int(path.name) for path in leases if path.name.isdigit()]
             pool.lease = max(known, default=0)
         self._submit(pools)
 
@@ -606,6 +590,10 @@ class PoolExecutor:
         """Ask how the jobs are: one query for all pools."""
         jobs = [member.job for member in self._members()]
         statuses: Mapping[str, Status] = self.launcher.poll(jobs) if jobs else {}
+        for pool in self._pools:
+            for member in pool.members:
+                if (status := statuses.get(member.job)) is not None and status.state.active:
+                    self._queue.seen(f"pool {pool.name}", member.job, status)
         over = [
             (pool, member, status)
             for pool in self._pools
@@ -681,43 +669,20 @@ class PoolExecutor:
             self._control.send(worker, {"do": "leave"})
 
     def _submit(self, pools: Sequence[PoolState]) -> None:
-        jobs = [self._job(pool) for pool in pools]
+        jobs = [pool_job(self.run, self.plan, self.cluster, pool) for pool in pools]
+        for job in jobs:
+            job.out.mkdir(parents=True, exist_ok=True)
         launcher = self.launcher
         ids = launcher.submit_together(jobs) if len(jobs) > 1 else [launcher.submit(jobs[0])]
         members = [
             Member(job.name.removeprefix("pool/"), identity, pool.size)
             for pool, job, identity in zip(pools, jobs, ids, strict=True)
         ]
-        for pool, member in zip(pools, members, strict=True):
+        for pool, job, member in zip(pools, jobs, members, strict=True):
+            partitions = ",".join(str(part.partition) for part in job.components)
+            self._queue.submitted(f"pool {pool.name}", member.job, partitions)
             member.fellows = tuple(other for other in members if other is not member)
             pool.members.append(member)
-
-    def _job(self, pool: PoolState) -> Job:
-        name = f"pool-{pool.name}-{pool.lease}"
-        out = self._folder(pool) / str(pool.lease)
-        out.mkdir(parents=True, exist_ok=True)
-        argv = ["--run", str(self.run.folder), "--name", name, "--parts", str(self.plan.chunks)]
-        shared = [edge for edge, way in self.plan.transports.items() if way == SHARED_MEMORY]
-        targets = {edge.rpartition(" ")[2] for edge in shared if self._edges[edge] & STREAMS}
-        if any(self._of[stage].number == pool.number for stage in targets):
-            argv.append("--shared")
-        if self._of["inference"] is not self._of["sync"]:
-            # It takes what engines take, and evaluates what is trained: engines then cast.
-            argv.append("--uncast")
-        needs, *further = (resources(part, self.cluster) for part in pool.needs)
-        return Job(
-            f"pool/{name}",
-            tuple(argv),
-            out,
-            self.run.folder / "logs" / POOLS,
-            needs,
-            "stages.pool",
-            tuple(further),
-            requeues=False,
-        )
-
-    def _folder(self, pool: PoolState) -> Path:
-        return self.run.folder / POOLS / pool.name
 
     def _tell(self) -> None:
         """Progress for the console, and a file for ``rlinf status``."""

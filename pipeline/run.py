@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
-from rlinf import __version__
-from rlinf.artifacts import write_atomic
-from rlinf.config import RunConfig, digest
-from rlinf.errors import ConfigError, InputError, RunLockedError
-from stages.layout import CONFIG, PLAN, RUN
+from rlinf.config import RunConfig
+from rlinf.errors import RunLockedError
+from slurm.ids import own_id
+from stages.layout import CONFIG
 from stages.runner import load_config
 
 LOCK = "driver.json"
@@ -37,54 +35,11 @@ class Run:
     config: RunConfig
 
     @classmethod
-    def create(cls, config: RunConfig, plan: dict[str, Any]) -> Run:
-        """Make the run directory, or open it when it holds the same experiment.
-
-        More iterations than before are accepted: the run goes on.
-
-        Raises:
-            ConfigError: the name is taken by a run with another configuration.
-            InputError: no permission to write there.
-        """
-        folder = config.run.folder
-        known = folder / CONFIG
-        if known.exists():
-            old = load_config(known)
-            differing = _differences(old.semantic(), config.semantic())
-            if differing - {"iterations"}:
-                key = sorted(differing - {"iterations"})[0]
-                raise ConfigError(
-                    f"run.name: {folder} holds another experiment ({key} differs); choose another "
-                    "run.name, or resume that run as it is with: rlinf resume " + str(folder)
-                )
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.chmod(0o700)
-            values = config.model_dump(mode="json")
-            write_atomic(known, yaml.safe_dump(values, sort_keys=False))
-            if not (folder / PLAN).exists() or config.plan is not None:
-                write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
-            if not (folder / RUN).exists():
-                about = {
-                    "name": folder.name,
-                    "id": digest(config.semantic()),
-                    "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                    "version": __version__,
-                }
-                write_atomic(folder / RUN, json.dumps(about, indent=1))
-        except OSError as error:
-            raise InputError(
-                f"run.root: cannot write {error.filename or folder}: {error.strerror}; "
-                "choose another run.root"
-            ) from None
-        return cls(folder, config)
-
-    @classmethod
     def open(cls, folder: Path) -> Run:
         """Open an existing run.
 
         Raises:
-            ConfigError: not a run directory.
+            ConfigError: not a run directory, or its configuration cannot be read.
         """
         folder = folder.expanduser().absolute()
         return cls(folder, load_config(folder / CONFIG))
@@ -119,6 +74,7 @@ class Lock:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
+            "job": own_id(),
             "token": secrets.token_hex(8),
         }
         _take(path, self._mine)
@@ -195,6 +151,8 @@ def _owner(path: Path) -> dict[str, Any] | None:
 
 
 def _alive(path: Path, owner: dict[str, Any]) -> bool:
+    if owner.get("job") is not None and owner["job"] == own_id() and owner["pid"] != os.getpid():
+        return False  # Slurm started this job again: its former life is over
     if owner["host"] == socket.gethostname():
         try:
             process = psutil.Process(int(owner["pid"]))
@@ -211,15 +169,3 @@ def is_driven(path: Path) -> dict[str, Any] | None:
     """The living owner noted in a lock file, if there is one."""
     owner = _owner(path)
     return owner if owner is not None and _alive(path, owner) else None
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
-    """Dotted keys whose values differ."""
-    found = set()
-    for key in old.keys() | new.keys():
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found |= {f"{key}.{inner}" for inner in _differences(a, b)}
-        elif a != b:
-            found.add(key)
-    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console as Terminal
 from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
@@ -18,21 +20,33 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pipeline.flow import Graph, Node
+from pipeline.flow import Node
+from pipeline.metrics import collect
 from pipeline.run import Run
+from pipeline.terminal import terminal
 from rlinf.artifacts import Manifest
+from rlinf.config import digest
 from rlinf.track import open_sinks
+from stages.layout import METRICS, TOLD
 
+SAY_S = 10.0
+"""Seconds between two lines about how far a stage is, where there is no terminal."""
+WHERE = {
+    "inprocess": "stages run in this process",
+    "local": "stages run as processes of this machine",
+    "slurm": "stages run as Slurm jobs",
+}
 log = logging.getLogger("rlinf")
 
 
 class Console:
     """Progress bars on a terminal, plain log lines elsewhere."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, launcher: str = "inprocess") -> None:
         self._run = run
-        self._graph = Graph(run.config)
-        self._terminal = Terminal(stderr=True)
+        self._where = WHERE[launcher]
+        self._said = time.monotonic()
+        self._terminal = terminal(stderr=True)
         self._bars: Progress | None = None
         self._score: float | None = None
 
@@ -43,12 +57,12 @@ class Console:
         if self._terminal.is_terminal:
             handler = RichHandler(console=self._terminal, show_path=False, show_level=False)
             self._bars = Progress(
-                TextColumn("[bold]{task.description}"),
+                TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
                 console=self._terminal,
             )
             self._bars.start()
@@ -57,10 +71,18 @@ class Console:
             self._part: TaskID = self._bars.add_task("", total=None, note="", visible=False)
         else:
             handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         self._handler = handler
         log.handlers = [handler]
+        config = self._run.config
         log.info("run %s in %s", self._run.folder.name, self._run.folder)
+        log.info(
+            "%s on task %s, %d iterations; %s",
+            config.algorithm.name,
+            config.task.name,
+            config.iterations,
+            self._where,
+        )
         return self
 
     def __exit__(
@@ -75,13 +97,27 @@ class Console:
         log.propagate = True
 
     def progress(self, stage: str, done: int, total: int, what: str) -> None:
-        """Progress inside a stage of this process."""
+        """Progress inside a stage."""
         if self._bars is not None:
             self._bars.update(
                 self._part, description=stage, completed=done, total=total, note=what, visible=True
             )
+        elif time.monotonic() - self._said > SAY_S:
+            self._said = time.monotonic()
+            log.info("%s: %d of %d %s", stage, done, total, what)
+
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._bars is not None:
+            self._bars.update(self._whole, completed=len(rows))
 
     def node_started(self, node: Node) -> None:
+        settings = self._run.config.warm_start
+        if node.stage == "warm_start" and settings.max_steps:
+            log.info(
+                "warm start: fine-tuning until the held-out score is %g, %d steps at most",
+                settings.stop_at,
+                settings.max_steps,
+            )
         if self._bars is not None:
             self._bars.update(
                 self._part, description=node.stage, completed=0, total=None, note="", visible=True
@@ -112,10 +148,24 @@ class Console:
 
 
 class Trackers:
-    """Forwards the metrics of each finished iteration to the configured trackers."""
+    """Forwards the metrics of each finished iteration to the configured trackers, once.
+
+    What they were told is noted in the run first, so that a driver that starts again, or makes a
+    damaged result again as it was, does not tell it twice.
+    """
 
     def __init__(self, run: Run) -> None:
         self._sinks = open_sinks(run.config.log, run.folder, run.config)
+        self._file = run.folder / TOLD
+        old = not self._file.exists() and (run.folder / METRICS).exists()
+        self._told = set[str]() if old else _lines(self._file)
+        if old:  # its trackers were told by a program that did not note it
+            for values in collect(run.folder):
+                self._note(values["iteration"] + 1, _numbers(values))
+
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+        for values in rows:
+            self.iteration_done(values["iteration"], values)
 
     def node_started(self, node: Node) -> None: ...
 
@@ -124,9 +174,30 @@ class Trackers:
             self._log(node.iteration, {"evaluate/score": manifest.metrics["score"]})
 
     def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
-        numbers = {name: float(value) for name, value in metrics.items() if name != "iteration"}
-        self._log(iteration + 1, numbers)
+        self._log(iteration + 1, _numbers(metrics))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        if self._note(step, metrics):
+            for sink in self._sinks:
+                sink.log(step, metrics)
+
+    def _note(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether this is news."""
+        mark = digest([step, metrics])
+        if mark in self._told:
+            return False
+        self._told.add(mark)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{mark}\n")
+        return True
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if name != "iteration"}
+
+
+def _lines(path: Path) -> set[str]:
+    try:
+        return set(path.read_text(encoding="utf-8", errors="replace").splitlines())
+    except FileNotFoundError:
+        return set()

@@ -8,15 +8,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
+from pipeline.driver_job import noted_job, submitted
 from pipeline.export import versions
 from pipeline.flow import Graph
 from pipeline.metrics import iterations, manifest_of
 from pipeline.pool_status import PoolsStatus, pool_table, read_pools
 from pipeline.run import LOCK, Run, is_driven
+from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
 from stages.layout import PER_ITERATION, stage_folder
 
@@ -60,7 +62,7 @@ def read_status(folder: Path) -> RunStatus:
     synced = [i for i in known[-50:] if manifest_of(run.folder, "sync", i) is not None]
     finished = (max(synced) + 1) if synced else 0
     current = min(finished, run.config.iterations - 1)
-    stage = "finished" if finished == run.config.iterations else _current_stage(run, current)
+    stage = "finished" if finished >= run.config.iterations else _current_stage(run, current)
     spans, rates = [], []
     for i in synced[-10:]:
         first, last = manifest_of(run.folder, "rollout", i), manifest_of(run.folder, "sync", i)
@@ -82,7 +84,7 @@ def read_status(folder: Path) -> RunStatus:
         finished=finished,
         total=run.config.iterations,
         stage=stage,
-        driver=_driver(run),
+        driver=_driver(run, finished=stage == "finished"),
         iteration_s=statistics.median(spans) if spans else None,
         steps_per_s=statistics.median(rates) if rates else None,
         score=scores[-1] if scores else None,
@@ -95,7 +97,7 @@ def read_status(folder: Path) -> RunStatus:
 
 def show(folder: Path, *, watch: bool) -> None:
     """Print the status, or keep it on the screen until the run is finished."""
-    console = Console()
+    console = terminal()
     if not watch:
         console.print(page(read_status(folder)))
         return
@@ -145,11 +147,18 @@ def _current_stage(run: Run, iteration: int) -> str:
     return "evaluate"
 
 
-def _driver(run: Run) -> str:
+def _driver(run: Run, *, finished: bool) -> str:
     owner = is_driven(run.folder / LOCK)
-    return (
-        f"process {owner['pid']} on {owner['host']}" if owner else "none (rlinf resume starts one)"
-    )
+    if owner is not None:
+        job = f", job {owner['job']}" if owner.get("job") else ""
+        return f"process {owner['pid']} on {owner['host']}{job}"
+    try:
+        found = submitted(run)
+    except RlinfError as error:
+        return f"job {noted_job(run)}, of which Slurm says nothing now ({error})"
+    if found is None:
+        return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
+    return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
 
 
 def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:

@@ -7,14 +7,17 @@ An output folder holds ``manifest.json`` and one data folder per attempt that re
 
 No manifest, no output: data folders that no manifest names are partial work and are swept by the
 next attempt. The manifest is created by ``link``, which fails if another attempt committed first,
-so there is never more than one winner, on NFS too.
+so there is never more than one winner, on NFS too. A manifest ends with a checksum of itself, so
+that any altered byte of it is noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,13 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from rlinf.errors import ArtifactError, InputError
+from rlinf.errors import ArtifactError, InputError, OtherWorkError
 
-SCHEMA = 1
+SCHEMA, UNSEALED = 2, 1
+"""Of manifests as they are written, and of those without a checksum that are still read."""
 MANIFEST = "manifest.json"
 PRUNED = "pruned"
 _BLOCK = 1 << 22
+_SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+log = logging.getLogger("rlinf")
 
 
 def checksum(path: Path) -> str:
@@ -83,6 +91,7 @@ def save_text(path: Path, text: str) -> None:
 class FileEntry:
     """One file of an artifact."""
 
+    __pydantic_config__ = _STRICT
     size: int
     checksum: str
 
@@ -95,6 +104,7 @@ class Manifest:
     what was produced. ``timing``, ``host`` and ``job`` may differ between equal runs; the rest not.
     """
 
+    __pydantic_config__ = _STRICT
     stage: str
     iteration: int
     key: str
@@ -111,13 +121,40 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
+        """JSON whose last field, ``seal``, is the xxh3-128 of all that is before it."""
+        body = json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
+        body = body.removesuffix("\n}")
+        return f'{body},\n "seal": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}'
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        values = json.loads(text)
-        values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
-        return cls(**values)
+    def parse(cls, raw: bytes) -> Manifest:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: a byte was altered, a field is missing or of another type, or ``content``
+                is not the digest of files and metrics.
+        """
+        seal = _SEAL.search(raw)
+        if seal is not None:
+            if xxhash.xxh3_128_hexdigest(raw[: seal.start()]).encode() != seal[1]:
+                raise ValueError("its own checksum differs")
+            raw = raw[: seal.start()] + b"\n}"
+        try:
+            manifest = _ADAPTER.validate_json(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        if manifest.schema > SCHEMA:
+            raise ValueError(f"schema {manifest.schema} is of a newer program")
+        if seal is None and manifest.schema != UNSEALED:
+            raise ValueError("its own checksum is missing")
+        if content_digest(manifest.files, manifest.metrics) != manifest.content:
+            raise ValueError("content: not the digest of its files and metrics")
+        return manifest
+
+
+_ADAPTER = TypeAdapter(Manifest)
 
 
 def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float]) -> str:
@@ -125,7 +162,8 @@ def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float])
     state = xxhash.xxh3_128()
     for name in sorted(files):
         state.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
-    state.update(json.dumps(dict(metrics), sort_keys=True).encode())
+    numbers = {name: float(value) for name, value in metrics.items()}
+    state.update(json.dumps(numbers, sort_keys=True).encode())
     return state.hexdigest()
 
 
@@ -147,17 +185,16 @@ def read_manifest(out: Path) -> Manifest | None:
     The file is opened, not tested for: a shared filesystem may cache a negative look-up.
 
     Raises:
-        ArtifactError: the manifest cannot be parsed.
+        ArtifactError: it is damaged: not as it was written.
     """
     path = out / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        return Manifest.parse(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return Manifest.from_json(text)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArtifactError(f"{path}: damaged manifest ({error})", path) from None
+    except (ValueError, RecursionError, IsADirectoryError) as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"{path}: damaged manifest ({reason})", path) from None
 
 
 def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:
@@ -236,25 +273,44 @@ def sweep(out: Path, keep: set[str]) -> None:
 
 
 def commit(out: Path, manifest: Manifest) -> Manifest:
-    """Publish ``manifest``; the first attempt to do so wins, and the winner is returned."""
+    """Publish ``manifest``; the first attempt to do so wins, and the winner is returned.
+
+    Raises:
+        OtherWorkError: what stands there has another key; it stays.
+    """
     temporary = out / f".{MANIFEST}.{secrets.token_hex(4)}"
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.link(temporary, out / MANIFEST)
-        except FileExistsError:
-            winner = read_manifest(out)
-            if winner is not None and winner.key == manifest.key:
+        while True:
+            try:
+                os.link(temporary, out / MANIFEST)
+                break
+            except FileExistsError:
+                winner = _winner(out)
+            if winner is not None and winner.key != manifest.key:
+                raise OtherWorkError(
+                    f"{out}: holds a result of another configuration or of other code, which "
+                    "stays; start the run again to be told what differs"
+                )
+            if winner is not None:
                 if winner.data != manifest.data:
                     shutil.rmtree(out / manifest.data, ignore_errors=True)
                 return winner
-            quarantine(out / MANIFEST)
-            os.link(temporary, out / MANIFEST)
     finally:
         temporary.unlink(missing_ok=True)
     (out / PRUNED).unlink(missing_ok=True)
     sync_file(out)
     return manifest
+
+
+def _winner(out: Path) -> Manifest | None:
+    """Whoever committed before; a damaged commit is withdrawn and counts as none."""
+    try:
+        return read_manifest(out)
+    except ArtifactError as error:
+        log.warning("%s; it is replaced", error)
+        quarantine(error.manifest)
+        return None

@@ -27,6 +27,23 @@ What = Annotated[
 Overrides = Annotated[
     list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Write sbatch scripts, configuration and plan to a folder; submit nothing"
+    ),
+]
+
+
+Redo = Annotated[
+    bool,
+    typer.Option(
+        "--redo", help="Make anew what another configuration or code made; the old is set aside"
+    ),
+]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="Go on with such results; the run notes what differs")
+]
 
 
 class Grain(StrEnum):
@@ -46,14 +63,25 @@ def version(
         raise typer.Exit
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def run(
     overrides: Overrides,
+    dry_run: DryRun = False,
+    redo: Redo = False,
+    keep: Keep = False,
 ) -> None:
-    """Compose an experiment and run it (the same as python -m rlinf.launch)."""
+    """Compose an experiment and run it (the same as python -m rlinf.launch).
+
+    Hydra's own options are taken too: -m for a sweep, --config-dir for a folder of your own.
+    """
+    if dry_run:
+        from pipeline.submit import dry_run as write
+
+        typer.echo("\n".join(write(overrides, None)))
+        return
     from rlinf.launch import main as launch
 
-    raise typer.Exit(launch(overrides))
+    raise typer.Exit(launch([*overrides, *["--redo"] * redo, *["--keep"] * keep]))
 
 
 @app.command()
@@ -62,13 +90,51 @@ def resume(
     cluster: Annotated[
         str | None, typer.Option(help="inprocess, local or slurm; as before by default")
     ] = None,
+    redo: Redo = False,
+    keep: Keep = False,
 ) -> None:
     """Go on with a run from what is on disk."""
     from pipeline.experiment import drive
     from pipeline.run import Run
+    from pipeline.settle import Choice
 
-    report = drive(Run.open(folder), {"launcher": cluster} if cluster else None)
+    choice = Choice.of(redo=redo, keep=keep)
+    report = drive(Run.open(folder), {"launcher": cluster} if cluster else None, choice)
     typer.echo(f"report: {report}")
+
+
+@app.command()
+def submit(
+    what: What,
+    partition: Annotated[
+        str | None, typer.Option(help="Of the driver's job; the cluster's default one by default")
+    ] = None,
+    time_min: Annotated[
+        int | None, typer.Option(help="Its wall-time limit, minutes; a day by default", min=1)
+    ] = None,
+    mem_mb: Annotated[int | None, typer.Option(help="Its memory, MiB", min=1)] = None,
+    mail: Annotated[
+        str | None, typer.Option(help="Whom Slurm is to tell when the driver ends or fails")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Check an experiment, or a run to go on with, and put its driver into a small Slurm job."""
+    from pipeline import submit as submission
+
+    asked = {"partition": partition, "time_min": time_min, "mem_mb": mem_mb, "mail": mail}
+    driver = {key: value for key, value in asked.items() if value is not None}
+    put = submission.dry_run if dry_run else submission.submit
+    typer.echo("\n".join(put(what, driver)))
+
+
+@app.command()
+def stop(folder: RunFolder) -> None:
+    """End the driver, pools and jobs of a run, wherever they are; it can be resumed."""
+    from pipeline.stop import stop as end
+
+    for line in end(folder) or ["nothing of this run was there"]:
+        typer.echo(line)
+    typer.echo(f"go on with: rlinf resume {folder}, or rlinf submit {folder}")
 
 
 @app.command()
@@ -293,6 +359,8 @@ def simulate(
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()
+    # As for python -m: what a user's own folder holds can be named in the configuration.
+    sys.path.append(str(Path.cwd()))
     machine.apply()
     try:
         return app(args=argv, prog_name="rlinf")

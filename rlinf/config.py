@@ -233,8 +233,20 @@ class RunConfig(Section):
 
     def semantic(self) -> dict[str, Any]:
         """The part of the configuration that changes the result, as plain JSON values."""
-        whole = self.model_dump(mode="json")
-        return {key: value for key, value in whole.items() if key not in TRANSIENT}
+        return semantic(self.model_dump(mode="json"))
+
+    def given(self) -> dict[str, Any]:
+        """The same, but only keys that were given.
+
+        A frozen configuration gives all that the program which froze it knew; keys that came later
+        have their defaults and are not part of it.
+        """
+        return semantic(self.model_dump(mode="json", exclude_unset=True))
+
+
+def semantic(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a whole configuration changes the result."""
+    return {key: value for key, value in values.items() if key not in TRANSIENT}
 
 
 def digest(values: Any) -> str:

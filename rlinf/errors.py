@@ -23,6 +23,8 @@ LEAST_FREE_BYTES = 1 << 19
 EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
 EXIT_REQUEUE = 75
+EXIT_INTERRUPTED = 130
+"""What a shell reports of a program that an interrupt ended."""
 
 
 class RlinfError(Exception):
@@ -51,6 +53,18 @@ class PlanError(InputError):
 
 class StorageError(InputError):
     """The disk is full or the quota used up; retrying cannot help, freeing space can."""
+
+
+class CodeError(InputError):
+    """The code that is to make a result cannot be told, or is not that of the run."""
+
+
+class MismatchError(InputError):
+    """What a run holds was made by another configuration or other code than this start has."""
+
+
+class OtherWorkError(InputError):
+    """What is committed was made by another configuration or other code; it is not replaced."""
 
 
 class RunLockedError(InputError):
@@ -108,6 +122,16 @@ class RequeueRequested(RlinfError):
     """The allocation is about to end; the stage left its work resumable."""
 
     exit_code = EXIT_REQUEUE
+
+
+class Interrupted(RlinfError):
+    """The user ended the driver by Ctrl-C; what was committed stays."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+class RunStopped(RlinfError):
+    """``rlinf stop`` ended the run; it can be resumed."""
 
 
 class InputFailed(RlinfError):

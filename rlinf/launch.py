@@ -13,31 +13,51 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlinf import machine, tree
-from rlinf.errors import ConfigError, RlinfError
+from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    # Importing PyTorch takes seconds: say at once that the command was understood.
+    print("rlinf: reading the configuration", file=sys.stderr, flush=True)
     tree.activate()
     machine.apply()
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        refuse_lone_launcher(words)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    import hydra
-
     # Keys of a part that its YAML file does not mention are overrides too; our own validation,
     # which knows them all, judges them and hints at the nearest.
-    sys.argv = ["rlinf.launch", *map(forced, words), *suffix(words)]
+    # Hydra wants its options before the overrides.
+    try:
+        words, choice = chosen(words)
+        words = sorted([*map(forced, words), *suffix(words)], key=_is_override)
+        refuse_lone_launcher(words)
+        swept = sweep_of(words)
+    except RlinfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        return _compose_and_run(words, choice)
+    except KeyboardInterrupt:
+        print("error: interrupted before anything ran", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        if swept:
+            from pipeline.sweep import show
+
+            show(swept)
+
+
+def _compose_and_run(words: Sequence[str], choice: str) -> int:
+    """Hand the command line to Hydra; returns the exit code of the first point that failed."""
+    import hydra
+
+    sys.argv = ["rlinf.launch", *words]
     failures: list[int] = []
 
     @hydra.main(config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3")
     def run(values: Any) -> None:
-        code = run_point(values)
+        code = run_point(values, choice)
         if code:
             failures.append(code)
             if is_sweep():
@@ -46,6 +66,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run()
     return failures[0] if failures else 0
+
+
+def sweep_of(words: Sequence[str]) -> list[Any]:
+    """The points of a sweep, each checked; none for a single run or a sweeper with its own search.
+
+    Raises:
+        ConfigError, DataError, PlanError: a point cannot be run; nothing was submitted.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    options = get_args_parser().parse_args(list(words))
+    searches = any(word.lstrip("+").startswith("hydra/sweeper=") for word in options.overrides)
+    if not options.multirun or options.cfg or options.help or options.hydra_help or searches:
+        return []
+    from pipeline.sweep import points
+
+    return list(points(options.overrides, [options.config_dir] if options.config_dir else []))
+
+
+def chosen(words: Sequence[str]) -> tuple[list[str], str]:
+    """The words for Hydra, and which of ``--redo`` and ``--keep`` was among them.
+
+    Raises:
+        ConfigError: both.
+    """
+    flags = {word for word in words if word in ("--redo", "--keep")}
+    if len(flags) > 1:
+        raise ConfigError("--redo makes results anew and --keep keeps them: give one of them")
+    rest = [word for word in words if word not in flags]
+    return rest, next(iter(flags), "--ask").removeprefix("--")
 
 
 def forced(word: str) -> str:
@@ -69,6 +119,10 @@ def suffix(words: Sequence[str]) -> list[str]:
     return [f"++run.suffix='{''.join(parts)}'"] if parts else []
 
 
+def _is_override(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
 def _varies(word: str) -> bool:
     """Whether an override has several values: a comma outside brackets, or a function."""
     _, _, value = word.partition("=")
@@ -84,18 +138,23 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_point(values: Any) -> int:
-    """Run one composed configuration to its end; returns its exit code."""
+def run_point(values: Any, choice: str = "ask") -> int:
+    """Run one composed configuration to its end; returns its exit code.
+
+    Args:
+        choice: ``redo`` or ``keep`` for results that it would not make the same.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.experiment import execute
+    from pipeline.settle import Choice
 
     logging.getLogger("rlinf").setLevel(logging.INFO)
     try:
         plain = OmegaConf.to_container(values, resolve=True)
         assert isinstance(plain, dict)
-        report = execute({str(key): value for key, value in plain.items()})
+        report = execute({str(key): value for key, value in plain.items()}, Choice(choice))
         print(f"report: {report}")
     except OmegaConfBaseException as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,12 +18,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 
 DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX, ARENA_MAX = -1, -2, -4, -8
 """Parameters of glibc's ``mallopt``, from its malloc.h."""
 KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1, TOP_PAD: 64 << 20, ARENA_MAX: 1}
 """Large blocks come from one heap, which grows in large steps and does not shrink."""
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def environment() -> dict[str, str]:
@@ -40,8 +45,19 @@ def apply() -> None:
 def keep_freed() -> None:
     """Let the C library reuse what is freed; others than glibc keep their ways."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+        mallopt = _LIBC.mallopt
+    except AttributeError:
         return
     for parameter, value in KEPT.items():
         mallopt(parameter, value)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """In a child: be killed when the thread that started it ends, however that happens.
+
+    Args:
+        parent: its process id, where the child may be too late to notice.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

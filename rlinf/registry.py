@@ -33,8 +33,8 @@ class Registry:
             raise ConfigError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = target
 
-    def get(self, name: str, key: str | None = None) -> Any:
-        """Import and return the part called ``name``.
+    def target(self, name: str, key: str | None = None) -> str:
+        """``module:attribute`` of the part called ``name``; nothing is imported.
 
         Args:
             key: of the configuration, where the name stands; ``kind.name`` by default.
@@ -45,5 +45,16 @@ class Registry:
         if name not in self._entries:
             hint = nearest(name, self._entries)
             raise ConfigError(f"{key or self.kind + '.name'}: unknown {self.kind} {name!r}{hint}")
-        module, _, attribute = self._entries[name].partition(":")
+        return self._entries[name]
+
+    def get(self, name: str, key: str | None = None) -> Any:
+        """Import and return the part called ``name``.
+
+        Args:
+            key: as for :meth:`target`.
+
+        Raises:
+            ConfigError: no such part; names the nearest one.
+        """
+        module, _, attribute = self.target(name, key).partition(":")
         return getattr(importlib.import_module(module), attribute)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -70,3 +71,7 @@ def parse_life(text: str) -> Life:
         return Life(found["JobState"], found["Reason"], int(found["Restarts"]))
     except (KeyError, ValueError):
         raise SlurmError(f"scontrol show job: cannot read {text.strip()[:200]!r}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(not requeue())

@@ -21,6 +21,7 @@ from rlinf.errors import RequeueRequested
 from rlinf.trainers.world import World
 from stages.activity import COMPUTES, TURN
 from stages.board import Output, keep_newest
+from stages.code import stage_code
 from stages.identity import stage_key
 from stages.turns import Aside, Turn
 
@@ -163,6 +164,8 @@ class Context:
     live: Live | None = None
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     spans: list[dict[str, Any]] = field(default_factory=list)
+    usage: list[dict[str, Any]] = field(default_factory=list)
+    """What it used of its machine; see ``stages.usage``."""
     extra: dict[str, Any] = field(default_factory=dict)
     worker: str = ""
     """Name of the resident worker; empty in a job of the stage's own."""
@@ -183,7 +186,8 @@ class Context:
         """
         # No cached_property: before Python 3.12 all instances wait while one computes its value.
         contents = {name: entry.manifest.content for name, entry in self.inputs.items()}
-        return stage_key(self.config, self.stage, self.iteration, contents)
+        code = stage_code(self.run, self.config, self.stage)
+        return stage_key(self.config, self.stage, self.iteration, contents, code)
 
     def parts(self) -> Iterator[range]:
         """The samples of the batch, in as many ranges as the plan passes it on in.
@@ -299,6 +303,14 @@ class Context:
     def metric(self, name: str, value: float, weight: float = 1.0) -> None:
         """Record a deterministic number; ranks are averaged by weight. Weight 0 sums instead."""
         self.metrics[name] = (float(value), float(weight))
+
+    def count(self, counts: Mapping[str, int], total: int, what: str) -> None:
+        """Record numbers of things out of ``total``; those that are there are said in the log."""
+        for name, number in counts.items():
+            self.metric(name, number, weight=0)
+        if said := [f"{number} {name}" for name, number in counts.items() if number]:
+            said = [text.replace("_", " ") for text in said]
+            log.info("%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(said), total, what)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:

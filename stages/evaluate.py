@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,8 +21,9 @@ def run(ctx: Context) -> None:
     environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
     engine = held_engine(ctx, "weights", ctx.iteration)
     starts = ctx.world.mine(ctx.config.evaluate.samples)
+    counts = Counter[str]()
     with ctx.span("generate"):
-        trajectories, scores = held_out(ctx, environment, engine, starts)
+        trajectories, scores = held_out(ctx, environment, engine, starts, counts)
     output = ctx.writer("trajectories")
     for trajectory in trajectories:
         output.put(trajectory)
@@ -30,10 +32,15 @@ def run(ctx: Context) -> None:
         ctx.metric("score", float(np.mean(scores)), weight=len(scores))
         lengths = [len(trajectory) for trajectory in trajectories]
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
+        ctx.count(counts, len(scores), "held-out answers")
 
 
 def held_out(
-    ctx: Context, environment: Environment, engine: Engine, starts: Sequence[int]
+    ctx: Context,
+    environment: Environment,
+    engine: Engine,
+    starts: Sequence[int],
+    counts: Counter[str],
 ) -> tuple[list[Record], list[float]]:
     """Trajectories and scores of held-out starts; always the same ones, whatever the seed."""
     episodes = Episodes(
@@ -52,4 +59,4 @@ def held_out(
             trajectories.append(trajectory)
             ctx.progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda record: record.identity)
-    return trajectories, environment.score(trajectories)
+    return trajectories, environment.score(trajectories, counts)

@@ -27,20 +27,15 @@ from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Context, Input
 from stages.inbox import MADE_OF, Outbox
+from stages.names import CLAIM, unfinished
 from stages.parts import WEIGHTS, serves
 from stages.rollout import collected
 from stages.runner import withdrawing
 from stages.turns import Turns
 
-CLAIM = "claim"
 TAIL = 0.25
 """A claim is handed over once this share of its samples, or less, is unfinished."""
 log = logging.getLogger("rlinf")
-
-
-def unfinished(claim: str) -> str:
-    """The channel of what a worker leaves of a claim to its heir."""
-    return f"unfinished-{claim}"
 
 
 class Generator:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG, PLAN, RUN = "config.yaml", "plan.yaml", "run.json"
+CODE, KEPT = "code.json", "kept.json"
+"""Digests of the modules that make results, and which results count though those differ."""
 CHANNELS = "channels"
 """Keys, and the addresses of those who can be spoken to."""
 POOLS, STATUS = "pools", "status.json"
+DRIVER = "driver"
+"""The job of a driver that was submitted."""
+STOP = "stop"
+"""Holds the token of the driver that is to stop."""
 VERSIONS = "versions"
 """Weights as deltas, where the plan asks for them."""
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+TOLD = "told.txt"
+"""Digests of what trackers were told."""
 PER_ITERATION = ("rollout", "reward", "inference", "train", "sync")
 
 

@@ -39,6 +39,7 @@ from stages.context import Input, Live, Writer
 from stages.generate import Generator
 from stages.inbox import Inbox, Outbox
 from stages.layout import CHANNELS, CONFIG
+from stages.names import worker_name
 from stages.parts import WEIGHTS, sent_type
 from stages.relays import Relays
 from stages.runner import Attempt, StageCall, load_config, withdrawing
@@ -52,14 +53,7 @@ STOP_S, LEAVE_S = 30.0, 5.0
 GIVE_WAY_S = 0.04
 """A commit begins so much later. It is Python for the most part, as is what the next stage does
 before its first kernel: one after the other, both end sooner than side by side."""
-ORPHAN_S = 600.0
-"""A worker whose driver has been silent for so long gives its devices back."""
 log = logging.getLogger("rlinf")
-
-
-def worker_name(pool: str, rank: int) -> str:
-    """The name of a rank of a pool on the control link."""
-    return f"{pool}-r{rank}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--uncast", action="store_true", help="send weights as the trainer has them"
     )
-    parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
+    parser.add_argument(
+        "--orphan-s", type=float, default=600.0, help="leave when no driver came for so long"
+    )
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     # Where does it hang? The log tells, after kill -QUIT.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from rlinf.data.record import Record, Scalar
@@ -20,10 +22,11 @@ def run(ctx: Context) -> None:
     reward, algorithm = make_reward(ctx.config), make_algorithm(ctx.config)
     output = ctx.writer("rewards")
     scores, totals, groups, keep = [], [], [], []
+    ungraded = Counter[str]()
     for samples in ctx.parts():
         trajectories = ctx.records("trajectories", samples)
         with ctx.span("score"):
-            part = environment.score(trajectories)
+            part = environment.score(trajectories, ungraded)
         rewards = reward.rewards(trajectories, part)
         group = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
         total = np.array([steps.sum(dtype=np.float64) for steps in rewards])
@@ -47,3 +50,4 @@ def run(ctx: Context) -> None:
     ctx.metric("score", float(np.mean(scores)))
     ctx.metric("kept_share", float(np.concatenate(keep).mean()))
     ctx.metric("group_std", float(np.mean(spread)))
+    ctx.count(ungraded, len(scores), "answers")

@@ -35,6 +35,7 @@ from rlinf.errors import (
     ConfigError,
     InputError,
     InputFailed,
+    OtherWorkError,
     RlinfError,
     StageError,
     nearest,
@@ -43,10 +44,14 @@ from rlinf.errors import (
 from rlinf.trainers.world import World
 from stages import SECTIONS
 from stages.board import STREAMS
+from stages.code import stage_code
 from stages.context import Context, Input, Live
+from stages.identity import read_ledger
 from stages.layout import CHANNELS
+from stages.usage import METER
 
 RANK_TIMEOUT_S = 600.0
+MEND = "start the run with its first command and --keep, which writes the file anew"
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,28 @@ def load_config(path: Path) -> RunConfig:
         ConfigError: missing, not YAML, or invalid.
     """
     try:
+        return validate(RunConfig, read_config(path))
+    except ConfigError as error:
+        known = str(error).startswith(str(path))
+        raise error if known else ConfigError(f"{path}: {error}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The values of a frozen configuration as they stand there.
+
+    Raises:
+        ConfigError: missing, or not a mapping in YAML.
+    """
+    try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path}: no such file; is this a run directory?") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections")
-    return validate(RunConfig, values)
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{path}: damaged ({reason}); {MEND}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path}: damaged (no mapping of sections); {MEND}")
+    return values
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -143,7 +162,12 @@ def run_stage(
             start=start,
         )
         done = read_manifest(call.out)
-        if done is not None and done.key == attempt.ctx.key:
+        if done is not None:
+            if done.key != attempt.ctx.key and not read_ledger(attempt.ctx.run).keeps(done):
+                raise OtherWorkError(
+                    f"{call.out}: holds a result of another configuration, of other inputs or of "
+                    "other code, which stays; start the run again to be told what differs"
+                )
             verify(call.out, done, checksums=False)
             return done
         attempt.compute()
@@ -193,11 +217,13 @@ class Attempt:
     def compute(self) -> None:
         """Run the stage; what it wrote is removed again if it fails."""
         ctx = self.ctx
+        stage_code(ctx.run, ctx.config, ctx.stage)  # before any of it runs
         if ctx.world.rank == 0 and ctx.out.is_dir():
             known = read_manifest(ctx.out)
             sweep(ctx.out, {ctx.data.name, known.data if known else ctx.data.name})
         ctx.data.mkdir(parents=True, exist_ok=True)
-        with self._removing():
+        who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
+        with self._removing(), METER.measuring(ctx.usage, **who):
             module = importlib.import_module(f"stages.{ctx.stage}")
             (module.gather if self._gathers else module.run)(ctx)
             ctx.took(ctx.stage, self._start)
@@ -221,6 +247,7 @@ class Attempt:
                 report = {
                     "metrics": ctx.metrics,
                     "spans": ctx.spans,
+                    "usage": ctx.usage,
                     "extra": ctx.extra,
                     "digests": ctx.live.digests if ctx.live else {},
                 }
@@ -283,6 +310,7 @@ class Attempt:
                 "start": self._start,
                 "end": time.time(),
                 "spans": ctx.spans,
+                "usage": ctx.usage,
             },
             host=socket.gethostname(),
             job=os.environ.get("SLURM_JOB_ID", ""),
@@ -322,6 +350,7 @@ def _merge_ranks(ctx: Context) -> None:
             for channel, digest in report["digests"].items():
                 ctx.live.digests[channel] ^= digest
     ctx.spans = [span for report in reports for span in report["spans"]]
+    ctx.usage = [entry for report in reports for entry in report["usage"]]
     names = sorted({name for report in reports for name in report["metrics"]})
     for name in names:
         parts = [report["metrics"][name] for report in reports if name in report["metrics"]]

@@ -68,7 +68,8 @@ class Update:
     def __init__(self, ctx: Context, algorithm: Algorithm, trainer: Any) -> None:
         self._ctx, self._algorithm, self._trainer = ctx, algorithm, trainer
         settings = algorithm.config
-        self._lr = scheduled_lr(settings, ctx.iteration, ctx.config.iterations)
+        span = settings.schedule_iterations or ctx.config.iterations
+        self._lr = scheduled_lr(settings, ctx.iteration, span)
         self._history: list[dict[str, float]] = []
         self._mass: float | None = None
         self._batch: StepBatch | None = None

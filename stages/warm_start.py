@@ -7,6 +7,7 @@ import logging
 import shutil
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         )
     engine = make_engine(ctx.config)
     curve = load_progress(ctx, trainer)
+    known = [row["score"] for row in curve if row["score"] is not None]
     for step in range(len(curve), settings.max_steps):
         records = environment.demonstrations(ctx.config.seed, step, settings.batch)
         length = max(len(record) for record in records)
@@ -109,7 +111,9 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         curve.append({"step": step + 1, "loss": metrics["loss"], "score": score})
         if due:
             save_progress(ctx, trainer, curve)
-        ctx.progress(step + 1, settings.max_steps, "fine-tuning steps")
+        known += [] if score is None else [score]
+        scored = f", held-out score {known[-1]:.3f}" if known else ""
+        ctx.progress(step + 1, settings.max_steps, f"fine-tuning steps{scored}")
         if score is not None and score >= settings.stop_at:
             break
     return curve
@@ -167,7 +171,7 @@ def evaluate(ctx: Context, trainer: Any, environment: Any, engine: Any) -> float
         trainer.policy.save(folder, tensors)
         engine.load(folder, 0)
         starts = range(ctx.config.evaluate.samples)
-        score += float(np.mean(held_out(ctx, environment, engine, starts)[1]))
+        score += float(np.mean(held_out(ctx, environment, engine, starts, Counter())[1]))
         shutil.rmtree(folder)
     if ctx.world.size > 1:
         torch.distributed.broadcast(score, 0)

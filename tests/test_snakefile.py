@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.experiment import compose, execute
 from rlinf import tree
+from tests.pipeline.helpers import contents
 
 pytest.importorskip("snakemake", reason="the extra 'slurm' is not installed")
 
@@ -44,8 +46,66 @@ def test_a_thousand_iterations_can_be_planned(tmp_path: Path) -> None:
     assert time.monotonic() - start < 200
 
 
+def test_a_dry_run_fits_on_a_screen_and_starts_few_processes(tmp_path: Path) -> None:
+    done = snakemake("-n", "-c2", "--config", f"run__root={tmp_path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = (done.stdout + done.stderr).splitlines()
+    assert len(said) <= 100
+    (total,) = {int(line.split()[1]) for line in said if line.startswith("total ")}
+    assert total <= 40
+
+
+def test_one_job_can_be_a_whole_iteration(tmp_path: Path) -> None:
+    """The same bytes as with a job for each stage; a run is gone on with, and reported, by name."""
+    words = ["experiment=cartpole_ppo", "iterations=2", f"run__root={tmp_path}"]
+    words += [
+        "rollout={batch: 2, horizon: 16}",
+        "evaluate={samples: 2}",
+        "algorithm__minibatches=1",
+    ]
+    done = snakemake("-c2", "--config", *words, "run__name=whole", "jobs=iteration")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rule rollout" not in done.stdout + done.stderr
+    execute(compose(["experiment=cartpole_ppo", *overrides(tmp_path)]))
+    assert contents(tmp_path / "whole") == contents(tmp_path / "stages")
+    (tmp_path / "whole" / "report" / "report.html").unlink()
+    again = snakemake("-c2", "--config", f"run={tmp_path / 'whole'}")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert (tmp_path / "whole" / "report" / "report.html").exists()
+    refused = snakemake("-n", "--config", f"run={tmp_path / 'whole'}", "iterations=3")
+    assert refused.returncode
+    assert "leave out iterations" in refused.stdout + refused.stderr
+
+
+def test_each_rule_has_the_processes_of_its_own_stage(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("stages: {train: {processes: 2, shares: [1, 3]}}")
+    words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=two"]
+    words += ["rollout={batch: 2, horizon: 16}", "evaluate={samples: 2}", f"plan={plan}"]
+    done = snakemake("-c2", "--config", *words, "algorithm__minibatches=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    worlds = {
+        stage: json.loads((tmp_path / "two/it/0000" / stage / "manifest.json").read_text())["world"]
+        for stage in ("rollout", "train")
+    }
+    assert worlds == {"rollout": 1, "train": 2}
+
+
+def overrides(root: Path) -> list[str]:
+    return [
+        "iterations=2",
+        f"++run.root={root}",
+        "++run.name=stages",
+        "++rollout.batch=2",
+        "++rollout.horizon=16",
+        "++evaluate.samples=2",
+        "++algorithm.minibatches=1",
+    ]
+
+
 def test_the_profile_comes_after_the_warm_start_and_only_when_asked_for(tmp_path: Path) -> None:
-    words = ["-n", "-p", "-c1", "--config", f"run__root={tmp_path}", "run__name=p"]
+    words = ["-n", "-p", "-c1", "--quiet", "host"]  # instead of the default profile's
+    words += ["--config", f"run__root={tmp_path}", "run__name=p"]
     asked = snakemake("profile", *words)
     assert asked.returncode == 0, asked.stderr[-2000:]
     out = tmp_path / "p" / "profile.json"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import yaml
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from pipeline.actuals import WORK, Comparison, Times, actual, compare
@@ -29,6 +28,7 @@ from pipeline.profile.identity import Identity
 from pipeline.profile.kinds import local_kind
 from pipeline.profile.schema import load_profile
 from pipeline.run import Run
+from pipeline.terminal import terminal
 from rlinf.artifacts import save_text
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
@@ -80,7 +80,7 @@ def write(proposal: Proposal, out: Path, title: str) -> Path:
 
 def show(proposal: Proposal) -> None:
     """Print the plan, its alternatives and what-ifs as tables."""
-    console = Console()
+    console = terminal()
     console.print(plan_table(proposal))
     forecast = proposal.forecast
     console.print(
@@ -94,7 +94,7 @@ def show(proposal: Proposal) -> None:
     if proposal.what_ifs:
         console.print(what_if_table(proposal))
     for note in proposal.notes:
-        console.print(f"note: {note}", highlight=False, style="yellow")
+        console.print(f"note: {note}", style="yellow")
 
 
 def optimality(proposal: Proposal) -> str:
@@ -210,7 +210,7 @@ def make(
     proposal = propose(asked, what_ifs)
     show(proposal)
     beside = write(proposal, out, config.run.name)
-    Console().print(f"plan: {out}\npage: {beside}", highlight=False, soft_wrap=True)
+    terminal().print(f"plan: {out}\npage: {beside}", soft_wrap=True)
 
 
 def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: bool) -> None:
@@ -233,7 +233,7 @@ def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: b
     lines = compare(run)
     if not lines:
         raise PlanError(f"{run.folder}: two iterations must be finished before a new plan")
-    console = Console()
+    console = terminal()
     console.print(actual_table(lines))
     asked = request(run.config, sources, objective or plan.predicted.objective, plan.grain)
     same = plan.predicted.sources is None or sources.profile == plan.predicted.sources.profile
@@ -247,8 +247,11 @@ def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: b
         proposal = replace(proposal, plan=made)
     out = run.folder / (PLAN if apply else "replan.yaml")
     beside = write(proposal, out, run.folder.name)
-    hint = "" if apply else "\nuse it with: rlinf replan --apply, then rlinf resume"
-    console.print(f"plan: {out}\npage: {beside}{hint}", highlight=False, soft_wrap=True)
+    name = run.folder
+    hint = f"\nuse it with: rlinf replan {name} --apply, then rlinf resume {name}"
+    if apply:
+        hint = f"\n{name} goes on with it: rlinf resume {name}"
+    console.print(f"plan: {out}\npage: {beside}{hint}", soft_wrap=True)
 
 
 def corrections(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.driver import Driver
 from pipeline.flow import Graph
+from pipeline.freeze import create_run
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
 from pipeline.metrics import manifest_of
 from pipeline.plan import Plan, StagePlan
@@ -20,6 +21,7 @@ from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, commit, read_manifest
 from rlinf.config import EvaluateSection, RunSection
 from rlinf.errors import RequeueRequested
+from stages.code import Code
 from stages.identity import stage_key
 from stages.layout import PER_ITERATION, stage_folder
 
@@ -93,7 +95,7 @@ def like(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
             "plan": None,
         }
     )
-    made = Run.create(config, plan.dump())
+    made = create_run(config, plan.dump())
     source, target = (stage_folder(one.folder, "warm_start", 0) for one in (run, made))
     if not target.exists():
         partly = target.with_name(f"{target.name}.part")
@@ -104,6 +106,8 @@ def like(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
         if manifest is not None:
             # It was evaluated on more samples, and is to count all the same.
             (partly / MANIFEST).unlink()
-            commit(partly, replace(manifest, key=stage_key(made.config, "warm_start", 0, {})))
+            code = Code.of(made.config).digest("warm_start")
+            key = stage_key(made.config, "warm_start", 0, {}, code)
+            commit(partly, replace(manifest, key=key))
         partly.rename(target)
     return made

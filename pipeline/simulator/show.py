@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from pipeline.durations import duration
@@ -19,6 +18,7 @@ from pipeline.simulator import studies
 from pipeline.simulator.scenario import Scenario
 from pipeline.simulator.simulation import simulate
 from pipeline.simulator.trace import Trace
+from pipeline.terminal import terminal
 from rlinf.config import validate
 from rlinf.errors import ConfigError, PlanError, nearest
 from rlinf.yaml_file import read_yaml
@@ -79,13 +79,13 @@ def show(
     """Simulate, print the table, and write the pictures asked for."""
     problem, placement = load(what, plan)
     trace = simulate(problem, placement, load_scenario(what, scenario), iterations, seed)
-    console = Console()
+    console = terminal()
     head, *body = rows(trace)
     table = Table(*head)
     for row in body:
         table.add_row(*row)
     console.print(table)
-    console.print(summary(trace), highlight=False)
+    console.print(summary(trace))
     if png is not None or page is not None:
         from pipeline.simulator import charts
 

@@ -27,6 +27,9 @@ class AlgorithmConfig(Section):
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate over the run's iterations, after the warm-up."""
+    schedule_iterations: int | None = Field(default=None, gt=0)
+    """Iterations the schedule takes; those of the run at its first start by default. Further ones
+    run at its last rate."""
     lr_warmup: int = Field(default=0, ge=0)
     """Iterations over which the learning rate rises linearly."""
     lr_final: float = Field(default=0.1, ge=0, le=1)

@@ -7,8 +7,10 @@ Python object is stored, so reading never runs foreign code, and equal records g
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,10 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
 
     Raises:
         ValueError: records differ in their column names, kinds or trailing shapes.
+        OSError: it cannot be written.
     """
     # The newest file format stores times in group headers; equal records must give equal bytes.
-    with h5py.File(path, "w", libver="earliest", locking=False) as file:
+    with _writing(path) as target, h5py.File(target, "w", libver="earliest") as file:
         file.attrs["schema"] = SCHEMA
         file.attrs["count"] = len(records)
         identities = np.array([record.identity for record in records], dtype=np.int64)
@@ -175,6 +178,42 @@ def read_records(path: Path) -> list[Record]:
         )
         for i in range(count)
     ]
+
+
+class _Target(io.FileIO):
+    """A file that fails only when asked.
+
+    HDF5 cannot give up a file whose last writes failed: it tries again, also when Python ends, and
+    then crashes.
+    """
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        done = 0
+        while done < size and self.error is None:
+            try:
+                done += super().write(memoryview(data).cast("B")[done:])
+            except OSError as error:
+                self.error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        if self.error is None:
+            try:
+                return super().truncate(size)
+            except OSError as error:
+                self.error = error
+        return size or 0
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[_Target]:
+    with _Target(path, "w+") as target:
+        yield target
+        if target.error is not None:
+            raise OSError(target.error.errno, target.error.strerror, str(path))
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:

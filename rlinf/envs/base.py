@@ -8,6 +8,7 @@ one step long; a simulator exchanges one record per time step. Neither side know
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -107,8 +108,13 @@ class Environment(Part, ABC):
         """
 
     @abstractmethod
-    def score(self, trajectories: Sequence[Record]) -> list[float]:
-        """The task's own measure of each finished trajectory: what evaluation averages."""
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+        """The task's own measure of each finished trajectory: what evaluation averages.
+
+        Args:
+            counts: takes what could not be scored as meant, by kind (time-outs, for instance); a
+                metric of the stage each.
+        """
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Trajectories of an expert for supervised fine-tuning; none by default."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +115,7 @@ class GymEnvironment(Environment):
             for first in range(0, len(samples), each)
         ]
 
-    def score(self, trajectories: Sequence[Record]) -> list[float]:
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         """Mean return of the episodes a trajectory completed (of the open one, if none)."""
         return [float(trajectory.info["return"]) for trajectory in trajectories]
 

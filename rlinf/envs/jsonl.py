@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlinf.envs.problems import PROMPT, Problem, read_problems, shown
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, require
 from rlinf.models.base import Spec
-from rlinf.rewards.math import MathGrader
+from rlinf.rewards.math_workers import MathGrader, counted
 from rlinf.seeding import generator
 
 
@@ -41,7 +42,8 @@ class JsonlConfig(Section):
     workers: int = Field(default=2, gt=0)
     """Grading processes."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Longest time to grade one response; then it counts as wrong, and is reported."""
+    """Processor time to grade one response, to a second; then it counts as wrong, and is
+    reported. After 64 such responses in a row the rest of the batch is not tried."""
 
     @field_validator("template")
     @classmethod
@@ -126,16 +128,19 @@ class JsonlEnvironment(PromptEnvironment):
             for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
         ]
 
-    def score(self, trajectories: Sequence[Record]) -> list[float]:
-        if self._grader is None:
-            self._grader = MathGrader(self.config.workers, self.config.timeout_s)
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         pairs = [(str(t.info["text"]), str(t.info["answer"])) for t in trajectories]
-        return [grade.score for grade in self._grader.grade(pairs)]
+        grades = self._math_grader().grade(pairs)
+        counts.update(counted(grades))
+        return [grade.score for grade in grades]
 
     def grade(self, response: str, answer: str) -> float:
+        return self._math_grader().grade([(response, answer)])[0].score
+
+    def _math_grader(self) -> MathGrader:
         if self._grader is None:
             self._grader = MathGrader(self.config.workers, self.config.timeout_s)
-        return self._grader.grade([(response, answer)])[0].score
+        return self._grader
 
     def close(self) -> None:
         if self._grader is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,7 @@ class PromptEnvironment(Environment):
                     },
                 )
 
-    def score(self, trajectories: Sequence[Record]) -> list[float]:
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         return [float(self.grade(str(t.info["text"]), str(t.info["answer"]))) for t in trajectories]
 
     @abstractmethod

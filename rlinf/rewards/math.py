@@ -1,177 +1,168 @@
-"""Grading mathematical answers with math-verify in worker processes under a time limit.
+"""Whether two answers are the same mathematics.
 
-math-verify guards itself with an alarm signal, which works in a main thread only; here its own
-limit is off and a worker that takes too long is killed and replaced. A response that could not be
-graded is told apart from a wrong one.
+What an answer consists of is read in rlinf/rewards/math_answers.py; math-verify compares the
+expressions in it.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import Literal
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
-from rlinf.errors import MissingPackageError
-from rlinf.tree import python_path
+from rlinf.rewards.math_answers import Answer, UnreadError, read
 
-FINAL = "####"
-"""GSM8K marks the final answer of a worked solution so."""
-
-
-@dataclass(frozen=True)
-class Grade:
-    """1 or 0, and how it came about."""
-
-    score: float
-    outcome: Literal["graded", "timeout", "error"] = "graded"
-
-
-class MathGrader:
-    """A few processes that compare responses with reference answers.
-
-    Raises:
-        MissingPackageError: math-verify is not installed.
-    """
-
-    def __init__(self, workers: int, timeout_s: float) -> None:
-        try:
-            import math_verify  # noqa: F401
-        except ImportError:
-            raise MissingPackageError("math-verify", "math", "grading mathematics") from None
-        self._timeout_s = timeout_s
-        self._workers = [_Worker() for _ in range(workers)]
-
-    def grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
-        """Grades of (response, reference answer) pairs, in order."""
-        grades: list[Grade | None] = [None] * len(pairs)
-        waiting = list(enumerate(pairs))[::-1]
-        while waiting or any(worker.item is not None for worker in self._workers):
-            for worker in self._workers:
-                if worker.item is None and waiting:
-                    worker.give(*waiting.pop())
-            busy = {w.pipe: w for w in self._workers if w.item is not None}
-            now = time.monotonic()
-            first = min(w.since for w in busy.values()) + self._timeout_s
-            for pipe in wait(list(busy), timeout=max(0.0, first - now)):
-                assert isinstance(pipe, Connection)
-                worker = busy[pipe]
-                item, worker.item = worker.item, None
-                assert item is not None
-                try:
-                    # One byte: whether it is right, wrong, or could not be graded.
-                    grades[item] = _GRADES[pipe.recv_bytes()]
-                except (EOFError, KeyError, OSError):
-                    grades[item] = Grade(0.0, "error")
-                    worker.restart()
-            for worker in busy.values():
-                late = worker.item is not None and time.monotonic() - worker.since > self._timeout_s
-                if late and worker.item is not None:
-                    grades[worker.item] = Grade(0.0, "timeout")
-                    worker.restart()
-        return [grade for grade in grades if grade is not None]
-
-    def close(self) -> None:
-        """End the worker processes."""
-        for worker in self._workers:
-            worker.stop()
-
-
-class _Worker:
-    """One grading process and what it is working on."""
-
-    def __init__(self) -> None:
-        self.item: int | None = None
-        self.since = 0.0
-        self.ready = False
-        self._start()
-
-    def give(self, item: int, pair: tuple[str, str]) -> None:
-        """Hand over a pair; the clock starts."""
-        self.item, self.since = item, time.monotonic()
-        if not self.ready:
-            # A new process imports for seconds; that is not the response's fault.
-            self.pipe.recv_bytes()
-            self.ready, self.since = True, time.monotonic()
-        for text in pair:
-            self.pipe.send_bytes(text.encode())
-
-    def restart(self) -> None:
-        """Kill the process and start another."""
-        self.stop()
-        self.item = None
-        self._start()
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self.pipe.close()
-
-    def _start(self) -> None:
-        # A plain child: multiprocessing would fork threads, or import the main module again.
-        self.pipe, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlinf.rewards.math", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": python_path()},
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        self.ready = False
-
-
-_GRADES = {b"1": Grade(1.0), b"0": Grade(0.0), b"e": Grade(0.0, "error")}
-
-
-def _serve(pipe: Connection) -> None:
-    """Loop of a grading process: two texts in, one byte out."""
-    grade_one("0", "0")
-    pipe.send_bytes(b"ready")
-    while True:
-        try:
-            response, answer = pipe.recv_bytes().decode(), pipe.recv_bytes().decode()
-        except EOFError:
-            return
-        try:
-            right = grade_one(response, answer)
-        except Exception:  # a parser may raise anything on what a model writes
-            pipe.send_bytes(b"e")
-        else:
-            pipe.send_bytes(b"1" if right else b"0")
+CLOSE = Fraction(1, 2_000_000)
+"""A decimal number stands for a fraction from which it differs by no more."""
+_RATIONAL = re.compile(r"([-+]?)\s*(?:(\d+(?:\.\d+)?)(?:\s*/\s*(\d+))?|\\frac\{(-?\d+)\}\{(\d+)\})")
 
 
 def grade_one(response: str, answer: str) -> bool:
-    """Whether a response ends in the reference answer, as mathematics."""
-    from math_verify import parse, verify
+    """Whether a response ends in the reference answer, as mathematics.
 
-    reference, given = final_answer(answer), final_answer(response)
-    if given == reference and given:
-        return True
-    return bool(
-        verify(
-            parse(_as_latex(reference), parsing_timeout=None),
-            parse(_as_latex(given), parsing_timeout=None),
-            timeout_seconds=None,
-        )
+    Raises:
+        UnreadError: one of them has no answer that can be read.
+    """
+    return same(read(answer), read(response))
+
+
+def same(reference: Answer, given: Answer) -> bool:
+    """Whether they are equal.
+
+    Sets and lists have no order; tuples and intervals have one, and their brackets count. A unit
+    may be missing, but not another one; ``18%`` is 0.18, and 18 where per cent were asked for.
+
+    Raises:
+        UnreadError: an expression that math-verify cannot parse.
+    """
+    if reference.name and given.name and _tight(reference.name) != _tight(given.name):
+        return False
+    kinds = {reference.kind, given.kind}
+    if kinds == {"expression"}:
+        return _same_values(reference, given)
+    if kinds == {"words"}:
+        return reference.text == given.text
+    if kinds <= {"list", "set", "expression", "words", "ordered"} and kinds & {"list", "set"}:
+        if "ordered" in kinds and kinds != {"ordered", "list"}:
+            return _same_members((reference,), given.items) or _same_members(
+                reference.items, (given,)
+            )
+        ordered = "ordered" in kinds
+        members = [
+            a.items if a.kind in ("list", "set", "ordered") else (a,) for a in (reference, given)
+        ]
+        return (_same_in_order if ordered else _same_members)(*members)
+    if len(kinds) > 1:
+        relation = next((a for a in (reference, given) if re.search(_ORDER, a.text)), None)
+        return relation is not None and _relation_is_set(reference, given)
+    if reference.kind == "union":
+        return _same_members(reference.items, given.items)
+    return reference.text == given.text and _same_in_order(reference.items, given.items)
+
+
+_ORDER = r"[<>]|\\le(?![a-z])|\\ge(?![a-z])"
+
+
+def _same_in_order(left: tuple[Answer, ...], right: tuple[Answer, ...]) -> bool:
+    return len(left) == len(right) and all(map(same, left, right))
+
+
+def _same_members(left: tuple[Answer, ...], right: tuple[Answer, ...]) -> bool:
+    """Whether each has its equal on the other side; a repeated one counts once."""
+    return all(any(same(a, b) for b in right) for a in left) and all(
+        any(same(a, b) for a in left) for b in right
     )
 
 
-def final_answer(text: str) -> str:
-    """What stands behind the last ``####``, or the whole text."""
-    final = text.rsplit(FINAL, 1)[-1].strip()
-    return re.sub(r"(?<=\d),(?=\d{3})", "", final)
+def _same_values(reference: Answer, given: Answer) -> bool:
+    units = {reference.unit, given.unit} - {""}
+    if len(units) > 1:
+        return False
+    if "percent" in units and reference.unit != given.unit:
+        plain, share = (given, reference) if reference.unit == "percent" else (reference, given)
+        hundredth = Answer("expression", rf"\frac{{{share.text}}}{{100}}")
+        if _equal(plain.text, hundredth.text):
+            return True
+        number = _rational(plain.text)
+        # 0.5 % is not 0.5, but whoever asks for per cent may leave the sign out.
+        if number is not None and abs(number) < 1:
+            return False
+    return _equal(reference.text, given.text)
 
 
-def _as_latex(text: str) -> str:
-    plain = "$" not in text and "\\" not in text and len(text) < 64
-    return f"${text}$" if plain else text
+def _equal(reference: str, given: str) -> bool:
+    if _tight(reference) == _tight(given):
+        return True
+    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _tight(text)) for text in (reference, given)]
+    if any(base and base[1].isalnum() and base[1][0].isdigit() for base in bases):
+        return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
+    left, right = _rational(reference), _rational(given)
+    if left is not None and right is not None:
+        if left == right:
+            return True
+        # A decimal number against a fraction: a rounded value of it.
+        rounded = ("." in reference) != ("." in given)
+        return rounded and abs(left - right) <= min(CLOSE, abs(left) / 1000)
+    return _verify(reference, given)
 
 
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+def _verify(reference: str, given: str) -> bool:
+    from math_verify import verify
+
+    return bool(verify([_expression(reference)], [_expression(given)], timeout_seconds=None))
+
+
+def _relation_is_set(reference: Answer, given: Answer) -> bool:
+    """``x > 3`` against an interval."""
+    return _verify(_latex(reference), _latex(given)) or _verify(_latex(given), _latex(reference))
+
+
+def _latex(answer: Answer) -> str:
+    inner = ", ".join(map(_latex, answer.items))
+    if answer.kind == "union":
+        return r" \cup ".join(map(_latex, answer.items))
+    if answer.kind == "ordered":
+        return f"{answer.text[0]}{inner}{answer.text[1]}"
+    return answer.text if not answer.items else rf"\{{{inner}\}}"
+
+
+@lru_cache(maxsize=256)
+def _expression(latex: str) -> Any:
+    """The expression of computer algebra; references come again and again.
+
+    Raises:
+        UnreadError: math-verify cannot parse it.
+    """
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    # Its rules for units take the variable of 2t for a ton.
+    config = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none"
+    )
+    found = parse(
+        f"${latex}$",
+        [LatexExtractionConfig(normalization_config=config, boxed_match_priority=-1)],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+    )
+    if not found:
+        raise UnreadError(f"not a formula: {latex}")
+    return found[0]
+
+
+def _rational(text: str) -> Fraction | None:
+    found = _RATIONAL.fullmatch(text.strip())
+    if found is None:
+        return None
+    sign, number, under, over, below = found.groups()
+    if number is not None:
+        below, over = under or "1", number
+    if not int(below):
+        return None
+    return Fraction(over) / int(below) * (-1 if sign == "-" else 1)
+
+
+def _tight(text: str) -> str:
+    return re.sub(r"(?<=\\[a-z])\s+(?=[A-Za-z])|\s+", "", text)

@@ -43,7 +43,7 @@ from rlinf.artifacts import (
     sweep,
     verify,
 )
-from rlinf.errors import ArtifactError, TransferError
+from rlinf.errors import ArtifactError, OtherWorkError, TransferError
 from rlinf.weights.buckets import distinct, sent_dtype
 from rlinf.weights.delta import Delta, diff, patch
 
@@ -262,7 +262,10 @@ class WeightStore:
                 job=os.environ.get("SLURM_JOB_ID", ""),
                 extra={"ties": state.ties},
             )
-            return commit(folder, manifest)
+            try:
+                return commit(folder, manifest)
+            except OtherWorkError as error:
+                raise TransferError(str(error)) from None
 
     def _replay(
         self, chain: Mapping[int, Manifest], first: int, last: int, state: State | None

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from pipeline.experiment import drive, execute, prepare
 from pipeline.run import LOCK, Run
 from rlinf.artifacts import read_manifest
-from rlinf.errors import ConfigError, InputError, RunLockedError, StageError
+from rlinf.errors import InputError, RunLockedError, StageError
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.conftest import TINY
 from tests.pipeline.helpers import contents, start_driver
@@ -136,23 +136,6 @@ def test_more_iterations_go_on_from_where_the_run_is(reference: Path, compose: C
     execute(compose("iterations=2", "algorithm.schedule=constant"))
     assert (run / "it/0000/train/manifest.json").stat().st_mtime_ns == before, "nothing is redone"
     assert contents(run).keys() == contents(reference).keys()
-
-
-def test_outputs_that_a_longer_schedule_makes_stale_are_replaced(
-    reference: Path, compose: Compose
-) -> None:
-    execute(compose("iterations=1", "algorithm.schedule=linear"))
-    values = compose("iterations=2", "cluster=local", "algorithm.schedule=linear")
-    execute(values)
-    run = Path(values["run"]["root"]) / "tiny"
-    assert list((run / "it/0000/train").glob("manifest.json.bad-*")), "made for one iteration"
-    assert contents(run) == contents(reference)
-
-
-def test_another_experiment_under_the_same_name_is_refused(compose: Compose) -> None:
-    prepare(compose())
-    with pytest.raises(ConfigError, match=r"holds another experiment \(algorithm\.lr differs\)"):
-        prepare(compose("algorithm.lr=0.5"))
 
 
 def test_a_second_driver_is_refused(compose: Compose) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.flow import Node
 from pipeline.generators import CLAIMS, Generators
-from rlinf.artifacts import Manifest
+from rlinf.artifacts import Manifest, content_digest
 from rlinf.errors import EXIT_REQUEUE
 from stages.layout import POOLS
 
@@ -28,7 +28,7 @@ class Cluster:
 
     def __init__(self, run: Path) -> None:
         (run / POOLS).mkdir()
-        manifest = Manifest("sync", 2, "", "", "data", {}, {}, {}, {}, "", "")
+        manifest = Manifest("sync", 2, "", content_digest({}, {}), "data", {}, {}, {}, {}, "", "")
         (run / "weights").mkdir()
         (run / "weights" / "manifest.json").write_text(manifest.to_json())
         self.run, self.there = run, set(WORKERS)

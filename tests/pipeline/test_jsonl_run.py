@@ -60,3 +60,5 @@ def test_problems_from_a_file_with_a_local_checkpoint(compose: Compose, tmp_path
     reward = read_manifest(run / "it/0000/reward")
     assert reward is not None
     assert 0 <= reward.metrics["score"] <= 1
+    assert reward.metrics["parse_failures"] <= 16
+    assert (reward.metrics["timeouts"], reward.metrics["grader_deaths"]) == (0, 0)

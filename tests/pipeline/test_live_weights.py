@@ -142,7 +142,8 @@ def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> 
     wide = {"rollout": {"processes": 3}, "evaluate": {"processes": 3}}
     for way in ("file", "socket", "gloo", "delta"):
         values = pooled(compose, way, way)
-        execute({**values, "plan": {**values["plan"], "stages": wide}})
+        pools = [{**POOLS[0], "gpus": {"local": 3}}, *POOLS[1:]]
+        execute({**values, "plan": {**values["plan"], "stages": wide, "pools": pools}})
     assert not arrived(tmp_path / "file")
     for way in ("socket", "gloo", "delta"):
         assert results(tmp_path / way) == contents(tmp_path / "file")

@@ -102,6 +102,14 @@ def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
         assert needs.gpus == (kind != "cpu")
 
 
+@pytest.mark.parametrize("said", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])
+def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(said: dict[str, int]) -> None:
+    pool = {"stages": ["rollout", "reward", "inference", "train"], "gpus": {"h100": 3}}
+    plan = parse_plan({"grain": "segment", "pools": [pool], "stages": {"train": said}}, "plan")
+    with pytest.raises(PlanError, match=r"pools\[0\].gpus: 3 h100, but its stages ask for"):
+        pool_needs(plan, 0)
+
+
 def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("stages: [")

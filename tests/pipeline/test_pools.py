@@ -39,12 +39,20 @@ TWO = {
         {"stages": ALL[1:], "gpus": {"local": 1}},
     ],
 }
-RANKS = {**TWO, "stages": {stage: {"processes": 2} for stage in ("inference", "train")}}
+RANKS = {
+    **TWO,
+    "stages": {stage: {"processes": 2} for stage in ("inference", "train")},
+    "pools": [
+        {"stages": ALL[:1], "gpus": {"local": 1}},
+        {"stages": ALL[1:], "gpus": {"local": 2}},
+    ],
+}
 APART = {
     "grain": "segment",
     "chunks": 4,
     "pools": [{"stages": [stage], "gpus": {"local": 1}} for stage in ALL],
 }
+WHOLE = [{"stages": ALL, "gpus": {"local": 2}}]
 PLANS = {"collocated": ONE, "disaggregated": TWO}
 
 
@@ -123,7 +131,7 @@ def test_a_device_too_small_for_all_stages_gives_the_same_bytes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [{**ONE, "chunks": 2}, {**RANKS, "pools": ONE["pools"]}])
+@pytest.mark.parametrize("plan", [{**ONE, "chunks": 2}, {**RANKS, "pools": WHOLE}])
 def test_gradients_of_parts_add_up_while_all_else_comes_and_goes(
     pooled: Compose, tmp_path: Path, plan: dict[str, Any]
 ) -> None:

@@ -54,4 +54,4 @@ def test_a_budget_is_no_part_of_what_a_stage_is(compose: Compose) -> None:
     )
     assert other.device_memory_gib == 2.5
     for stage in ("rollout", "inference", "train", "sync"):
-        assert stage_key(one, stage, 0, {}) == stage_key(other, stage, 0, {})
+        assert stage_key(one, stage, 0, {}, "") == stage_key(other, stage, 0, {}, "")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlinf.artifacts import (
     MANIFEST,
+    UNSEALED,
+    FileEntry,
     Manifest,
     attempt_folder,
     commit,
@@ -21,7 +29,7 @@ from rlinf.artifacts import (
     verify,
     write_atomic,
 )
-from rlinf.errors import ArtifactError
+from rlinf.errors import ArtifactError, OtherWorkError
 
 
 def make(out: Path, attempt: str = "a", text: str = "content", key: str = "k") -> Manifest:
@@ -57,12 +65,17 @@ def test_the_first_of_two_attempts_wins_and_the_other_is_removed(tmp_path: Path)
     assert not (tmp_path / second.data).exists()
 
 
-def test_an_output_of_other_work_is_replaced(tmp_path: Path) -> None:
-    commit(tmp_path, make(tmp_path, "a", key="old"))
-    assert commit(tmp_path, make(tmp_path, "b", key="new")).key == "new"
-    found = read_manifest(tmp_path)
-    assert found is not None
-    assert found.key == "new"
+def test_a_result_of_other_work_is_never_replaced(tmp_path: Path) -> None:
+    old = commit(tmp_path, make(tmp_path, "a", key="old"))
+    with pytest.raises(OtherWorkError, match="of another configuration or of other code"):
+        commit(tmp_path, make(tmp_path, "b", key="new"))
+    assert read_manifest(tmp_path) == old
+    verify(tmp_path, old, checksums=True)
+
+
+def test_a_damaged_winner_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(b"\xff\x00")
+    assert commit(tmp_path, make(tmp_path)) == read_manifest(tmp_path)
 
 
 def test_a_failed_attempt_leaves_no_files(tmp_path: Path) -> None:
@@ -93,6 +106,69 @@ def test_a_damaged_manifest_is_an_error_not_an_absence(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text('{"stage": ')
     with pytest.raises(ArtifactError, match="damaged manifest"):
         read_manifest(tmp_path)
+
+
+WRITTEN = Manifest(
+    stage="train",
+    iteration=3,
+    key="k" * 32,
+    content=content_digest({"a/b.bin": FileEntry(7, "0" * 32)}, {"loss": 0.5, "samples": 4}),
+    data="data-a",
+    files={"a/b.bin": FileEntry(7, "0" * 32)},
+    inputs={"rewards": "r" * 32},
+    metrics={"loss": 0.5, "samples": 4},
+    timing={"start": 0.25, "end": 1.5, "spans": [{"name": "load", "start": 0.5, "end": 1.0}]},
+    host="node7",
+    job="12",
+    extra={"ties": {"a": "b"}},
+)
+
+
+@given(st.integers(0, len(WRITTEN.to_json()) - 1), st.integers(1, 255))
+def test_any_altered_byte_of_a_manifest_is_noticed(at: int, change: int) -> None:
+    raw = bytearray(WRITTEN.to_json().encode())
+    assert Manifest.parse(bytes(raw)) == WRITTEN
+    raw[at] ^= change
+    with pytest.raises(ValueError, match=r"."):
+        Manifest.parse(bytes(raw))
+
+
+@given(st.integers(0, len(WRITTEN.to_json()) - 1))
+def test_a_truncated_manifest_is_noticed(length: int) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Manifest.parse(WRITTEN.to_json().encode()[:length])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(sorted(asdict(WRITTEN))), JSON)
+def test_a_field_of_another_shape_is_an_error_and_never_something_else(
+    name: str, value: Any
+) -> None:
+    """As a program that went wrong might write it, without a checksum."""
+    whole = {**asdict(WRITTEN), "schema": UNSEALED, name: value}
+    with contextlib.suppress(ValueError):
+        assert asdict(Manifest.parse(json.dumps(whole).encode())) == whole
+
+
+def test_a_manifest_without_its_checksum_is_read_only_as_an_old_one() -> None:
+    raw = json.dumps({**asdict(WRITTEN), "schema": UNSEALED}).encode()
+    assert Manifest.parse(raw).key == WRITTEN.key
+    with pytest.raises(ValueError, match="checksum is missing"):
+        Manifest.parse(json.dumps(asdict(WRITTEN)).encode())
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe", b"", b"[]", b"null", b"[" * 100_000, b"{}"])
+def test_what_is_no_manifest_is_named(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(raw)
+    with pytest.raises(ArtifactError, match=r"manifest\.json: damaged manifest \(") as error:
+        read_manifest(tmp_path)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_partial_work_is_swept_and_the_commit_kept(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, InputFailed
 from stages.activity import Activity
 from stages.board import Board
-from stages.generate import Generator, unfinished
+from stages.generate import Generator
 from stages.inbox import MADE_OF, Inbox, Outbox
 from stages.layout import CONFIG
+from stages.names import unfinished
 from stages.parts import WEIGHTS
 from stages.runner import load_config
 from stages.turns import Turns

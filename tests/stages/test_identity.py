@@ -26,6 +26,6 @@ def test_when_to_evaluate_is_no_part_of_a_warm_start(
     compose: Compose, override: str, same: bool
 ) -> None:
     """A run may be evaluated more often when it goes on, and loses nothing for it."""
-    plain = stage_key(validate(RunConfig, compose()), "warm_start", 0, {})
-    other = stage_key(validate(RunConfig, compose(override)), "warm_start", 0, {})
+    plain = stage_key(validate(RunConfig, compose()), "warm_start", 0, {}, "")
+    other = stage_key(validate(RunConfig, compose(override)), "warm_start", 0, {}, "")
     assert (plain == other) is same

@@ -17,7 +17,7 @@ import stages.inference
 import stages.reward
 import stages.rollout
 from pipeline.experiment import compose
-from rlinf.artifacts import Manifest, commit, read_manifest
+from rlinf.artifacts import Manifest, commit, content_digest, read_manifest
 from rlinf.channels.control import Controller, Report
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
@@ -114,10 +114,11 @@ def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: Bench) -> None:
     about = {"files": {}, "inputs": {}, "metrics": {}, "timing": {}, "extra": {}}
+    content = content_digest({}, {})
     (bench.run / "warm_start" / "data").mkdir(parents=True)
     commit(
         bench.run / "warm_start",
-        Manifest("warm_start", 0, "key", "content", "data", **about, host="", job="", world=1),
+        Manifest("warm_start", 0, "key", content, "data", **about, host="", job="", world=1),
     )
     bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
     outbox = Outbox(bench.run / CHANNELS)

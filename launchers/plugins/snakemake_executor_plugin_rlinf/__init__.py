@@ -75,6 +75,7 @@ class Executor(RemoteExecutor):
             out=manifest.parent,
             logs=Path(str(job.log[0])).absolute().parent / "slurm" / job.name,
             resources=resources(job.resources, site),
+            module=str(job.params.get("module", "stages")),
         )
         try:
             identity = self._launcher.submit(request)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,3 +99,28 @@ def test_batches_by_weight_and_the_end(tmp_path: Path) -> None:
     assert [r.identity.sample for r in reader.get_batch(8)] == [2]
     with pytest.raises(ChannelClosed):
         reader.get()
+
+
+@pytest.mark.parametrize("limit", [0, 96, 4000, 16000])
+def test_a_file_that_grows_too_large_is_an_error_and_no_crash(tmp_path: Path, limit: int) -> None:
+    body = f"""
+import resource, sys
+from pathlib import Path
+import numpy as np
+from rlinf.channels.file import write_records
+from rlinf.data.record import Identity, Record
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+records = [Record(Identity(0, i), {{"x": np.arange(100.0)}}, info={{"s": "x"}}) for i in range(20)]
+try:
+    write_records(Path(sys.argv[1]), records)
+except OSError as error:
+    print(error.errno)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", body, str(tmp_path / "x.h5")],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(errno.EFBIG)), done.stderr[-500:]
+    assert done.stderr == ""

@@ -121,3 +121,22 @@ def test_real_gsm8k_when_it_is_there() -> None:
     problems = read_problems(path, "question", "answer", "task.test")
     assert len(problems) == 1319
     assert all("####" in problem.answer for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "q", "answer": null}', "line 2: 'answer' is null"),
+        ('{"question": "q", "answer": ["4"]}', "line 2: 'answer' is "),
+        ('{"question": "q", "answer": "\\ud800 4"}', "line 2: 'answer' has half of a surrogate"),
+        ('{"question": "\\udfff", "answer": "4"}', "line 2: 'question' has half of a surrogate"),
+    ],
+)
+def test_an_answer_that_is_no_text_is_refused_by_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "q", "answer": 4}\n' + line)
+    with pytest.raises(DataError) as raised:
+        read_problems(path, "question", "answer", "task.train")
+    assert message in str(raised.value)

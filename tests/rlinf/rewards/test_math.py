@@ -1,50 +1,128 @@
-"""Mathematical answers are compared as mathematics, and no response can hang the grader."""
+"""Mathematical answers are compared as mathematics, wherever and however they are written."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
 
-from rlinf.rewards.math import MathGrader, final_answer
+from rlinf.rewards.math import grade_one
+from rlinf.rewards.math_answers import UnreadError, final_answer, read
+from rlinf.rewards.math_workers import MathGrader
+from tests.rlinf.rewards.labelled import Labelled, agreement, gsm8k_answers, math_pairs
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
 
-
-@pytest.fixture(scope="module")
-def grader() -> Iterator[MathGrader]:
-    made = MathGrader(workers=2, timeout_s=4.0)
-    yield made
-    made.close()
-
-
-def test_equal_values_in_other_clothes(grader: MathGrader) -> None:
-    pairs = [
-        ("9 * 2 = 18\n#### 18", "so he has 18\n#### 18"),
-        ("#### 1,000", "#### 1000"),
-        (r"thus \boxed{\frac{1}{2}}", "0.5"),
-        ("17", "#### 18"),
-        ("no idea (((", "4"),
-    ]
-    assert [grade.score for grade in grader.grade(pairs)] == [1, 1, 1, 0, 0]
+REFERENCES = (
+    r"\sqrt{51}", r"3\pi", r"\left(3,\frac{\pi}{2}\right)", r"\{1,2,3\}", r"[0,\infty)", "x^2+2x+1",
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"(-\infty,2)\cup(3,5]", r"-\frac{1}{2}", "3+4i",
+    r"\frac{\sqrt{3}}{3}", r"90^\circ", r"\text{Evelyn}", r"\text{(C)}", r"11,\! 111,\! 100", r"20\%",
+    "y = 2x+3", r"1\frac{4}{5}", "52_8", "4210_{5}", r"\$32,\!348", "-2,1", "(6,31,-1)", "(1,200)",
+    r"5\text{ km}", r"x \in [-2,7]", r"\sqrt[3]{4}", "2^{11}", "e^{2}", r"\log_2 3", r"\ln 2",
+    "a^2-b^2", "x>3", "-1<x<2", "1:2", r"\emptyset", r"\pm 3", r"2 \pm \sqrt{5}", "(5x+3)(x-2)",
+    r"\frac{3\pi}{2}", r"r^2\sin\theta", r"\infty", r"\frac{x+1}{x-1}", "3.14", r"\pi", r"\binom{7}{2}",
+    r"\left\{ \frac{1}{2},3\right\}", "2t", "10^{-7}", "10^{-8}", "51", "3", "12", "1200",
+)  # fmt: skip
 
 
-def test_a_response_that_hangs_the_parser_times_out_alone(grader: MathGrader) -> None:
-    grades = grader.grade([("#### 3", "#### 3"), ("$9^{9^{9^{9}}}$", "4"), ("#### 5", "#### 5")])
-    assert [grade.score for grade in grades] == [1, 0, 1]
-    assert grades[1].outcome == "timeout"
+@pytest.mark.parametrize("frame", ["{}", "thus $\\boxed{{{}}}$.", "The answer is ${}$.", "#### {}"])
+def test_every_reference_is_equal_to_itself(frame: str) -> None:
+    rejected = [text for text in REFERENCES if not grade_one(frame.format(text), text)]
+    assert rejected == []
 
 
-def test_the_grader_works_on_after_a_timeout(grader: MathGrader) -> None:
-    assert [g.score for g in grader.grade([(f"#### {i}", "#### 2") for i in range(4)])] == [
-        0,
-        0,
-        1,
-        0,
-    ]
+def test_no_reference_is_equal_to_another() -> None:
+    few = (*REFERENCES[::6], "3", "51", "1200", "2", r"3\pi")
+    assert [
+        (given, answer)
+        for answer in few
+        for given in few
+        if given != answer and grade_one(given, answer)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        *((text, "18") for text in (
+            "18 dollars", r"\$18", "**18**", "€18", r"\text{18}", "18 km/h", "$18", "18.00", "`18`",
+            "18%", "1.8e1", "x = 18", r"18\text{ cm}", r"18\,\mathrm{cm}^2", "18 square meters",
+            "He has 18 dollars left.", "The final answer is: **18**", r"\boxed{17}, no, \boxed{18}",
+            r"\boxed{17} but #### 18", r"#### \boxed{18}", "#### Total: 18 dollars", "$18 per hour",
+        )),
+        (r"\frac13", r"\frac{1}{3}"), ("½", "0.5"), ("1½", r"\frac{3}{2}"), ("1e3", "1000"),
+        ("2**3", "8"), ("2 ** 3", "8"), ("2^10", "1024"), ("sqrt(51)", r"\sqrt{51}"), ("√51", r"\sqrt{51}"),
+        ("3*pi", r"3\pi"), ("3π", r"3\pi"), ("0.18", r"18\%"), ("18", r"18\%"), ("1,000", "1000"),
+        ("18", "9*2=$<<9*2=18>>18 for $5\n#### 18"), ("18", "Tom pays $18.\n#### 18"), ("18", "a\n#### $18"),
+        ("(1, 200)", "(1,200)"), ("{2,1}", r"\{1,2\}"), ("1 and 2", "1,2"), ("$x=1$ or $x=2$", "1,2"),
+        (r"1\frac{1}{2}", "1.5"), ("C", r"\text{(C)}"), ("evelyn.", r"\text{Evelyn}"), ("3<x", "x>3"),
+        (r"\left[\begin{matrix}1 & 2\end{matrix}\right]", r"\begin{bmatrix}1&2\end{bmatrix}"),
+        ("18 thousand", "18000"), ("(3,oo)", r"(3,\infty)"), ("x>3", r"(3,\infty)"), ("0.333333", "1/3"),
+        ("9+2i", r"2\cdot i + 9"), (r"\\frac{1}{2}", "0.5"),
+    ],
+)  # fmt: skip
+def test_right_answers_in_other_clothes(response: str, answer: str) -> None:
+    assert grade_one(response, answer)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("18 or 19", "18"), ("It is 18 or 19.", "18"), ("3", r"3\pi"), (r"3\pi", "3"), ("51", r"\sqrt{51}"),
+        ("1200", "(1,200)"), ("(1200)", "(1,200)"), ("(2,1)", "(1,2)"), ("(1,2]", "[1,2]"),
+        (r"\boxed{18}, no, \boxed{17}", "18"), ("2t", "2"), ("5x", "5"), ("0.5%", "0.5"), ("-18", "18"),
+        ("18 cents", r"\$18"), ("18 m/s", "18 km/h"), ("18 cm^3", r"18\text{ cm}^2"), ("52", "52_8"),
+        ("0.0000001", "0.0000002"), ("10000000000000000000001", "10000000000000000000002"), ("y=5", "x=5"),
+        (r"\{1,2,3\}", r"\{1,2\}"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+        ("Bob", r"\text{Evelyn}"), ("0.33", "1/3"), ("18 to 20", "#### 20"), ("#### 17 of 18 apples", "18"),
+    ],
+)  # fmt: skip
+def test_wrong_answers_that_look_right(response: str, answer: str) -> None:
+    try:
+        right = grade_one(response, answer)
+    except UnreadError:
+        right = False
+    assert not right
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no idea (((", "#### ", r"\boxed{}", "#### " + "1+" * 2000 + "1"]
+)
+def test_what_has_no_answer_is_said_to_have_none(text: str) -> None:
+    with pytest.raises(UnreadError):
+        read(text)
 
 
 def test_final_answers() -> None:
     assert final_answer("a #### 12\n") == "12"
-    assert final_answer("1,234,567") == "1234567"
+    assert final_answer("\\boxed{3} and \\boxed{\\frac{1}{2}}.") == r"\frac{1}{2}"
     assert final_answer("(1, 2)") == "(1, 2)"
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[MathGrader]:
+    made = MathGrader(workers=2, timeout_s=30.0)
+    yield made
+    made.close()
+
+
+def _agreement(grader: MathGrader, labelled: list[Labelled]) -> float:
+    grades = grader.grade([(item.response, item.answer) for item in labelled])
+    return agreement(labelled, [grade.score for grade in grades])
+
+
+def test_labelled_answers_in_forty_surface_forms(grader: MathGrader) -> None:
+    assert _agreement(grader, gsm8k_answers()) >= 0.995
+
+
+def test_a_part_of_the_labelled_pairs_of_expressions(grader: MathGrader) -> None:
+    assert _agreement(grader, math_pairs(84, seed=1)) >= 0.985
+
+
+@pytest.mark.slow
+def test_all_labelled_pairs_of_expressions(grader: MathGrader) -> None:
+    pairs = math_pairs()
+    assert len(pairs) == 500
+    assert sum(pair.right for pair in pairs) == 250
+    assert _agreement(grader, pairs) >= 0.995

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,10 @@ def test_a_delta_is_refused_on_another_base_than_its_own(tmp_path: Path) -> None
     store, _ = published(tmp_path, 4)
     held = store.load(1)
     path = tmp_path / "000003" / MANIFEST
-    path.write_text(path.read_text().replace('"2": ', '"1": '))
+    manifest = read_manifest(path.parent)
+    assert manifest is not None
+    inputs = {"1": manifest.inputs["2"]}
+    path.write_text(replace(manifest, inputs=inputs).to_json())
     with pytest.raises(ArtifactError, match="does not start from version"):
         store.load(3, held)
 
@@ -171,7 +175,7 @@ def test_weights_that_do_not_match_the_manifest_are_not_served(tmp_path: Path) -
     path = tmp_path / "000001" / MANIFEST
     manifest = read_manifest(path.parent)
     assert manifest is not None
-    path.write_text(path.read_text().replace(manifest.key, "0" * 32))
+    path.write_text(replace(manifest, key="0" * 32).to_json())
     with pytest.raises(ArtifactError, match="other weights than published"):
         store.load(1)
 

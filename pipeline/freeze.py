@@ -1,0 +1,169 @@
+"""The configuration of a run, frozen once, and what a later start may change in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.committed import Committed
+from pipeline.flow import Graph
+from pipeline.record import differences, edited, write_record
+from pipeline.run import LOCK, Run, is_driven
+from pipeline.settle import Choice, settle
+from rlinf.algorithms.base import AlgorithmConfig, scheduled_lr
+from rlinf.artifacts import write_atomic
+from rlinf.config import Named, RunConfig, digest, semantic
+from rlinf.errors import ConfigError, InputError, RunLockedError
+from stages.layout import CONFIG, PLAN
+from stages.parts import make_algorithm
+from stages.runner import MEND, load_config, read_config
+
+FREE = ("iterations", "retention", "evaluate.every")
+"""Keys that change no result that is there; a later start may change them."""
+SPAN = "schedule_iterations"
+log = logging.getLogger("rlinf")
+
+
+def create_run(config: RunConfig, plan: dict[str, Any], choice: Choice = Choice.ASK) -> Run:
+    """Make the run directory, or open it when it holds the same experiment.
+
+    More iterations than before are accepted: the run goes on. With fewer it ends earlier this
+    time; what is frozen stays.
+
+    Args:
+        plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one.
+
+    Raises:
+        MismatchError: it holds results, or a configuration, that this start would not make.
+        ConfigError: iterations beyond a schedule that ended at a learning rate of 0.
+        RunLockedError: a driver is at work there.
+        InputError: no permission to write there.
+    """
+    folder = config.run.folder
+    try:
+        if (folder / CONFIG).exists():
+            return _reopened(folder, config, plan, choice)
+        config = _with_span(config, config.iterations)
+        _say_beyond(config)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        values = config.model_dump(mode="json")
+        write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
+        write_record(folder, values)
+        write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
+    except OSError as error:
+        raise InputError(
+            f"run.root: cannot write {error.filename or folder}: {error.strerror}; "
+            "choose another run.root"
+        ) from None
+    return Run(folder, load_config(folder / CONFIG))
+
+
+def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Choice) -> Run:
+    owner = is_driven(folder / LOCK)
+    if owner is not None:
+        raise RunLockedError(
+            f"{folder}: driven by process {owner['pid']} on {owner['host']}; "
+            "stop that one first (rlinf status shows what it is doing)"
+        )
+    fewer = None
+    try:
+        values, old = read_config(folder / CONFIG), load_config(folder / CONFIG)
+        changes = edited(folder)
+    except ConfigError as error:
+        changes = [str(error).removesuffix(f"; {MEND}")]
+        config = _with_span(config, config.iterations)
+        frozen = config.model_dump(mode="json")
+        values = {}
+    else:
+        config = _with_span(config, _span_of(old, config))
+        if config.iterations < old.iterations:
+            fewer = config.iterations
+            config = config.model_copy(update={"iterations": old.iterations})
+        before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
+        frozen = _replaced(values, before, after)
+        found = differences(semantic(before), semantic(after))
+        changes += [change for change in found if not change.startswith(FREE)]
+    _say_beyond(config)
+    run = Run(folder, RunConfig.model_validate(frozen))
+    committed = Committed(run, Graph(run.config))
+    settle(committed, choice, changes)
+    if config.plan is not None or not (folder / PLAN).exists():
+        write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
+    if frozen != values:
+        same = not changes and semantic(frozen) == semantic(values)
+        if not same:
+            write_record(folder, frozen, was=digest(semantic(values)))
+        write_atomic(folder / CONFIG, yaml.safe_dump(frozen, sort_keys=False))
+        if not same:
+            write_record(folder, frozen)
+    if fewer is None:
+        return run
+    log.info(
+        "ends after %d iterations this time; the run stays one of %d, and what is finished stays",
+        fewer,
+        run.config.iterations,
+    )
+    return Run(folder, run.config.model_copy(update={"iterations": fewer}))
+
+
+def _replaced(
+    values: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is frozen, with what changed; a key that it lacks stays away while its default holds.
+
+    Such a key came with a later version of the program, and would change identities.
+
+    Args:
+        values: as they are frozen.
+        before, after: whole configurations.
+    """
+    made: dict[str, Any] = {}
+    for key, new in after.items():
+        old = before.get(key)
+        if key in values and isinstance(values[key], Mapping) and isinstance(new, Mapping):
+            made[key] = _replaced(values[key], old if isinstance(old, Mapping) else {}, new)
+        elif key in values or new != old:
+            made[key] = new
+    return made
+
+
+def _with_span(config: RunConfig, iterations: int) -> RunConfig:
+    """The configuration with the span of its learning-rate schedule, if it has one."""
+    settings = make_algorithm(config).config
+    if settings.schedule == "constant" or settings.schedule_iterations is not None:
+        return config
+    options = {**(config.algorithm.model_extra or {}), SPAN: iterations}
+    return config.model_copy(update={"algorithm": Named(name=config.algorithm.name, **options)})
+
+
+def _span_of(old: RunConfig, new: RunConfig) -> int:
+    """The span that a run was started with; that of ``new`` where it had no such schedule."""
+    before, after = make_algorithm(old).config, make_algorithm(new).config
+    if before.schedule_iterations is not None:
+        return int(before.schedule_iterations)
+    return old.iterations if before.schedule == after.schedule else new.iterations
+
+
+def _say_beyond(config: RunConfig) -> None:
+    """Say at which learning rate iterations beyond the schedule run.
+
+    Raises:
+        ConfigError: at 0.
+    """
+    settings: AlgorithmConfig = make_algorithm(config).config
+    span = settings.schedule_iterations
+    if settings.schedule == "constant" or span is None or config.iterations <= span:
+        return
+    last = scheduled_lr(settings, config.iterations - 1, span)
+    if not last:
+        raise ConfigError(
+            f"iterations: the schedule of the learning rate ends at 0 after {span} iterations "
+            f"(algorithm.lr_final: 0), so {config.iterations - span} more would change nothing; "
+            "start another run with more iterations, or with algorithm.lr_final above 0"
+        )
+    log.info("iterations beyond the %d of the schedule run at its last rate, %g", span, last)

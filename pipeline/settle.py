@@ -1,0 +1,165 @@
+"""Whether a start and what a run holds belong together; if not, what is to become of the results.
+
+Nothing that is committed is removed because it no longer matches. A start that differs is refused
+before anything is touched, unless it says ``--redo`` (make it anew; the old results are set aside
+in the run) or ``--keep`` (they count; the ledger ``kept.json`` says what differed).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from pipeline.committed import Committed
+from pipeline.flow import Node
+from pipeline.record import edited, recorded, write_record
+from rlinf.artifacts import write_atomic
+from rlinf.errors import CodeError, ConfigError, MismatchError
+from stages.code import Code, read_code
+from stages.identity import Kept
+from stages.layout import CODE, CONFIG, KEPT, PER_ITERATION
+from stages.runner import read_config
+
+SHOWN = 6
+"""Differences that a message names."""
+log = logging.getLogger("rlinf")
+
+
+class Choice(StrEnum):
+    """What to do about results that a start would not make the same."""
+
+    ASK = "ask"
+    REDO = "redo"
+    KEEP = "keep"
+
+    @classmethod
+    def of(cls, *, redo: bool, keep: bool) -> Choice:
+        """
+        Raises:
+            ConfigError: both.
+        """
+        if redo and keep:
+            raise ConfigError("--redo makes results anew and --keep keeps them: give one of them")
+        return cls.REDO if redo else cls.KEEP if keep else cls.ASK
+
+
+def settle_frozen(committed: Committed, choice: Choice = Choice.ASK) -> None:
+    """:func:`settle` for a run as it is on disk; an edited ``config.yaml`` is noticed.
+
+    Raises:
+        MismatchError: it was edited, or see there.
+        ConfigError: it cannot be read.
+    """
+    folder = committed.run.folder
+    changes = edited(folder)
+    settle(committed, choice, changes)
+    if changes or not recorded(folder):
+        write_record(folder, read_config(folder / CONFIG))
+
+
+def settle(committed: Committed, choice: Choice, changes: Sequence[str]) -> None:
+    """Find what is done; see that all of it is what this start would make.
+
+    Args:
+        changes: how the configuration of this start differs from that of the run.
+
+    Raises:
+        MismatchError: something is not, and nobody said what to do; nothing was touched.
+    """
+    folder = committed.run.folder
+    before = _code_before(folder)
+    committed.recover()
+    affected = committed.affected()
+    why = list(changes)
+    if committed.stale:
+        why += _code_differences(before, committed.code)
+    if committed.stale or changes:
+        if choice is Choice.ASK:
+            raise MismatchError(_message(folder, why, affected))
+        if choice is Choice.REDO:
+            _redo(committed, affected)
+        else:
+            _keep(committed, why, changes)
+        committed.recover()
+    if before != committed.code:
+        write_atomic(folder / CODE, committed.code.to_json())
+
+
+def _redo(committed: Committed, affected: Sequence[Node]) -> None:
+    for node in committed.stale:
+        committed.set_aside(node)
+    if committed.stale:
+        log.info("%s made anew; the old is in %s", _named(affected), committed.aside)
+
+
+def _keep(committed: Committed, why: Sequence[str], changes: Sequence[str]) -> None:
+    """
+    Raises:
+        MismatchError: what is there cannot be gone on with.
+    """
+    folder = committed.run.folder
+    keys = [change.removeprefix(f"{CONFIG}: ") for change in changes]
+    fixed = [key for key in keys if key.startswith(("model.", "flow:"))]
+    if fixed and committed.stale:
+        raise MismatchError(
+            f"{folder}: --keep cannot go on with the weights of another model ({fixed[0]}); "
+            "--redo makes everything anew, another run.name starts another run"
+        )
+    entry = Kept(
+        when=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        why=tuple(why),
+        outputs=dict(committed.keys(committed.stale)),
+    )
+    ledger = committed.ledger.model_copy(update={"kept": (*committed.ledger.kept, entry)})
+    write_atomic(folder / KEPT, ledger.model_dump_json(indent=1))
+    log.info("kept: %s, though different: %s", _named(committed.stale), "; ".join(_short(why)))
+
+
+def _message(folder: Path, why: Sequence[str], affected: Sequence[Node]) -> str:
+    made = f"{_named(affected)} would be made anew" if affected else "nothing is finished yet"
+    return (
+        f"{folder}: this start would not make what the run holds; {made}.\n"
+        f"differs: {'; '.join(_short(why))}\n"
+        "--redo makes it anew and sets the old results aside, --keep goes on with what is there "
+        "and notes it in the run\n"
+        "(Snakemake: --config redo=1 or keep=1); another run.name starts another run"
+    )
+
+
+def _short(why: Sequence[str]) -> list[str]:
+    rest = len(why) - SHOWN
+    return [*why[:SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
+
+
+def _named(nodes: Sequence[Node]) -> str:
+    """``the warm start, 3 iterations (0 to 2), 1 evaluation``."""
+    iterations = sorted({node.iteration for node in nodes if node.stage in PER_ITERATION})
+    evaluations = sum(node.stage == "evaluate" for node in nodes)
+    parts = ["the warm start"] if any(node.stage == "warm_start" for node in nodes) else []
+    if iterations:
+        span = (
+            f" ({iterations[0]} to {iterations[-1]})"
+            if len(iterations) > 1
+            else f" ({iterations[0]})"
+        )
+        parts.append(f"{len(iterations)} iteration{'s' * (len(iterations) > 1)}{span}")
+    if evaluations:
+        parts.append(f"{evaluations} evaluation{'s' * (evaluations > 1)}")
+    return ", ".join(parts) or "nothing"
+
+
+def _code_before(folder: Path) -> Code | None:
+    try:
+        return read_code(folder)
+    except CodeError as error:
+        log.warning("%s", error)
+        return None
+
+
+def _code_differences(before: Code | None, now: Code) -> list[str]:
+    if before is None:
+        return ["code: the program that made it did not record its modules"]
+    return [f"code: {name}" for name in before.differing(now)]

@@ -1,0 +1,315 @@
+"""The code that makes a stage's output: which modules, and a digest of what each of them means.
+
+Versions of the program are no part of an identity: an upgrade keeps results unless the code that
+made them changed (docs/decisions/0003-identity-of-code.md). The driver works it out once and
+records it in the run; a stage program takes what is recorded after seeing that it runs the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rlinf import tree
+from rlinf.algorithms import algorithms
+from rlinf.config import RunConfig, digest
+from rlinf.engines import engines
+from rlinf.envs import environments
+from rlinf.errors import CodeError
+from rlinf.models import policies
+from rlinf.registry import Registry
+from rlinf.rewards import rewards
+from rlinf.trainers import trainers
+from stages import SECTIONS
+from stages.layout import CODE
+
+REVISION = 1
+"""Part of every identity. Raised when a fault is mended in a module that does not count and results
+were wrong by it."""
+REGISTRIES: Mapping[str, Registry] = {
+    "task": environments,
+    "model": policies,
+    "engine": engines,
+    "reward": rewards,
+    "algorithm": algorithms,
+    "trainer": trainers,
+}
+"""Sections of the configuration that name a class, and where its module is found."""
+CARRIERS = (
+    "rlinf.artifacts",
+    "rlinf.channels",
+    "rlinf.config",
+    "rlinf.device",
+    "rlinf.errors",
+    "rlinf.machine",
+    "rlinf.registry",
+    "rlinf.residency",
+    "rlinf.track",
+    "rlinf.trainers.lanes",
+    "rlinf.trainers.rendezvous",
+    "rlinf.tree",
+    "rlinf.weights",
+    "stages.activity",
+    "stages.board",
+    "stages.code",
+    "stages.context",
+    "stages.generate",
+    "stages.groups",
+    "stages.identity",
+    "stages.inbox",
+    "stages.layout",
+    "stages.pool",
+    "stages.relays",
+    "stages.runner",
+    "stages.turns",
+    "stages.versions",
+    "stages.weights",
+)
+"""Packages and modules that store, move, place and log what others compute. Results depend on them
+only by their being right, so they do not count."""
+GLUE = ("stages.parts",)
+"""Counts, but what it imports does not: it builds whatever the configuration names."""
+
+
+class _Strict:
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class Source(_Strict):
+    """One module."""
+
+    file: str
+    """Digest of the bytes of its file."""
+    meaning: str
+    """Digest of its syntax tree without comments, docstrings and layout."""
+
+
+@dataclass(frozen=True)
+class Code(_Strict):
+    """The modules of every stage of one configuration."""
+
+    stages: dict[str, tuple[str, ...]]
+    """By stage: names of modules, and of classes (``module:attribute``) that are chosen by name."""
+    modules: dict[str, Source]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Code:
+        """The code of this process's own checkout.
+
+        Raises:
+            CodeError: a module cannot be read or parsed.
+        """
+        stages = {stage: tuple(sorted(_names(config, stage))) for stage in SECTIONS}
+        names = {name for found in stages.values() for name in found if ":" not in name}
+        return cls(stages, {name: _module(name).source for name in sorted(names)})
+
+    def digest(self, stage: str) -> str:
+        """Identity of the code of a stage."""
+        names = self.stages[stage]
+        known = [[n, self.modules[n].meaning if n in self.modules else ""] for n in names]
+        return digest([REVISION, known])
+
+    def differing(self, other: Code) -> list[str]:
+        """Modules and named classes that are not the same in both, sorted."""
+        ours, theirs = self._meanings(), other._meanings()
+        names = ours.keys() | theirs.keys()
+        return sorted(n for n in names if ours.get(n) != theirs.get(n))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    def _meanings(self) -> dict[str, str]:
+        named = {name: "" for names in self.stages.values() for name in names}
+        return named | {name: source.meaning for name, source in self.modules.items()}
+
+
+_ADAPTER = TypeAdapter(Code)
+
+
+def read_code(run: Path) -> Code | None:
+    """What a run's driver recorded; None before the first start.
+
+    Raises:
+        CodeError: damaged.
+    """
+    path = run / CODE
+    try:
+        return _ADAPTER.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValidationError, OSError) as error:
+        reason = " ".join(str(error).split())[:80]
+        raise CodeError(
+            f"{path}: damaged ({reason}); remove it and resume the run: it is made anew"
+        ) from None
+
+
+def stage_code(run: Path, config: RunConfig, stage: str) -> str:
+    """Digest of the code of a stage of a run: as recorded there, if this process runs the same.
+
+    Raises:
+        CodeError: it runs other code: the checkout was edited while the run goes on.
+    """
+    try:
+        mark = (run / CODE).stat()
+    except FileNotFoundError:
+        # A stage program that somebody runs by hand.
+        return Code.of(config).digest(stage)
+    return _recorded(run, stage, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+
+
+@lru_cache(maxsize=64)
+def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> str:
+    code = read_code(run)
+    assert code is not None
+    for name in code.stages.get(stage, ()):
+        if name not in code.modules:
+            continue
+        known = code.modules[name]
+        if _file(name) != known.file and _module(name).source.meaning != known.meaning:
+            raise CodeError(
+                f"{stage}: {name} is not the code that this run was started with: it was edited, "
+                "or this process is an old one. Nothing was written; start the run again"
+            )
+    return code.digest(stage)
+
+
+def _names(config: RunConfig, stage: str) -> set[str]:
+    """Modules and named classes that a stage's results depend on."""
+    named = [
+        REGISTRIES[section].target(getattr(config, section).name)
+        for section in SECTIONS[stage]
+        if section in REGISTRIES
+    ]
+    found = set(named)
+    left = [f"stages.{stage}", *(target.partition(":")[0] for target in named)]
+    packages = {"rlinf", "stages", *(name.partition(".")[0] for name in left)}
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if name in GLUE:
+            continue
+        left += [
+            other
+            for other in _module(name).imports
+            if other.partition(".")[0] in packages and _counts(other) and _path(other) is not None
+        ]
+    return found
+
+
+def _counts(name: str) -> bool:
+    carrier = any(name == c or name.startswith(f"{c}.") for c in CARRIERS)
+    # Packages hold tables of names; the one that is chosen counts by itself.
+    path = _path(name)
+    return not carrier and not (path is not None and path.name == "__init__.py")
+
+
+@dataclass(frozen=True)
+class _Module:
+    source: Source
+    imports: frozenset[str]
+    """Whatever may be a module: of ``from a import b`` both ``a`` and ``a.b``."""
+
+
+@cache
+def _module(name: str) -> _Module:
+    path = _path(name)
+    if path is None:
+        raise CodeError(f"{name}: no such module")
+    try:
+        raw = path.read_bytes()
+        parsed = ast.parse(raw)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CodeError(f"{path}: {error}") from None
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    meaning = xxhash.xxh3_128()
+    for text in _meaning(parsed):
+        meaning.update(text)
+    source = Source(xxhash.xxh3_128_hexdigest(raw), meaning.hexdigest())
+    return _Module(source, frozenset(_imports(parsed, package)))
+
+
+@cache
+def _file(name: str) -> str:
+    path = _path(name)
+    return "" if path is None else xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+@cache
+def _path(name: str) -> Path | None:
+    """The file of a module; nothing is imported to find those of the project."""
+    first = name.partition(".")[0]
+    if first in ("rlinf", "stages"):
+        base = Path(tree.__file__).parent.parent if first == "rlinf" else tree.ROOT
+        path = base.joinpath(*name.split("."))
+        candidates = [path.with_suffix(".py"), path / "__init__.py"]
+        return next((file for file in candidates if file.is_file()), None)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _meaning(node: Any) -> Iterator[bytes]:
+    """The syntax tree as text, without docstrings, positions, and what is empty.
+
+    The last so that versions of Python which know further fields say the same.
+    """
+    if isinstance(node, ast.AST):
+        yield f"({type(node).__name__}".encode()
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if name == "body" and isinstance(value, list) and isinstance(node, _DOCUMENTED):
+                value = [part for part in value if not _is_text(part)]
+            if value is None or value == [] or name in ("kind", "ctx"):
+                continue
+            yield f" {name}=".encode()
+            yield from _meaning(value)
+        yield b")"
+    elif isinstance(node, list):
+        yield b"["
+        for part in node:
+            yield from _meaning(part)
+            yield b","
+        yield b"]"
+    else:
+        yield repr(node).encode()
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """A statement that is nothing but text: a docstring, of an attribute too."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
