@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-fast chaos lint format bench wheel slurm-up slurm-down clean
+.PHONY: help install demo test test-slow test-browser browser test-fast chaos lint format bench wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,14 +38,22 @@ demo: install  ## Warm-start and train the arithmetic model, then say where the 
 	@echo "five to nine minutes on two cores; interrupt it at any time, the same command goes on"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
-test: install  ## The suite, on a real Slurm brought up for it
-	RLINF_REQUIRE_SLURM=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
+test: install browser  ## The suite, on a real Slurm brought up for it
+	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
 
 test-slow: install  ## What the suite leaves out: minutes each, or variants of what it has
 	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
 
 chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
 	RLINF_REQUIRE_SLURM=1 RLINF_DEVCLUSTER_MODE=net $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)
+
+test-browser: install browser  ## The report in a real browser
+	RLINF_REQUIRE_BROWSER=1 $(PYTEST) tests -m browser $(ARGS)
+
+browser:  ## Install Chromium, which those tests need, if it is missing (root; Debian's packages)
+	@command -v chromedriver >/dev/null || { export DEBIAN_FRONTEND=noninteractive; \
+	  need="apt-get install -q -y --no-install-recommends chromium chromium-driver fonts-dejavu-core"; \
+	  $$need >/dev/null || { apt-get -q update && $$need >/dev/null; }; }
 
 test-fast: install  ## Without a cluster and without slow tests
 	$(PYTEST) tests -m 'not cluster and not slow and not chaos' $(ARGS)

@@ -16,13 +16,18 @@ from rlinf import tree
 tree.activate()
 
 from pipeline import workflow as described
+from rlinf.errors import RlinfError
 
 # The graph is built recursively, a level per job of the chain.
 sys.setrecursionlimit(1_000_000)
 
-run = described.prepare(config)
-if workflow.is_main_process and not workflow.output_settings.dryrun:
-    run.settle()
+try:
+    run = described.prepare(config)
+    if workflow.is_main_process and not workflow.output_settings.dryrun:
+        run.settle()
+except RlinfError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 localrules:

@@ -25,6 +25,7 @@ ROWS = {
     "stage_overhead_s": "slurm_jobs",
     "stage_imports_s": "slurm_jobs",
     "snakemake_job_s": "slurm_jobs",
+    "driver_restart_s": "driver_restart",
     "dag_1000_s": "dag",
     "inventory_5000_nodes_s": "inventory",
     "plan_128x4_ms": "planner",
@@ -76,6 +77,8 @@ ROWS = {
     "switch_to_train_s": "tail",
     "switch_to_generate_s": "tail",
     "math_grader_agreement": "math_grader",
+    "report_write_cpu_s": "report",
+    "report_open_s": "report",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.planner.predict import Predictor
 from pipeline.planner.problem import Placement, Problem
 from pipeline.planner.search import solve
-from pipeline.report.style import COLOURS
+from pipeline.report.colours import COLOURS
 from pipeline.simulator import Trace, simulate
 from pipeline.simulator.charts import gantt
 from pipeline.simulator.studies import SCENARIOS, STUDIES, Study

@@ -45,6 +45,12 @@ def check(config: RunConfig) -> None:
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}")
     check_fit(config)
+    if algorithm.needs_groups and config.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size: {config.rollout.group_size} under algorithm.name "
+            f"{config.algorithm.name!r}, which compares the samples of a group: all advantages "
+            "would be 0; set it to 2 or more"
+        )
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.config.minibatches:
         raise ConfigError(

@@ -134,7 +134,7 @@ class Committed:
             return manifest
         except ArtifactError as error:
             log.warning("%s; it will be rebuilt", error)
-            quarantine(error.manifest)
+            quarantine(error.manifest, error.data)
             return None
 
     def _folder(self, node: Node) -> Path:

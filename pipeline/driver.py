@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
+from pipeline.lock import Lock
 from pipeline.metrics import Written
-from pipeline.run import Lock, Run
+from pipeline.run import Run
 from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST, Manifest
 from rlinf.errors import (

@@ -19,8 +19,9 @@ from launchers.backlog import NOTE, noted
 from launchers.base import Job, Resources
 from launchers.sbatch import sbatch_lasting
 from pipeline.launch import ClusterConfig, DriverJob, resources
+from pipeline.lock import LOCK, is_driven
 from pipeline.plan import StagePlan
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.run import Run
 from rlinf import machine
 from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError, RlinfError, RunLockedError
@@ -37,7 +38,7 @@ def driver_job(run: Run, needs: Resources) -> Job:
     """The job that drives a run."""
     return Job(
         f"driver/{run.folder.name}",
-        (str(run.folder),),
+        (str(run.folder), "--iterations", str(run.config.iterations)),
         run.folder / DRIVER,
         run.folder / "logs" / DRIVER,
         needs,
@@ -98,7 +99,7 @@ def refuse_driven(run: Run) -> None:
     owner = is_driven(run.folder / LOCK)
     if owner is not None:
         raise RunLockedError(
-            f"{run.folder}: driven by process {owner['pid']} on {owner['host']} already; end that "
+            f"{run.folder}: driven by process {owner.pid} on {owner.host} already; end that "
             f"one first with: rlinf stop {run.folder}"
         )
     refuse_beside_job(run)
@@ -145,9 +146,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.apply()
     parser = argparse.ArgumentParser(prog="python -m pipeline.driver_job")
     parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--iterations", type=int, help="end after so many this time")
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        report = drive(Run.open(arguments.run))
+        run = Run.open(arguments.run)
+        if arguments.iterations is not None:
+            config = run.config.model_copy(update={"iterations": arguments.iterations})
+            run = Run(run.folder, config)
+        report = drive(run)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from pipeline.driver_job import refuse_beside_job
 from pipeline.flow import Graph
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
 from pipeline.leases import pool_needs
+from pipeline.notices import Notices
 from pipeline.notify import announced, check_command
 from pipeline.plan import Plan, load_plan
 from pipeline.pools import PoolExecutor
@@ -21,6 +21,7 @@ from pipeline.settle import Choice
 from pipeline.show import Console, Trackers
 from pipeline.stop import Stopping
 from rlinf import tree
+from rlinf.channels.curve import address_on
 from rlinf.composing import explained
 from rlinf.config import RunConfig, validate
 from rlinf.errors import (
@@ -28,7 +29,7 @@ from rlinf.errors import (
     PlanError,
     RequeueRequested,
     RunStopped,
-    storage_error,
+    told_of_exhaustion,
 )
 from slurm.signals import StopFlag
 
@@ -45,6 +46,7 @@ def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
     from pipeline.freeze import create_run  # it loads algorithms, as the checks do
 
     config, plan = checked(values)
+    refuse_beside_job(Run(config.run.folder, config))
     return create_run(config, plan.dump(), choice)
 
 
@@ -60,6 +62,8 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.interface is not None:
+        address_on(cluster.interface)
     plan = settled(plan, cluster)
     check_command(cluster.notify)
     if plan.grain == "segment" and cluster.launcher == "inprocess":
@@ -77,7 +81,8 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
 
 def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
-    return drive(prepare(values, choice))
+    with told_of_exhaustion():
+        return drive(prepare(values, choice))
 
 
 def named(words: Sequence[str]) -> Run:
@@ -162,26 +167,15 @@ def drive(
         MismatchError: there are some, and nobody chose.
     """
     cluster = cluster_of(run, overrides)
-    with _told_of_full_disks(), announced(run.folder.name, cluster.notify):
+    with told_of_exhaustion(), announced(run.folder.name, cluster.notify):
         _drive(run, cluster, choice, offline=False)
         return write_report(run.folder)
 
 
 def warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
-    with _told_of_full_disks():
+    with told_of_exhaustion():
         _drive(run, cluster_of(run), Choice.ASK, offline=True)
-
-
-@contextlib.contextmanager
-def _told_of_full_disks() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = storage_error(error)
-        if full is not None:
-            raise full from error
-        raise
 
 
 def cluster_of(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
@@ -207,7 +201,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -
                 executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
             else:
                 executor = LauncherExecutor(run, launcher, plan, cluster, stop)
-        listeners: list[Listener] = [console, Trackers(run)]
+        listeners: list[Listener] = [console, Notices(run), Trackers(run)]
         try:
             Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
         except KeyboardInterrupt:

@@ -60,6 +60,7 @@ def facts(about: dict[str, Any], seed: int, manifests: Iterable[Manifest]) -> li
         "identity": str(about.get("id", "")),
         "rlinf": str(about.get("version", "")),
         "commit": str(about.get("commit", "")),
+        "kept though different": "; ".join(about.get("kept", ())),
         **{name: str(version) for name, version in versions.items()},
     }
     if __version__ != found["rlinf"]:

@@ -11,12 +11,13 @@ import yaml
 
 from pipeline.committed import Committed
 from pipeline.flow import Graph
-from pipeline.record import differences, edited, write_record
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.lock import LOCK, is_driven
+from pipeline.record import differences, edited, read_record, write_record
+from pipeline.run import Run
 from pipeline.settle import Choice, settle
 from rlinf.algorithms.base import AlgorithmConfig, scheduled_lr
 from rlinf.artifacts import write_atomic
-from rlinf.config import Named, RunConfig, digest, semantic
+from rlinf.config import TRANSIENT, Named, RunConfig, digest, semantic
 from rlinf.errors import ConfigError, InputError, RunLockedError
 from stages.layout import CONFIG, PLAN
 from stages.parts import make_algorithm
@@ -67,7 +68,7 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
     owner = is_driven(folder / LOCK)
     if owner is not None:
         raise RunLockedError(
-            f"{folder}: driven by process {owner['pid']} on {owner['host']}; "
+            f"{folder}: driven by process {owner.pid} on {owner.host}; "
             "stop that one first (rlinf status shows what it is doing)"
         )
     fewer = None
@@ -76,31 +77,29 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
         changes = edited(folder)
     except ConfigError as error:
         changes = [str(error).removesuffix(f"; {MEND}")]
-        config = _with_span(config, config.iterations)
-        frozen = config.model_dump(mode="json")
-        values = {}
-    else:
-        config = _with_span(config, _span_of(old, config))
-        if config.iterations < old.iterations:
-            fewer = config.iterations
-            config = config.model_copy(update={"iterations": old.iterations})
-        before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
-        frozen = _replaced(values, before, after)
-        found = differences(semantic(before), semantic(after))
-        changes += [change for change in found if not change.startswith(FREE)]
+        values = _remembered(folder, config)
+        old = RunConfig.model_validate(values)
+    config = _with_span(config, _span_of(old, config))
+    if config.iterations < old.iterations:
+        fewer = config.iterations
+        config = config.model_copy(update={"iterations": old.iterations})
+    before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
+    frozen = _replaced(values, before, after)
+    found = differences(semantic(before), semantic(after))
+    changes += [change for change in found if not change.startswith(FREE)]
     _say_beyond(config)
     run = Run(folder, RunConfig.model_validate(frozen))
     committed = Committed(run, Graph(run.config))
     settle(committed, choice, changes)
     if config.plan is not None or not (folder / PLAN).exists():
         write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
-    if frozen != values:
-        same = not changes and semantic(frozen) == semantic(values)
-        if not same:
-            write_record(folder, frozen, was=digest(semantic(values)))
+    same = not changes and semantic(frozen) == semantic(values)
+    if not same:
+        write_record(folder, frozen, was=digest(semantic(values)))
+    if changes or frozen != values:
         write_atomic(folder / CONFIG, yaml.safe_dump(frozen, sort_keys=False))
-        if not same:
-            write_record(folder, frozen)
+    if not same or choice is Choice.KEEP:
+        write_record(folder, frozen)
     if fewer is None:
         return run
     log.info(
@@ -109,6 +108,18 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
         run.config.iterations,
     )
     return Run(folder, run.config.model_copy(update={"iterations": fewer}))
+
+
+def _remembered(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """What a configuration that cannot be read was frozen as, by ``run.json``; else ``config``."""
+    whole = config.model_dump(mode="json")
+    try:
+        record = read_record(folder)
+    except ConfigError:
+        record = None
+    if record is None or record.config is None:
+        return whole
+    return {**{key: whole[key] for key in TRANSIENT}, **record.config}
 
 
 def _replaced(

@@ -17,6 +17,7 @@ from pipeline.flow import Node
 from pipeline.leases import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
+from rlinf.channels.curve import INTERFACE, LOOPBACK
 from rlinf.config import Section
 from rlinf.errors import RequeueRequested
 from stages import SECTIONS
@@ -55,6 +56,9 @@ class ClusterConfig(Section):
     """Further attempts at a stage that failed for no stated reason."""
     env: dict[str, str] = {}
     """Environment of every stage."""
+    interface: str | None = None
+    """Where sockets of the run listen: an interface (``ib0``), a network (``10.1.0.0/16``) or an
+    address. By default the loopback where all processes are of this machine, else everywhere."""
     pool_grace_s: float = Field(default=600.0, gt=0)
     """How long pools wait for another driver when theirs was killed, or failed, before they give
     their devices back."""
@@ -62,6 +66,11 @@ class ClusterConfig(Section):
     notify: tuple[str, ...] = ()
     """A command, as a list of words, that is run at the end of the run and when it fails, with the
     run's name and ``finished``, ``failed`` or ``stopped`` as its last arguments."""
+
+    @property
+    def listens_on(self) -> str | None:
+        """Where sockets of the run listen; None: on all networks of their nodes."""
+        return self.interface or (None if self.launcher == "slurm" else LOOPBACK)
 
 
 def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
@@ -130,7 +139,8 @@ def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:
 
     site = load_site(cluster.site).of(plan.partition) if cluster.site else None
     extra: dict[str, Any] = {} if site is None else site.as_resources()
-    env = {**extra.pop("env", {}), **cluster.env}
+    network = {INTERFACE: cluster.listens_on} if cluster.listens_on else {}
+    env = {**extra.pop("env", {}), **network, **cluster.env}
     if plan.constraint is not None:
         extra["constraint"] = plan.constraint
     return Resources(

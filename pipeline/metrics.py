@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,16 @@ def busy_s(run: Path, stage: str, iteration: int) -> float:
 
 def row(run: Path, iteration: int) -> dict[str, Any] | None:
     """Metrics of one finished iteration, named ``stage/metric``; None before it is finished."""
+    return named(iteration, (manifest_of(run, stage, iteration) for stage in PER_ITERATION))
+
+
+def named(iteration: int, manifests: Iterable[Manifest | None]) -> dict[str, Any] | None:
+    """The same of manifests that were read; None if one is missing."""
     values: dict[str, Any] = {"iteration": iteration}
-    for stage in PER_ITERATION:
-        manifest = manifest_of(run, stage, iteration)
+    for manifest in manifests:
         if manifest is None:
             return None
+        stage = manifest.stage
         values.update({f"{stage}/{name}": value for name, value in manifest.metrics.items()})
     return values
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from rlinf.errors import ConfigError, RequeueRequested, RunLockedError, RunStopped
+from rlinf.errors import ConfigError, Interrupted, RequeueRequested, RunLockedError, RunStopped
 from slurm.ids import own_id
 
 TIMEOUT_S = 60.0
@@ -37,7 +37,7 @@ def announced(name: str, command: Sequence[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (RunLockedError, RunStopped):
+    except (Interrupted, RunLockedError, RunStopped):
         raise
     except RequeueRequested:
         if own_id() is None:  # a job is started again

@@ -95,7 +95,7 @@ class PoolExecutor:
     def _begin(self) -> None:
         """Call the pools in: not before there is work, nor while another driver has the run."""
         (self.run.folder / POOLS).mkdir(exist_ok=True)
-        self._controller = Controller(self.run.folder / CHANNELS)
+        self._controller = Controller(self.run.folder / CHANNELS, interface=self.cluster.listens_on)
         for pools in self._units():
             self._open(pools)
         self._scale()
@@ -123,7 +123,13 @@ class PoolExecutor:
         ended: dict[Node, Outcome] = {}
         for event in self._control.events(EVENTS_S):
             if isinstance(event, Report):
-                self._reported(event, ended)
+                try:
+                    self._reported(event, ended)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise StageError(
+                        f"{event.worker} sent a report that makes no sense ({error!r}): its "
+                        f"program is broken or of another version; its log says more"
+                    ) from error
             elif isinstance(event, Joined):
                 self._joined(event)
             elif isinstance(event, Lost):

@@ -15,6 +15,7 @@ from rlinf import __version__
 from rlinf.artifacts import write_atomic
 from rlinf.config import digest, semantic
 from rlinf.errors import ConfigError
+from stages.identity import read_ledger
 from stages.layout import CONFIG, RUN
 from stages.runner import read_config
 
@@ -22,7 +23,7 @@ from stages.runner import read_config
 class Record(BaseModel):
     """The file. Trackers know the run by its first ``id``."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     id: str
@@ -38,6 +39,10 @@ class Record(BaseModel):
     versions: dict[str, str] = {}
     commit: str = ""
     """Where and with what the run was begun; see :func:`pipeline.facts.made_with`."""
+    kept: tuple[str, ...] = ()
+    """When and why results were kept though something differs; see ``kept.json``."""
+    seal: str | None = None
+    """Digest of all the rest."""
     was: str | None = None
     """That of ``config.yaml`` while it is being replaced."""
 
@@ -56,8 +61,8 @@ def read_record(folder: Path) -> Record | None:
     except (ValidationError, OSError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise _damaged(path, problem) from None
-    if record.config is not None and digest(record.config) != record.frozen:
-        raise _damaged(path, "its digest differs")
+    if record.config is not None and record.seal != _seal(record):
+        raise _damaged(path, "its own checksum differs")
     return record
 
 
@@ -90,7 +95,10 @@ def write_record(folder: Path, config: Mapping[str, Any], was: str | None = None
             version=__version__,
             **made_with(),
         )
-    record = known.model_copy(update={"config": kept, "frozen": digest(kept), "was": was})
+    why = tuple(f"{e.when}: {'; '.join(e.why)}" for e in read_ledger(folder).kept)
+    news = {"config": kept, "frozen": digest(kept), "was": was, "kept": why}
+    record = known.model_copy(update=news)
+    record = record.model_copy(update={"seal": _seal(record)})
     write_atomic(folder / RUN, json.dumps(record.model_dump(exclude_none=True), indent=1))
 
 
@@ -126,6 +134,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
         elif a != b:
             found.append(f"{name}: {_shown(a)} -> {_shown(b)}")
     return found
+
+
+def _seal(record: Record) -> str:
+    return digest(record.model_dump(mode="json", exclude={"seal"}, exclude_none=True))
 
 
 def _shown(value: Any) -> str:

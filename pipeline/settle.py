@@ -20,7 +20,7 @@ from rlinf.artifacts import write_atomic
 from rlinf.errors import CodeError, ConfigError, MismatchError
 from stages.code import Code, read_code
 from stages.identity import Kept
-from stages.layout import CODE, CONFIG, KEPT, PER_ITERATION
+from stages.layout import CODE, CONFIG, KEPT, PER_ITERATION, VERSIONS
 from stages.runner import read_config
 
 SHOWN = 6
@@ -56,7 +56,7 @@ def settle_frozen(committed: Committed, choice: Choice = Choice.ASK) -> None:
     folder = committed.run.folder
     changes = edited(folder)
     settle(committed, choice, changes)
-    if changes or not recorded(folder):
+    if changes or choice is Choice.KEEP or not recorded(folder):
         write_record(folder, read_config(folder / CONFIG))
 
 
@@ -91,6 +91,10 @@ def settle(committed: Committed, choice: Choice, changes: Sequence[str]) -> None
 def _redo(committed: Committed, affected: Sequence[Node]) -> None:
     for node in committed.stale:
         committed.set_aside(node)
+    versions = committed.run.folder / VERSIONS
+    if committed.stale and versions.exists():
+        # Made of the weights that are made anew; versions there do not change.
+        versions.rename(committed.aside / VERSIONS)
     if committed.stale:
         log.info("%s made anew; the old is in %s", _named(affected), committed.aside)
 

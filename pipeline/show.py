@@ -183,6 +183,8 @@ class Trackers:
 
     def _note(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether this is news."""
+        if not self._sinks:
+            return False
         mark = digest([step, metrics])
         if mark in self._told:
             return False

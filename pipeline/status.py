@@ -15,11 +15,14 @@ from rich.table import Table
 from pipeline.driver_job import noted_job, submitted
 from pipeline.export import versions
 from pipeline.flow import Graph
+from pipeline.lock import LOCK, is_driven
 from pipeline.metrics import iterations, manifest_of
+from pipeline.notices import notices
 from pipeline.pool_status import PoolsStatus, pool_table, read_pools
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.run import Run
 from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
+from stages.identity import Kept, read_ledger
 from stages.layout import PER_ITERATION, stage_folder
 
 REFRESH_S = 2.0
@@ -40,8 +43,11 @@ class RunStatus:
     reward: float | None
     versions: list[int]
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     pools: PoolsStatus | None = None
     """Of a run of grain ``segment`` that goes on."""
+    kept: tuple[Kept, ...] = ()
+    """Results that count though configuration or code is another now."""
 
     @property
     def eta_s(self) -> float | None:
@@ -91,7 +97,9 @@ def read_status(folder: Path) -> RunStatus:
         reward=reward.metrics["mean"] if reward else None,
         versions=sorted(versions(run.folder)),
         jobs=_jobs(run, finished),
+        notices=notices(run),
         pools=read_pools(run.folder),
+        kept=read_ledger(run.folder).kept,
     )
 
 
@@ -133,6 +141,11 @@ def table(status: RunStatus) -> Table:
     if status.score is not None:
         out.add_row("held-out score", f"{status.score:.3f}")
     out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
+    for notice in status.notices:
+        out.add_row("notice", notice)
+    for entry in status.kept:
+        results = f"{len(entry.outputs)} results, on {entry.when}, though these differ: "
+        out.add_row("kept", results + "; ".join(entry.why))
     for identity, name, state, partition, reason in status.jobs:
         out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
     return out
@@ -150,8 +163,8 @@ def _current_stage(run: Run, iteration: int) -> str:
 def _driver(run: Run, *, finished: bool) -> str:
     owner = is_driven(run.folder / LOCK)
     if owner is not None:
-        job = f", job {owner['job']}" if owner.get("job") else ""
-        return f"process {owner['pid']} on {owner['host']}{job}"
+        job = f", job {owner.job}" if owner.job else ""
+        return f"process {owner.pid} on {owner.host}{job}"
     try:
         found = submitted(run)
     except RlinfError as error:

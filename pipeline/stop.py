@@ -17,10 +17,11 @@ from pathlib import Path
 
 from launchers.backlog import NOTE
 from pipeline.driver_job import submitted
-from pipeline.run import LOCK, Run, is_driven
+from pipeline.lock import LOCK, is_driven
+from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
 from slurm.client import SlurmClient
-from stages.layout import POOLS, STATUS, STOP
+from stages.layout import DRIVER, POOLS, STATUS, STOP
 
 LOOK_S = 2.0
 """How often a driver looks for the file."""
@@ -76,20 +77,20 @@ def _stop_driver(run: Run) -> list[str]:
     said = []
     owner, job = is_driven(run.folder / LOCK), submitted(run)
     if owner is not None:
-        write_atomic(run.folder / STOP, str(owner.get("token", "")))
+        write_atomic(run.folder / STOP, owner.token)
     if job is not None:
         SlurmClient().cancel([job[0]])
         said.append(f"job {job[0]} (driver) cancelled")
     if owner is None:
         return said
-    what = f"driver (process {owner['pid']} on {owner['host']})"
-    here = owner["host"] == socket.gethostname() and owner.get("job") is None
+    what = f"driver (process {owner.pid} on {owner.host})"
+    here = owner.host == socket.gethostname() and not owner.job
     began, killed = time.monotonic(), False
     if here:
-        _signal(owner["pid"], signal.SIGTERM)
-    while _token(run.folder) == owner.get("token") and is_driven(run.folder / LOCK):
+        _signal(owner.pid, signal.SIGTERM)
+    while _token(run.folder) == owner.token and is_driven(run.folder / LOCK):
         if here and not killed and time.monotonic() - began > KILL_S:
-            _signal(owner["pid"], signal.SIGKILL)
+            _signal(owner.pid, signal.SIGKILL)
             killed = True
         if time.monotonic() - began > PATIENCE_S:
             return [*said, f"{what} does not answer; it stops once it sees {run.folder / STOP}"]
@@ -115,7 +116,7 @@ def _jobs(run: Path) -> Iterator[tuple[str, str]]:
     """Ids and names of the jobs noted beside outputs that are not there yet."""
     for pattern in (f"{POOLS}/*/*", "it/*/*", "evaluate/*", "*"):
         for note in run.glob(f"{pattern}/{NOTE}"):
-            if (note.parent / MANIFEST).exists():
+            if note.parent.name == DRIVER or (note.parent / MANIFEST).exists():
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 content = json.loads(note.read_text())

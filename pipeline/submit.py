@@ -11,15 +11,18 @@ import yaml
 
 from launchers.base import Job
 from launchers.sbatch import lasting_script, script
+from pipeline.committed import Committed
 from pipeline.driver_job import driver_job, driver_needs, refuse_driven
 from pipeline.driver_job import submit as submit_job
 from pipeline.experiment import checked, cluster_of, composed, is_folder
 from pipeline.flow import Graph
+from pipeline.freeze import create_run
 from pipeline.launch import ClusterConfig, resources, settled, stage_job
 from pipeline.leases import PoolState, pool_needs
 from pipeline.plan import Plan
 from pipeline.pool_jobs import pool_job, pool_states
 from pipeline.run import Run
+from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import save_text
 from rlinf.errors import ConfigError
 from slurm.client import SlurmClient
@@ -27,23 +30,29 @@ from stages.layout import CONFIG, PLAN
 from stages.runner import StageCall
 
 
-def submit(words: Sequence[str], driver: Mapping[str, Any]) -> list[str]:
+def submit(
+    words: Sequence[str], driver: Mapping[str, Any], choice: Choice = Choice.ASK
+) -> list[str]:
     """Put the driver of a run into a job; says what was done, a line each.
 
     Args:
         words: a run directory to go on with, or overrides that compose an experiment.
         driver: keys of ``cluster.driver`` that differ from the configuration.
+        choice: what to do about results that would not be made the same.
 
     Raises:
-        ConfigError, DataError, PlanError, RunLockedError: nothing was submitted.
+        ConfigError, DataError, PlanError, RunLockedError, MismatchError: nothing was submitted.
         SlurmError: Slurm does not answer, or refused the job.
     """
     run, plan = _found(words)
     cluster = _cluster(run, driver)
     needs = driver_needs(cluster, SlurmClient())
     refuse_driven(run)
-    if not is_folder(words):
-        run = Run.create(run.config, plan.dump())
+    if is_folder(words):
+        with run.driven():
+            settle_frozen(Committed(run, Graph(run.config)), choice)
+    else:
+        run = create_run(run.config, plan.dump(), choice)
     identity = submit_job(driver_job(run, needs))
     where = needs.partition or "the default partition"
     said = [f"run {run.folder}: job {identity} on {where} drives it"]

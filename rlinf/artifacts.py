@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ SCHEMA, UNSEALED = 2, 1
 """Of manifests as they are written, and of those without a checksum that are still read."""
 MANIFEST = "manifest.json"
 PRUNED = "pruned"
+DATA = "data-"
+"""What the names of data folders begin with."""
 _BLOCK = 1 << 22
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -197,8 +200,63 @@ def read_manifest(out: Path) -> Manifest | None:
         raise ArtifactError(f"{path}: damaged manifest ({reason})", path) from None
 
 
+@dataclass(frozen=True)
+class Commit:
+    """What a manifest says of one file."""
+
+    manifest: Path
+    data: str
+    entry: FileEntry
+
+
+def commit_of(path: Path) -> Commit | None:
+    """What was committed as ``path``; None where no manifest speaks of it.
+
+    Raises:
+        ArtifactError: the output it belonged to was withdrawn, or it was not part of it.
+    """
+    path = path.absolute()
+    for folder in path.parents:
+        if folder.name.startswith(DATA):
+            files = _files_of(folder.parent, folder.name)
+            if files is None:
+                continue
+            name = path.relative_to(folder).as_posix()
+            manifest = folder.parent / MANIFEST
+            if name not in files:
+                raise ArtifactError(
+                    f"{path}: not part of what was committed", manifest, folder.name
+                )
+            return Commit(manifest, folder.name, files[name])
+    return None
+
+
+_known: OrderedDict[tuple[Path, str], dict[str, FileEntry]] = OrderedDict()
+"""Files of data folders, which never change."""
+_KNOWN = 64
+
+
+def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
+    if (files := _known.get((out, data))) is not None:
+        return files
+    manifest = read_manifest(out)
+    if manifest is None or manifest.data != data:
+        for bad in out.glob(f"{MANIFEST}.bad-*"):
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                if Manifest.parse(bad.read_bytes()).data == data:
+                    raise ArtifactError(f"{out / data}: withdrawn as damaged", out / MANIFEST, data)
+        return None
+    _known[out, data] = manifest.files
+    while len(_known) > _KNOWN:
+        with contextlib.suppress(KeyError):  # another thread was first
+            _known.popitem(last=False)
+    return manifest.files
+
+
 def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Check that the files a manifest names are there, whole and (optionally) unaltered.
+
+    Who goes on to use the bytes reads them by :mod:`rlinf.checked`, which needs no checksums here.
 
     Raises:
         ArtifactError: a file is missing, has another size, or another checksum.
@@ -208,9 +266,9 @@ def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:
         check_files(folder, manifest.files, checksums=checksums)
     except FileNotFoundError as error:
         reason = "removed by the retention policy" if is_pruned(out) else "missing"
-        raise ArtifactError(f"{error.filename}: {reason}", out / MANIFEST) from None
+        raise ArtifactError(f"{error.filename}: {reason}", out / MANIFEST, manifest.data) from None
     except ValueError as error:
-        raise ArtifactError(str(error), out / MANIFEST) from None
+        raise ArtifactError(str(error), out / MANIFEST, manifest.data) from None
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry], *, checksums: bool) -> None:
@@ -243,8 +301,17 @@ def prune(out: Path) -> None:
     shutil.rmtree(out / manifest.data, ignore_errors=True)
 
 
-def quarantine(manifest: Path) -> Path | None:
-    """Withdraw a damaged commit so that its stage runs again; returns where it went."""
+def quarantine(manifest: Path, data: str | None = None) -> Path | None:
+    """Withdraw a damaged commit so that its stage runs again; returns where it went.
+
+    Args:
+        data: of the attempt that was found damaged; what another made since stays.
+    """
+    if data is not None:
+        with contextlib.suppress(ArtifactError):
+            there = read_manifest(manifest.parent)
+            if there is None or there.data != data:
+                return None
     target = manifest.with_name(f"{MANIFEST}.bad-{secrets.token_hex(4)}")
     try:
         manifest.rename(target)
@@ -256,7 +323,7 @@ def quarantine(manifest: Path) -> Path | None:
 @contextlib.contextmanager
 def attempt_folder(out: Path, attempt: str) -> Iterator[Path]:
     """A private data folder for one attempt; removed again if the attempt fails."""
-    folder = out / f"data-{attempt}"
+    folder = out / f"{DATA}{attempt}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
@@ -267,7 +334,7 @@ def attempt_folder(out: Path, attempt: str) -> Iterator[Path]:
 
 def sweep(out: Path, keep: set[str]) -> None:
     """Remove data folders of attempts that never committed."""
-    for folder in out.glob("data-*"):
+    for folder in out.glob(f"{DATA}*"):
         if folder.name not in keep:
             shutil.rmtree(folder, ignore_errors=True)
 

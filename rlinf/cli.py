@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rlinf import __version__, machine, tree
-from rlinf.errors import RlinfError
+from rlinf.errors import RlinfError, told_of_exhaustion
 
 app = typer.Typer(
     help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
@@ -33,8 +33,6 @@ DryRun = Annotated[
         "--dry-run", help="Write sbatch scripts, configuration and plan to a folder; submit nothing"
     ),
 ]
-
-
 Redo = Annotated[
     bool,
     typer.Option(
@@ -117,14 +115,18 @@ def submit(
         str | None, typer.Option(help="Whom Slurm is to tell when the driver ends or fails")
     ] = None,
     dry_run: DryRun = False,
+    redo: Redo = False,
+    keep: Keep = False,
 ) -> None:
     """Check an experiment, or a run to go on with, and put its driver into a small Slurm job."""
     from pipeline import submit as submission
+    from pipeline.settle import Choice
 
     asked = {"partition": partition, "time_min": time_min, "mem_mb": mem_mb, "mail": mail}
     driver = {key: value for key, value in asked.items() if value is not None}
-    put = submission.dry_run if dry_run else submission.submit
-    typer.echo("\n".join(put(what, driver)))
+    choice = Choice.of(redo=redo, keep=keep)
+    lines = submission.dry_run(what, driver) if dry_run else submission.submit(what, driver, choice)
+    typer.echo("\n".join(lines))
 
 
 @app.command()
@@ -161,15 +163,20 @@ def scale(
 
 
 @app.command()
-def report(folder: RunFolder) -> None:
-    """Write report.html and its pictures anew."""
+def report(
+    folder: RunFolder,
+    png: Annotated[
+        bool, typer.Option("--png", help="Write the main charts as pictures too")
+    ] = False,
+) -> None:
+    """Write report.html anew."""
     from pipeline.metrics import write
     from pipeline.report import write_report
     from pipeline.run import Run
 
     opened = Run.open(folder)
     write(opened.folder)
-    typer.echo(f"report: {write_report(opened.folder)}")
+    typer.echo(f"report: {write_report(opened.folder, pictures=png)}")
 
 
 @app.command()
@@ -255,6 +262,22 @@ def plan(
 
     sources = planning_sources(profile, source, site, partition, pin)
     make(configuration(what), sources, out, objective, what_if or (), check, grain.value)
+
+
+@app.command()
+def clean(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories to look through as well")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing")
+    ] = False,
+) -> None:
+    """Remove what killed processes left: shared memory of this node, temporary files of runs."""
+    from pipeline.clean import clean as remove
+
+    for line in remove(folders or [], dry_run=dry_run):
+        typer.echo(line)
 
 
 @app.command()
@@ -363,7 +386,8 @@ def main(argv: list[str] | None = None) -> Any:
     sys.path.append(str(Path.cwd()))
     machine.apply()
     try:
-        return app(args=argv, prog_name="rlinf")
+        with told_of_exhaustion():
+            return app(args=argv, prog_name="rlinf")
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -7,17 +7,34 @@ by policy.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
 NO_SPACE = (
     "no space left on the disk of the run; nothing half-written counts. "
     "Free some space (or lower retention.last) and resume"
+)
+READ_ONLY = (
+    "its filesystem is read-only, often after a fault of its disk or server; what was committed "
+    "is whole. Have it made writable and resume"
+)
+FILE_TOO_LARGE = (
+    "a file reached the largest size that this process may write (ulimit -f, or RLIMIT_FSIZE of "
+    "the job); nothing half-written counts. Raise that limit and resume"
+)
+NO_FILES = (
+    "no more files can be opened: this process or its node is at the limit (ulimit -n, or "
+    "fs.file-max for all processes). Raise the limit, or end what holds files open, and resume"
+)
+NO_MEMORY = (
+    "no memory left: the node, its cgroup or a limit (ulimit -v) gives this process no more. Give "
+    "it more (mem_mb in the plan) or make less at once (rollout.batch, more minibatches); resume"
 )
 LEAST_FREE_BYTES = 1 << 19
 EXIT_BAD_INPUT = 65
@@ -51,8 +68,12 @@ class PlanError(InputError):
     """The plan asks for something the cluster or the stage does not have."""
 
 
-class StorageError(InputError):
-    """The disk is full or the quota used up; retrying cannot help, freeing space can."""
+class ResourceError(InputError):
+    """The node or a limit gives the process no more; retrying cannot help, giving it more can."""
+
+
+class StorageError(ResourceError):
+    """The disk is full or read-only, the quota used up or a file too large."""
 
 
 class CodeError(InputError):
@@ -96,14 +117,15 @@ def require(package: str, extra: str, purpose: str) -> None:
 class ArtifactError(RlinfError):
     """A committed artifact is missing, truncated or altered on disk.
 
-    ``manifest`` is the manifest of the damaged artifact, so that its stage can be run again.
+    ``manifest`` is the manifest of the damaged artifact, so that its stage can be run again;
+    ``data`` names its data folder, where known: another attempt may have committed since.
     """
 
     exit_code = EXIT_BAD_ARTIFACT
 
-    def __init__(self, message: str, manifest: Path) -> None:
+    def __init__(self, message: str, manifest: Path, data: str | None = None) -> None:
         super().__init__(message)
-        self.manifest = manifest
+        self.manifest, self.data = manifest, data
 
 
 class TransferError(RlinfError):
@@ -140,21 +162,58 @@ class InputFailed(RlinfError):
     exit_code = EXIT_REQUEUE
 
 
-def storage_error(error: BaseException, folder: Path | None = None) -> StorageError | None:
-    """The error to show when ``error`` came of a disk that can take no more.
+_EXHAUSTED = {
+    errno.ENOSPC: NO_SPACE,
+    errno.EDQUOT: NO_SPACE,
+    errno.EROFS: READ_ONLY,
+    errno.EFBIG: FILE_TOO_LARGE,
+    errno.EMFILE: NO_FILES,
+    errno.ENFILE: NO_FILES,
+    errno.ENOMEM: NO_MEMORY,
+}
+_OF_FILES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+
+
+def storage_error(error: BaseException, folder: Path | None = None) -> ResourceError | None:
+    """The error to show when ``error`` came of a disk or process that can take no more.
 
     Libraries wrap the system's error, only quote it, or fail later over what was not written;
     so its text counts, and that ``folder`` has no room.
     """
-    if folder is not None and shutil.disk_usage(folder).free < LEAST_FREE_BYTES:
+    there = folder is not None and folder.exists()
+    if there and shutil.disk_usage(folder or ".").free < LEAST_FREE_BYTES:
         return StorageError(NO_SPACE)
     seen: BaseException | None = error
     while seen is not None:
-        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or os.strerror(errno.ENOSPC) in str(seen):
-            return StorageError(NO_SPACE)
+        if isinstance(seen, ResourceError):
+            return seen
+        if isinstance(seen, MemoryError):
+            return ResourceError(NO_MEMORY)
+        text = str(seen)
+        for number, message in _EXHAUSTED.items():
+            same = isinstance(seen, OSError) and seen.errno == number
+            if same or os.strerror(number) in text:
+                path = getattr(seen, "filename", None)
+                where = f"{path}: " if isinstance(path, str) else ""
+                if number in _OF_FILES:
+                    return StorageError(where + message)
+                return ResourceError(message)
+        if "std::bad_alloc" in text:
+            return ResourceError(NO_MEMORY)
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+@contextlib.contextmanager
+def told_of_exhaustion() -> Iterator[None]:
+    """Errors that :func:`storage_error` knows are raised as what it makes of them."""
+    try:
+        yield
+    except Exception as error:
+        exhausted = None if isinstance(error, RlinfError) else storage_error(error)
+        if exhausted is not None:
+            raise exhausted from error
+        raise
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

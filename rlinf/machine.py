@@ -16,8 +16,10 @@ and 0.99), with 1 % more processor time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 
 DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
@@ -40,6 +42,19 @@ def apply() -> None:
     """Set them in this process, where they are read when torch is imported; keep freed memory."""
     os.environ.update(environment())
     keep_freed()
+    allow_files()
+
+
+def allow_files() -> None:
+    """Raise the soft limit of open files to the hard one.
+
+    The soft one is 1024 for the sake of programs that use ``select``; every peer of a run, worker
+    process and shared state takes some.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed() -> None:

@@ -13,8 +13,8 @@ import traceback  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from rlinf import machine  # noqa: E402
-from rlinf.errors import ConfigError, RlinfError  # noqa: E402
+from rlinf import leftovers, machine  # noqa: E402
+from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion  # noqa: E402
 from stages import SECTIONS  # noqa: E402
 
 
@@ -34,6 +34,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a stage in this process; returns its exit code (see ``rlinf.errors``)."""
     machine.apply()
+    leftovers.sweep()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     from slurm.signals import StopFlag
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         call = StageCall(
             arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
         )
-        with StopFlag() as stop:
+        with told_of_exhaustion(), StopFlag() as stop:
             run_stage(call, stopping=stop.is_set, began=BEGAN)
     except RlinfError as error:
         traceback.print_exc() if error.exit_code == 1 else None

@@ -18,7 +18,7 @@ from stages.parts import WEIGHTS, held_engine, held_environment
 
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
-    environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
+    environment = held_environment(ctx, lambda: ctx.verified("weights") / WEIGHTS)
     engine = held_engine(ctx, "weights", ctx.iteration)
     starts = ctx.world.mine(ctx.config.evaluate.samples)
     counts = Counter[str]()

@@ -113,7 +113,7 @@ class Generator:
         name = str(order["name"])
         self._activity.ordered(name, ctx.stage)
         try:
-            with withdrawing(ctx.world):
+            with withdrawing():
                 self._activity.begins(name, lambda: ctx.doing)
                 rest, heir = self._send(ctx, order)
             spans = [[s["name"], s["start"], s["end"]] for s in ctx.spans]

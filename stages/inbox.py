@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
@@ -20,6 +21,7 @@ from rlinf.channels.shared_memory import SharedMemoryChannel
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import DataError, InputError, StorageError
+from rlinf.threads import Malformed, serve
 from stages.board import Board
 
 AGAIN_S, PATIENCE_S = 0.5, 10.0
@@ -56,7 +58,9 @@ class Inbox:
         self._board, self._takers, self._passing = board, takers or {}, passing
         self.failure: str | None = None
         """Why nothing comes any more: its worker is of no use then."""
-        self._channels: list[Channel] = [SocketChannel.create(folder, name)]
+        self._channels: list[SocketChannel | SharedMemoryChannel] = [
+            SocketChannel.create(folder, name)
+        ]
         if shared:
             try:
                 shared_memory = SharedMemoryChannel.create(
@@ -65,12 +69,15 @@ class Inbox:
                 self._channels.append(shared_memory)
             except StorageError as error:
                 log.warning("records come by socket: %s", error)
-        self._threads = [
-            threading.Thread(target=self._work, args=(channel,), name="inbox", daemon=True)
-            for channel in self._channels
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._malformed = Malformed(f"inbox of {name}")
+        self._threads = [serve("inbox", partial(self._work, channel)) for channel in self._channels]
+
+    @property
+    def malformed(self) -> int:
+        """Records and messages that were dropped because they made no sense."""
+        hubs = [c.hub for c in self._channels if isinstance(c, SocketChannel)]
+        dropped = sum(channel.malformed for channel in self._channels)
+        return self._malformed.count + dropped + sum(hub.malformed for hub in hubs if hub)
 
     def close(self) -> None:
         for channel, thread in zip(self._channels, self._threads, strict=True):
@@ -98,8 +105,16 @@ class Inbox:
 
     def _take(self, record: Record) -> None:
         info = dict(record.info)
-        to, maker = str(info.pop(TO)), str(info.pop(FROM, ""))
-        folder, _, channel = to.rpartition(":")
+        try:
+            to, maker = str(info.pop(TO)), str(info.pop(FROM, ""))
+            folder, separator, channel = to.rpartition(":")
+            if not (folder and separator and channel):
+                raise ValueError(f"no output and channel: {to[:80]!r}")
+            if RANKS in info:
+                count, rank, ranks = (int(info[name]) for name in (COUNT, RANK, RANKS))
+        except (KeyError, ValueError) as error:
+            self._malformed.drop(error)
+            return
         if channel in self._takers:
             self._takers[channel](folder, replace(record, info=info))
             return
@@ -108,7 +123,7 @@ class Inbox:
             output.made_of(str(made_of))
         stream = output.stream(channel)
         if RANKS in info:
-            stream.end(int(info[COUNT]), int(info[RANK]), int(info[RANKS]))
+            stream.end(count, rank, ranks)
         else:
             stream.arrived(replace(record, info=info))
         self._passing(to, maker, record)

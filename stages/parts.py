@@ -166,7 +166,7 @@ def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int]
             with contextlib.suppress(ArtifactError):  # who cannot do without them says so
                 manifest = read_manifest(folder)
                 if manifest is not None:
-                    verify(folder, manifest, checksums=True)
+                    verify(folder, manifest, checksums=False)
                     ctx.resident.pop("engine_weights", None)
                     states[version] = f"{folder}/{manifest.data}"
                     return folder / manifest.data / WEIGHTS, version

@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlinf import machine
+from rlinf import leftovers, machine
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.config import RunConfig
-from rlinf.errors import EXIT_REQUEUE, RlinfError
+from rlinf.errors import EXIT_REQUEUE, RlinfError, storage_error, told_of_exhaustion
 from rlinf.trainers.world import World
 from slurm.deadline import stop_in
 from slurm.signals import StopFlag
@@ -59,6 +59,7 @@ log = logging.getLogger("rlinf")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to leave (0), or asked to stop by Slurm (75)."""
     machine.apply()
+    leftovers.sweep()
     parser = argparse.ArgumentParser(prog="python -m stages.pool", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         config = load_config(arguments.run / CONFIG)
-        with StopFlag() as stop:
+        with told_of_exhaustion(), StopFlag() as stop:
             worker = Worker(
                 arguments.run,
                 config,
@@ -258,7 +259,7 @@ class Worker:
     def _work(self, order: Mapping[str, Any], turn: Turn | Aside) -> None:
         output = self._board.output(str(order["out"]))
         try:
-            with withdrawing(self._world):
+            with withdrawing():
                 with turn:
                     attempt = self._attempt(order, output, turn)
                     self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
@@ -317,6 +318,8 @@ class Worker:
     def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
         node = str(order["node"])
         code, reason = 1, "".join(traceback.format_exception(error))
+        if not isinstance(error, RlinfError):
+            error = storage_error(error) or error
         if isinstance(error, RlinfError):
             code, reason = error.exit_code, str(error)
         output.fail(f"{node} failed: {reason.strip().splitlines()[-1]}")

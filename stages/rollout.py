@@ -57,7 +57,7 @@ def collected(
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
-    environment = held_environment(ctx, lambda: ctx.inputs["weights"].data / WEIGHTS)
+    environment = held_environment(ctx, lambda: ctx.verified("weights") / WEIGHTS)
     engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
     episodes = Episodes(
         seed=ctx.config.seed,

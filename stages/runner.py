@@ -150,7 +150,7 @@ def run_stage(
         raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, SECTIONS)}")
     config = config or load_config(call.config)
     world = World.from_environment(call.config.parent / CHANNELS)
-    with withdrawing(world):
+    with withdrawing():
         attempt = Attempt(
             call,
             config,
@@ -323,13 +323,15 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def withdrawing(world: World) -> Iterator[None]:
-    """A damaged input loses its commit, so that the stage that made it runs again."""
+def withdrawing() -> Iterator[None]:
+    """A damaged input loses its commit, so that the stage that made it runs again.
+
+    Any rank may be the only one that read the damaged file.
+    """
     try:
         yield
     except ArtifactError as error:
-        if world.rank == 0:
-            quarantine(error.manifest)
+        quarantine(error.manifest, error.data)
         raise
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import sys
 import threading
 import time
@@ -40,8 +41,8 @@ class Sample(NamedTuple):
 
 def look() -> Sample:
     """Take a sample now. Where there is no ``/proc`` children are left out, and memory is 0."""
-    own = os.times()
-    cpu_s, memory = own.user + own.system + own.children_user + own.children_system, 0
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s, memory = sum(used.ru_utime + used.ru_stime for used in usage), 0
     for pid in _family(os.getpid()):
         try:
             # The name, in parentheses, may hold anything.

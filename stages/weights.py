@@ -12,8 +12,6 @@ arrived whole is served.
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import RlinfError, TransferError
+from rlinf.leftovers import SEGMENT, segment_name
 from rlinf.weights.buckets import Layout, checksum, digest
 from rlinf.weights.shared import SharedReader, SharedWriter
 from stages.board import Board, keep_newest
@@ -184,7 +183,7 @@ class Publisher:
         if self._memory is not None:
             self._memory.writer.close()
             self._memory = None
-        name = f"rlinf-{secrets.token_hex(8)}"
+        name = segment_name()
         self._memory = _Memory(name, layout, SharedWriter(name, layout))
         return self._memory
 
@@ -316,7 +315,7 @@ class Arrivals:
         self._ready(out, number, attempt, coming.layout.views(coming.flat))
 
     def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
-        if not re.fullmatch(r"rlinf-[0-9a-f]+", name):
+        if not SEGMENT.fullmatch(name):
             raise TransferError(f"no name of shared memory: {name!r}")
         if self._reader is None or self._reader[0] != name:
             self._reader = (name, SharedReader(name))

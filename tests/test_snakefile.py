@@ -131,17 +131,24 @@ def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_longer_schedule_replaces_what_a_shorter_one_made(tmp_path: Path) -> None:
-    """With a falling learning rate the updates of 1 of 1 and 1 of 2 iterations differ."""
+def test_added_iterations_keep_what_is_there_and_other_settings_are_refused(tmp_path: Path) -> None:
+    """With a falling learning rate, whose course is frozen at the first start."""
     words = ["experiment=cartpole_ppo", f"run__root={tmp_path}", "run__name=cp"]
     words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]
     words += ["algorithm__minibatches=1", "algorithm__schedule=linear"]
     assert snakemake("-c2", "--config", *words, "iterations=1").returncode == 0
     manifest = tmp_path / "cp/it/0000/train/manifest.json"
     short = manifest.read_text()
-    planned = snakemake("-n", "-c2", "--config", *words, "iterations=2")
-    assert planned.returncode == 0, planned.stderr[-2000:]
-    assert manifest.read_text() == short, "a dry run must not touch anything"
     done = snakemake("-c2", "--config", *words, "iterations=2")
     assert done.returncode == 0, done.stderr[-3000:]
+    assert manifest.read_text() == short
+    before = sorted(path for path in tmp_path.rglob("*") if ".snakemake" not in path.parts)
+    refused = snakemake("-c2", "--config", *words, "iterations=2", "algorithm__lr=0.5")
+    assert refused.returncode == 65
+    assert "algorithm.lr: " in refused.stderr
+    after = sorted(path for path in tmp_path.rglob("*") if ".snakemake" not in path.parts)
+    assert after == before
+    again = snakemake("-c2", "--config", *words, "iterations=2", "algorithm__lr=0.5", "redo=1")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert list(tmp_path.glob("cp/set-aside/*/it/0000/train/manifest.json"))
     assert json.loads(manifest.read_text())["key"] != json.loads(short)["key"]

@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipeline.planner.proposal import Proposal, Row
-from pipeline.report.style import COLOURS, GRID, finish, inline, render
+from pipeline.report.colours import COLOURS
+from pipeline.report.style import GRID, finish, inline
+from pipeline.report.template import render
 
 PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
 """Opacity of the parts of a stage, the last of which is its work."""

@@ -1,7 +1,9 @@
-"""The charts: each a function from the data to a figure, or None when there is nothing to show."""
+"""The charts as pictures: each a function from the data to a figure, None if there is no data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -9,9 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from pipeline.report.colours import COLOURS
 from pipeline.report.data import ReportData
 from pipeline.report.idle import in_order, windows
-from pipeline.report.style import COLOURS, finish
+from pipeline.report.plots import steps_per_s
+from pipeline.report.style import finish
 from stages.context import PAUSES, WAIT
 from stages.layout import PER_ITERATION
 
@@ -157,28 +161,15 @@ def _look(colour: str, computes: bool) -> dict[str, Any]:
 
 def throughput(data: ReportData) -> Figure | None:
     """Steps per second of rollout alone and of the whole iteration."""
-    steps = {row["iteration"]: row["rollout/steps"] for row in data.rows if "rollout/steps" in row}
-    if not steps:
+    alone, whole = steps_per_s(data)
+    if not alone and not whole:
         return None
-    alone: dict[int, float] = {}
-    whole: dict[int, float] = {}
-    # Stages of pools overlap, so their times do not add up to that of the iteration.
-    lasted = {i: end - start for i, (start, end) in windows(data.spans).items()}
-    for entry in data.stages:
-        iteration = entry["iteration"]
-        if entry["stage"] in PER_ITERATION and iteration in steps:
-            whole[iteration] = whole.get(iteration, 0.0) + entry["seconds"]
-            if data.pooled and iteration in lasted:
-                whole[iteration] = lasted[iteration]
-            if entry["stage"] == "rollout":
-                alone[iteration] = entry["seconds"]
     figure, axis = plt.subplots(figsize=(10, 2.8))
-    for label, seconds, colour in (
+    for label, rates, colour in (
         ("rollout", alone, COLOURS["rollout"]),
         ("whole iteration", whole, COLOURS["train"]),
     ):
-        x = sorted(i for i in seconds if seconds[i] > 0)
-        axis.plot([i + 1 for i in x], [steps[i] / seconds[i] for i in x], color=colour, label=label)
+        axis.plot([i + 1 for i in rates], list(rates.values()), color=colour, label=label)
     axis.set(xlabel="iteration", ylabel="steps per second", ylim=(0, None))
     axis.legend()
     return finish(figure)
@@ -186,12 +177,15 @@ def throughput(data: ReportData) -> Figure | None:
 
 def distributions(data: ReportData) -> Figure | None:
     """Scores and lengths of samples, early against late."""
-    if not data.lengths:
+    ends = {label: samples for label, samples in data.ends.items() if samples}
+    if not ends:
         return None
+    scores = {label: np.array([s.score for s in samples]) for label, samples in ends.items()}
+    lengths = {label: np.array([s.length for s in samples]) for label, samples in ends.items()}
     figure, axes = plt.subplots(1, 2, figsize=(10, 2.8))
     for axis, table, title in (
-        (axes[0], data.rewards, "score"),
-        (axes[1], data.lengths, "length (steps)"),
+        (axes[0], scores, "score"),
+        (axes[1], lengths, "length (steps)"),
     ):
         everything = np.concatenate(list(table.values()))
         low, high = float(everything.min()), float(everything.max())
@@ -206,11 +200,24 @@ def distributions(data: ReportData) -> Figure | None:
     return finish(figure)
 
 
-CHARTS: dict[str, tuple[str, Any]] = {
-    "learning": ("Learning", learning),
-    "training": ("Training", training),
-    "stage-times": ("Stage times", stage_times),
-    "gantt": ("Where the time went", gantt),
-    "throughput": ("Throughput", throughput),
-    "distributions": ("Samples, early and late", distributions),
+CHARTS: dict[str, Callable[[ReportData], Figure | None]] = {
+    "learning": learning,
+    "training": training,
+    "stage-times": stage_times,
+    "gantt": gantt,
+    "throughput": throughput,
+    "distributions": distributions,
 }
+
+
+def write_pictures(data: ReportData, folder: Path) -> list[Path]:
+    """A PNG of each chart; those with nothing to show are left out."""
+    folder.mkdir(exist_ok=True)
+    written = []
+    for name, draw in CHARTS.items():
+        figure = draw(data)
+        if figure is not None:
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=120)
+            plt.close(figure)
+    return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.generators import claimed
-from pipeline.metrics import collect, iterations, manifest_of
+from pipeline.metrics import iterations, manifest_of, named
 from pipeline.report.idle import Piece, Span, pieces
+from pipeline.report.transcripts import Sample, kept, samples_of
 from pipeline.run import Run
-from rlinf.artifacts import Manifest, is_pruned
-from rlinf.channels.file import FileReader
-from stages.layout import PER_ITERATION, stage_folder
+from rlinf.artifacts import Manifest
+from stages.layout import PER_ITERATION
 
 
 @dataclass
@@ -24,14 +25,19 @@ class ReportData:
     """Everything the charts and the page need."""
 
     run: Run
+    manifests: list[Manifest] = field(default_factory=list)
     warm_start: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[tuple[int, float]] = field(default_factory=list)
+    evaluated: list[dict[str, Any]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
-    lengths: dict[str, np.ndarray] = field(default_factory=dict)
-    rewards: dict[str, np.ndarray] = field(default_factory=dict)
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    """Of the iterations whose trajectories are on disk."""
+
+    @property
+    def scores(self) -> list[tuple[int, float]]:
+        """Held-out score by version of the weights."""
+        return [(row["version"], row["evaluate/score"]) for row in self.evaluated]
 
     @property
     def wall_s(self) -> float:
@@ -45,7 +51,7 @@ class ReportData:
         """Sum of the stages' own times, less their pauses."""
         return sum(piece.seconds for piece in self.pieces if piece.computes)
 
-    @property
+    @cached_property
     def pooled(self) -> bool:
         """Whether stages ran in resident pools."""
         return any(span.lane.startswith("pool ") for span in self.spans)
@@ -54,6 +60,12 @@ class ReportData:
     def pieces(self) -> list[Piece]:
         """The stages of every worker, cut where they paused."""
         return pieces(self.spans)
+
+    @property
+    def ends(self) -> dict[str, list[Sample]]:
+        """Samples of the first and the last iteration that are there."""
+        chosen = dict.fromkeys([*list(self.samples)[:1], *list(self.samples)[-1:]])
+        return {f"iteration {i + 1}": self.samples[i] for i in chosen}
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Iterations and values of a metric, where it was recorded."""
@@ -65,45 +77,53 @@ class ReportData:
 def read(folder: Path) -> ReportData:
     """Collect what is there; missing, unfinished and pruned parts are left out."""
     run = Run.open(folder)
-    data = ReportData(run, rows=collect(run.folder))
+    data = ReportData(run)
     warm = manifest_of(run.folder, "warm_start", 0)
     if warm is not None:
         data.warm_start = list(warm.extra.get("curve", []))
-    instances = [("warm_start", 0)]
-    instances += [(stage, i) for i in iterations(run.folder) for stage in PER_ITERATION]
-    versions = sorted(int(p.name) for p in (run.folder / "evaluate").glob("[0-9]*"))
-    instances += [("evaluate", version) for version in versions]
+        data.manifests.append(warm)
+    known = iterations(run.folder)
+    for iteration in known:
+        row = [manifest_of(run.folder, stage, iteration) for stage in PER_ITERATION]
+        data.manifests += [manifest for manifest in row if manifest is not None]
+        values = named(iteration, row)
+        if values is not None:
+            data.rows.append(values)
+    for version in sorted(int(p.name) for p in (run.folder / "evaluate").glob("[0-9]*")):
+        manifest = manifest_of(run.folder, "evaluate", version)
+        if manifest is not None:
+            data.manifests.append(manifest)
+            scores = {f"evaluate/{name}": value for name, value in manifest.metrics.items()}
+            data.evaluated.append({"version": version, **scores})
     generated = claimed(run.folder)
-    for stage, iteration in instances:
-        manifest = manifest_of(run.folder, stage, iteration)
-        if manifest is None:
-            continue
-        if stage == "evaluate":
-            data.scores.append((iteration, manifest.metrics["score"]))
-        known = manifest.timing["spans"]
-        if stage == "rollout":
-            known = known + generated[iteration]
-        spans = [
-            Span(stage, s["name"], iteration, _lane(s), s["start"], s["end"], s.get("claim"))
-            for s in known
-        ]
+    for manifest in data.manifests:
+        more = generated[manifest.iteration] if manifest.stage == "rollout" else []
+        spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *more]]
         data.spans += spans
         data.stages.append(
             {
-                "stage": stage,
-                "iteration": iteration,
+                "stage": manifest.stage,
+                "iteration": manifest.iteration,
                 "host": manifest.host,
                 "job": manifest.job,
                 "world": manifest.world,
                 "seconds": _seconds(manifest, spans),
+                "usage": manifest.timing.get("usage", []),
             }
         )
-    _read_trajectories(data)
+    data.samples = {i: samples_of(run.folder, i) for i in kept(run.folder, known)}
     return data
 
 
-def _lane(span: dict[str, Any]) -> str:
-    """Workers of a pool keep theirs from one lease to the next."""
+def _span(manifest: Manifest, span: dict[str, Any]) -> Span:
+    times = span["start"], span["end"]
+    return Span(
+        manifest.stage, span["name"], manifest.iteration, lane(span), *times, span.get("claim")
+    )
+
+
+def lane(span: dict[str, Any]) -> str:
+    """Who: workers of a pool keep their lane from one lease to the next."""
     pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r\d+", span.get("worker", ""))
     if pool is None:
         return f"{span['host']} · rank {span['rank']}"
@@ -111,7 +131,7 @@ def _lane(span: dict[str, Any]) -> str:
     return f"pool {pool[1]} · {who} · {span['host']}"
 
 
-def _seconds(manifest: Manifest, spans: list[Span]) -> float:
+def _seconds(manifest: Manifest, spans: Iterable[Span]) -> float:
     """What a stage took; in a pool, where others have turns meanwhile, what it computed."""
     if not any(span.get("worker") for span in manifest.timing["spans"]):
         return float(manifest.timing["end"] - manifest.timing["start"])
@@ -120,47 +140,3 @@ def _seconds(manifest: Manifest, spans: list[Span]) -> float:
         if piece.computes:
             computed[piece.lane] = computed.get(piece.lane, 0.0) + piece.seconds
     return max(computed.values(), default=0.0)
-
-
-def _read_trajectories(data: ReportData) -> None:
-    """Transcripts and distributions of the first and the last iteration still on disk."""
-    kept = []
-    for iteration in iterations(data.run.folder):
-        folder = stage_folder(data.run.folder, "rollout", iteration)
-        manifest = manifest_of(data.run.folder, "reward", iteration)
-        if manifest is not None and not is_pruned(folder) and (folder / "manifest.json").exists():
-            kept.append(iteration)
-    chosen = dict.fromkeys([*kept[:1], *kept[-1:]])
-    for iteration in chosen:
-        records = _records(data.run.folder, "rollout", iteration, "trajectories")
-        rewards = {
-            r.identity.key: r for r in _records(data.run.folder, "reward", iteration, "rewards")
-        }
-        label = f"iteration {iteration + 1}"
-        data.lengths[label] = np.array([len(record) for record in records])
-        scores = [
-            rewards[r.identity.key].info["score"] for r in records if r.identity.key in rewards
-        ]
-        data.rewards[label] = np.array(scores, dtype=float)
-        texts = [
-            {
-                "prompt": record.info["prompt_text"],
-                "text": record.info["text"],
-                "answer": record.info["answer"],
-                "stop": record.info["stop_reason"],
-                "score": rewards[record.identity.key].info["score"],
-            }
-            for record in records
-            if "text" in record.info and record.identity.key in rewards
-        ]
-        if texts:
-            step = max(1, len(texts) // 8)
-            data.samples.append((label, texts[::step][:8]))
-
-
-def _records(run: Path, stage: str, iteration: int, channel: str) -> list[Any]:
-    folder = stage_folder(run, stage, iteration)
-    manifest = manifest_of(run, stage, iteration)
-    if manifest is None or is_pruned(folder):
-        return []
-    return list(FileReader((folder / manifest.data).glob(f"{channel}-r*.h5")))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stages.context import PAUSES
@@ -99,36 +100,46 @@ def idle(spans: Iterable[Span]) -> list[Idle]:
     known = windows(spans)
     if len(known) > 1:
         known.pop(0, None)
-    total_s = sum(end - start for start, end in known.values())
+    counted = _union(known.values())
+    total_s = sum(end - start for start, end in counted)
     if not total_s:
         return []
     lanes: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces(spans):
         lanes[piece.lane].append(piece)
+    starts = [start for start, _ in counted]
     rows = []
     for lane in in_order(lanes):
         mine = lanes[lane]
         seconds: dict[str, list[float]] = {}
         for piece in mine:
-            inside = sum(_shared_s(piece, window) for window in known.values()) / len(known)
+            inside = _shared_s(piece.start, piece.end, counted, starts) / len(known)
             if inside:
                 seconds.setdefault(piece.stage, [0.0, 0.0])[not piece.computes] += inside
-        computing = [piece for piece in mine if piece.computes]
-        covered = sum(_covered_s(computing, window) for window in known.values())
+        computing = _union((piece.start, piece.end) for piece in mine if piece.computes)
+        covered = sum(_shared_s(start, end, counted, starts) for start, end in computing)
         stages = {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
         rows.append(Idle(lane, 1 - covered / total_s, stages))
     return rows
 
 
-def _shared_s(piece: Piece, window: tuple[float, float]) -> float:
-    return max(0.0, min(piece.end, window[1]) - max(piece.start, window[0]))
+def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The time that stretches cover, however they overlap, in order and apart from each other."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(stretches):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > start:
+            found.append((start, end))
+    return found
 
 
-def _covered_s(found: Iterable[Piece], window: tuple[float, float]) -> float:
-    """How much of a window pieces cover, however they overlap."""
-    covered, at = 0.0, window[0]
-    for piece in sorted(found, key=lambda piece: piece.start):
-        start, end = max(piece.start, at), min(piece.end, window[1])
-        if end > start:
-            covered, at = covered + end - start, end
-    return covered
+def _shared_s(
+    start: float, end: float, counted: Sequence[tuple[float, float]], starts: Sequence[float]
+) -> float:
+    """How much of a stretch lies in the ``counted`` ones, which begin at ``starts``."""
+    shared, at = 0.0, max(0, bisect_right(starts, start) - 1)
+    while at < len(counted) and counted[at][0] < end:
+        shared += max(0.0, min(end, counted[at][1]) - max(start, counted[at][0]))
+        at += 1
+    return shared

@@ -2,50 +2,101 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 from pipeline.actuals import compare
 from pipeline.durations import duration
+from pipeline.facts import facts
+from pipeline.notices import notices
+from pipeline.record import read_record
+from pipeline.report.colours import COLOURS, DARK
 from pipeline.report.data import ReportData, read
+from pipeline.report.gantt import bars
 from pipeline.report.idle import idle
+from pipeline.report.plots import GIB, plots
+from pipeline.report.template import FOLDER as TEMPLATES
+from pipeline.report.template import render
+from pipeline.report.transcripts import pack
 from rlinf.artifacts import write_atomic
+from rlinf.errors import ConfigError
 from stages.layout import CONFIG, PLAN
 
 FOLDER = "report"
+ASSETS = TEMPLATES / "assets"
+LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
+SCRIPTS = ("page.js", "plots.js", "gantt.js", "transcripts.js", "start.js")
 
 
-def write_report(run: Path) -> Path:
-    """Write ``report/report.html`` and a PNG of each chart; returns the page's path."""
-    from pipeline.report.charts import CHARTS
-    from pipeline.report.style import inline, render
-
+def write_report(run: Path, *, pictures: bool = False) -> Path:
+    """Write ``report/report.html``, and if asked a PNG of each chart; returns the page's path."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     data = read(run)
-    sections = []
-    for name, (title, draw) in CHARTS.items():
-        figure = draw(data)
-        if figure is None:
-            continue
-        figure.savefig(folder / f"{name}.png", dpi=120)
-        sections.append({"name": name, "title": title, "svg": inline(figure, name)})
-    html = render(
-        "report.html.jinja",
-        name=data.run.folder.name,
-        tiles=tiles(data),
-        sections=sections,
-        samples=data.samples,
-        stages=stage_table(data),
-        idle=idle(data.spans),
-        iterations=len(data.rows),
-        predicted=compare(data.run) if (run / PLAN).exists() else [],
-        config=(run / CONFIG).read_text(encoding="utf-8"),
-        plan=(run / PLAN).read_text(encoding="utf-8") if (run / PLAN).exists() else "",
-    )
     page = folder / "report.html"
-    write_atomic(page, html)
+    write_atomic(page, html(data))
+    if pictures:
+        from pipeline.report.charts import write_pictures
+
+        write_pictures(data, folder)
     return page
+
+
+def html(data: ReportData) -> str:
+    """The page as text."""
+    run = data.run.folder
+    plan = (run / PLAN).read_text(encoding="utf-8") if (run / PLAN).exists() else ""
+    library, style, licence = ((ASSETS / name).read_text(encoding="utf-8") for name in LIBRARY)
+    ours = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    scripts = [library, f'"use strict";\n(() => {{\n{ours}}})();\n']
+    content = {
+        "name": run.name,
+        **plots(data),
+        "gantt": bars(data),
+        "transcripts": pack(data.samples),
+    }
+    idle_rows = idle(data.spans)
+    try:
+        record = read_record(run)
+    except ConfigError:
+        record = None
+    return render(
+        "report.html.jinja",
+        name=run.name,
+        scripts=scripts,
+        policy=" ".join(f"'{_hash(script)}'" for script in scripts),
+        styles=[style, (ASSETS / "page.css").read_text(encoding="utf-8")],
+        licence=licence,
+        colours={"light": COLOURS, "dark": DARK},
+        data=embedded(content),
+        groups=content["groups"],
+        notices=notices(data.run),
+        tiles=tiles(data),
+        stages=stage_table(data),
+        idle=idle_rows,
+        idle_stages={stage for row in idle_rows for stage in row.stages},
+        iterations=len(data.rows),
+        predicted=compare(data.run) if plan else [],
+        facts=facts(
+            {} if record is None else record.model_dump(), data.run.config.seed, data.manifests
+        ),
+        config=(run / CONFIG).read_text(encoding="utf-8"),
+        plan=plan,
+    )
+
+
+def embedded(content: Any) -> str:
+    """JSON to stand in a ``script`` element: nothing in it can end that, or begin a comment."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _hash(script: str) -> str:
+    """Names a script that may run, for the page's content security policy; no other may."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def tiles(data: ReportData) -> list[tuple[str, str]]:
@@ -73,16 +124,18 @@ def tiles(data: ReportData) -> list[tuple[str, str]]:
 
 
 def stage_table(data: ReportData) -> list[dict[str, Any]]:
-    """Per stage: how often it ran, how long, where."""
+    """Per stage: how often it ran, how long, where, and what it used."""
     table: dict[str, dict[str, Any]] = {}
     for entry in data.stages:
         row = table.setdefault(
-            entry["stage"], {"count": 0, "seconds": 0.0, "hosts": set(), "jobs": set()}
+            entry["stage"],
+            {"count": 0, "seconds": 0.0, "hosts": set(), "jobs": set(), "usage": []},
         )
         row["count"] += 1
         row["seconds"] += entry["seconds"]
         row["hosts"].add(entry["host"])
         row["jobs"] |= {entry["job"]} - {""}
+        row["usage"] += entry["usage"]
     return [
         {
             "stage": stage,
@@ -91,6 +144,23 @@ def stage_table(data: ReportData) -> list[dict[str, Any]]:
             "total": f"{row['seconds']:.1f}",
             "hosts": ", ".join(sorted(row["hosts"])),
             "jobs": len(row["jobs"]),
+            **_used(row["usage"]),
         }
         for stage, row in table.items()
     ]
+
+
+def _used(usage: list[dict[str, Any]]) -> dict[str, str]:
+    """What the processes of a stage used; empty cells where nothing was recorded."""
+    seconds = sum(entry["seconds"] for entry in usage)
+    gpu = [entry["gpu_share"] for entry in usage if "gpu_share" in entry]
+    return {
+        "cores": f"{sum(e['cpu_s'] for e in usage) / seconds:.2f}" if seconds else "",
+        "memory": f"{max(e['memory_peak_bytes'] for e in usage) / GIB:.2f}" if usage else "",
+        "gpu": f"{100 * sum(gpu) / len(gpu):.0f} %" if gpu else "",
+        "gpu_memory": _gib(max((e.get("gpu_peak_bytes", 0) for e in usage), default=0)),
+    }
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}" if size else ""

@@ -1,13 +1,10 @@
-"""How charts and pages look, the report's and the plan's alike."""
+"""How pictures look, the report's and the plan's alike."""
 
 from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
-from typing import Any
 
-import jinja2
 import matplotlib as mpl
 
 mpl.use("Agg")
@@ -15,15 +12,6 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 INK, GRID = "#24292f", "#e4e7eb"
-COLOURS = {
-    "warm_start": "#8a6fb3",
-    "rollout": "#2f7fb5",
-    "reward": "#e0a030",
-    "inference": "#57a773",
-    "train": "#c8553d",
-    "sync": "#6b7785",
-    "evaluate": "#b0568f",
-}
 mpl.rcParams.update(
     {
         "font.size": 10,
@@ -59,14 +47,6 @@ def inline(figure: Figure, name: str) -> str:
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     plt.close(figure)
     return _inline(buffer.getvalue(), name)
-
-
-def render(template: str, **values: Any) -> str:
-    """A page from a template of this folder; values are escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
-    )
-    return environment.get_template(template).render(**values)
 
 
 def _inline(svg: str, name: str) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
+import yaml
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.report.style import COLOURS, inline
-from pipeline.simulator.show import rows
+from pipeline.report.colours import COLOURS
+from pipeline.report.style import inline
+from pipeline.report.template import render
+from pipeline.simulator.scenario import Scenario
+from pipeline.simulator.show import figures, rows
 from pipeline.simulator.trace import Trace
-from rlinf.artifacts import write_atomic
+from rlinf.artifacts import save_text
 
 OTHER_COLOURS = {
     "switch": "#b8bfc7",
@@ -73,26 +75,27 @@ def write_png(trace: Trace, path: Path) -> None:
     plt.close(figure)
 
 
-def write_html(trace: Trace, path: Path, title: str) -> None:
-    """The chart and the table in one file."""
+def write_html(
+    trace: Trace, path: Path, title: str, called: str, scenario: Scenario, seed: int
+) -> None:
+    """What was simulated, its figures, the chart and the table, in one file.
+
+    Args:
+        called: the name or the file of the scenario.
+    """
     head, *body = rows(trace)
-    table = "".join(
-        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-        for tag, row in (("th", head), *(("td", row) for row in body))
+    config = scenario.model_dump(mode="json", exclude_defaults=True)
+    page = render(
+        "simulation.html.jinja",
+        name=f"{title}: simulation",
+        tiles=figures(trace, seed),
+        called=called,
+        scenario=yaml.safe_dump(config, sort_keys=False) if config else "",
+        sections=[{"name": "gantt", "title": "Last iterations", "svg": inline(gantt(trace), "g")}],
+        head=head,
+        rows=body,
     )
-    style = (
-        "body{font:15px system-ui,sans-serif;max-width:1100px;margin:2rem auto;color:#24292f}"
-        "td,th{text-align:left;padding:.2rem 1rem .2rem 0}"
-    )
-    seconds = trace.iteration_s
-    low, high = np.quantile(seconds, [0.1, 0.9])
-    write_atomic(
-        path,
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{style}</style><h1>{html.escape(title)}</h1>"
-        f"<p>{len(seconds)} iterations of {seconds.mean():.1f} s (q10 {low:.1f}, q90 {high:.1f})"
-        f"</p>{inline(gantt(trace), 'gantt')}<table>{table}</table></html>\n",
-    )
+    save_text(path, page)
 
 
 def _label(trace: Trace, pool: int) -> str:

@@ -78,7 +78,8 @@ def show(
 ) -> None:
     """Simulate, print the table, and write the pictures asked for."""
     problem, placement = load(what, plan)
-    trace = simulate(problem, placement, load_scenario(what, scenario), iterations, seed)
+    goes_wrong = load_scenario(what, scenario)
+    trace = simulate(problem, placement, goes_wrong, iterations, seed)
     console = terminal()
     head, *body = rows(trace)
     table = Table(*head)
@@ -92,18 +93,18 @@ def show(
         if png is not None:
             charts.write_png(trace, png)
         if page is not None:
-            charts.write_html(trace, page, what)
+            called = scenario or "none"
+            charts.write_html(trace, page, what, called, goes_wrong, seed)
 
 
 def summary(trace: Trace) -> str:
     """The figures of a whole simulation."""
     seconds = trace.iteration_s
     low, high = np.quantile(seconds, [0.1, 0.9])
-    predicted = float(Predictor(trace.problem).one(trace.placement).total_s)
     lines = [
         f"{trace.placement.mode}, {trace.placement.chunks} micro-batches",
         f"iteration: {seconds.mean():.1f} s (q10 {low:.1f}, q90 {high:.1f}); "
-        f"predicted {predicted:.1f}",
+        f"predicted {_predicted_s(trace):.1f}",
         f"{len(seconds)} iterations: {duration(trace.total_s)} from submission to end, "
         f"{trace.gpu_hours:,.1f} GPU-hours, price {trace.cost:,.1f}",
     ]
@@ -113,6 +114,32 @@ def summary(trace: Trace) -> str:
             f"{trace.renewals} jobs renewed"
         )
     return "\n".join(lines)
+
+
+def figures(trace: Trace, seed: int) -> list[tuple[str, str]]:
+    """The same, and what was simulated, as labels and values."""
+    seconds = trace.iteration_s
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    mean, predicted = float(seconds.mean()), _predicted_s(trace)
+    found = [
+        ("iteration, simulated", f"{mean:.1f} s"),
+        ("80 % of iterations", f"{low:.1f} - {high:.1f} s"),
+        ("iteration, predicted", f"{predicted:.1f} s ({predicted / mean - 1:+.1%})"),
+        (f"price of {len(seconds)} iterations", f"{trace.cost:,.1f}"),
+        ("GPU-hours", f"{trace.gpu_hours:,.1f}"),
+        ("from submission to end", duration(trace.total_s)),
+        ("placement", f"{trace.placement.mode}, {trace.placement.chunks} micro-batches"),
+        ("seed", str(seed)),
+    ]
+    if trace.losses or trace.renewals:
+        found.append(("losses, iterations done again", f"{len(trace.losses)}, {trace.redone}"))
+        found.append(("jobs renewed", str(trace.renewals)))
+    return found
+
+
+def _predicted_s(trace: Trace) -> float:
+    """What the planner's formula says of an iteration, without disturbances."""
+    return float(Predictor(trace.problem).one(trace.placement).total_s)
 
 
 def rows(trace: Trace) -> list[tuple[str, ...]]:

@@ -71,6 +71,8 @@ class Algorithm(Part, ABC):
     """Pure functions of step batches; holds nothing but its configuration."""
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    needs_groups: ClassVar[bool] = False
+    """Whether a sample is judged by the others of its group, so that one alone teaches nothing."""
     by_group: ClassVar[bool] = False
     """Whether advantages of a group do not depend on the rest of the batch."""
 
@@ -137,7 +139,12 @@ def step_weights(mask: Tensor, aggregation: Aggregation) -> Tensor:
 
 
 def scheduled_lr(config: AlgorithmConfig, iteration: int, iterations: int) -> float:
-    """Learning rate of an iteration (counted from 0) of a run of ``iterations``."""
+    """Learning rate of an iteration (counted from 0) of a schedule of ``iterations``.
+
+    A schedule that is over goes on at its last rate; one that is constant is never over.
+    """
+    if config.schedule != "constant":
+        iteration = min(iteration, iterations - 1)
     if iteration < config.lr_warmup:
         return config.lr * (iteration + 1) / config.lr_warmup
     if config.schedule == "constant":

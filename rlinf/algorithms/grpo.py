@@ -29,7 +29,7 @@ class GRPO(Algorithm):
 
     Config = GRPOConfig
     config: GRPOConfig
-    by_group = True
+    needs_groups = by_group = True
 
     def keep(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
         if not self.config.drop_equal_groups:

@@ -54,6 +54,7 @@ from rlinf.channels.curve import (
 from rlinf.channels.keys import run_keys
 from rlinf.channels.numbered import Inbox, Outbox
 from rlinf.errors import DataError
+from rlinf.threads import Malformed, serve
 
 POINTER = "control.json"
 MAX_BYTES = 1 << 20
@@ -143,8 +144,8 @@ class Controller:
     Args:
         folder: the run's folder for channels; made with mode 0700, holds the keys and
             ``control.json``. A new controller takes the workers of the last one over.
-        interface: IP address to listen on; by default all of this node. The kernel chooses the
-            port.
+        interface: where to listen, as for :func:`rlinf.channels.curve.listen`. The kernel chooses
+            the port.
         timeout_s: how long a worker may be silent before it counts as lost.
     """
 
@@ -152,7 +153,7 @@ class Controller:
         self, folder: Path, *, interface: str | None = None, timeout_s: float = 10.0
     ) -> None:
         keys = run_keys(folder)
-        self.malformed = 0
+        self._malformed = Malformed("controller")
         self._timeout_s = timeout_s
         self._token = secrets.token_hex(8)
         self._changed = threading.Condition()
@@ -171,8 +172,8 @@ class Controller:
             "bye": self._bye,
         }
         self._context = zmq.Context()
-        self._door = Door(self._context, keys)
         self._socket = host_socket(self._context, keys, timeout_s=timeout_s, max_bytes=CUT_BYTES)
+        self._door = Door(self._context, keys, self._socket)
         self._pointer = folder / POINTER
         try:
             addresses = listen(self._socket, interface)
@@ -181,9 +182,13 @@ class Controller:
             self._context.destroy(linger=0)
             raise
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
-        self._thread.start()
+        self._door.open(addresses)
+        self._thread = serve("controller", self._run)
         atexit.register(self.close)
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
 
     @property
     def refused(self) -> int:
@@ -301,15 +306,13 @@ class Controller:
 
     def _work(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._door.socket, self._wakeup):
+        for source in (self._socket, self._wakeup):
             poller.register(source, zmq.POLLIN)
         checked = time.monotonic()
         while not self._closed:
             ready = dict(poller.poll(int(HEARTBEAT_S * 1000 / 2)))
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
-            if self._door.socket in ready:
-                self._door.answer()
             with self._changed:
                 before = len(self._events)
                 if self._socket in ready:
@@ -335,8 +338,8 @@ class Controller:
                 kind, token, *values = _open(frame)
                 if token == self._token:
                     self._handlers[kind](name, *values)
-            except (DataError, ValueError, TypeError, KeyError, msgpack.UnpackException):
-                self.malformed += 1
+            except Exception as error:  # whatever foreign bytes bring about
+                self._malformed.drop(error)
 
     def _hello(self, id_: bytes, name: str, about: bytes, status: bytes) -> None:
         if type(name) is not str or not 0 < len(name) <= MAX_NAME:
@@ -449,7 +452,7 @@ class Link:
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any]) -> None:
         if not 0 < len(name) <= MAX_NAME:
             raise ValueError(f"the name of a worker has 1 to {MAX_NAME} characters")
-        self.malformed = 0
+        self._malformed = Malformed(f"link of {name}")
         self._name, self._about = name, _pack("about", about, MAX_STATUS_BYTES)
         self._pointer = folder / POINTER
         self._keys = run_keys(folder)
@@ -469,9 +472,13 @@ class Link:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="control-link", daemon=True)
-        self._thread.start()
+        self._thread = serve("control-link", self._run)
         atexit.register(self.close)
+
+    @property
+    def malformed(self) -> int:
+        """Messages that were dropped."""
+        return self._malformed.count
 
     @property
     def incarnation(self) -> str:
@@ -670,8 +677,8 @@ class Link:
                 break
             try:
                 self._hear(*frames)
-            except (DataError, ValueError, TypeError, msgpack.UnpackException):
-                self.malformed += 1
+            except Exception as error:  # whatever foreign bytes bring about
+                self._malformed.drop(error)
         self._changed.notify_all()
 
     def _hear(self, frame: bytes) -> None:

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import json
+import logging
+import os
+import resource
 import secrets
 import selectors
 import socket
+import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,36 +30,131 @@ from zmq.utils import z85
 
 from rlinf.artifacts import write_atomic
 from rlinf.channels.keys import Keys
+from rlinf.errors import ConfigError, nearest
+from rlinf.threads import serve
 
 HEARTBEAT_S = 0.5
 ANSWER_S = 1.0
 """How long a host has to answer at one of its addresses."""
 ZAP_DOMAIN = b"rlinf"
 LINGER_MS = 1000
+HANDSHAKE_MS = 5000
+"""How long a connection may take to show the run's key."""
+MOST_UNKNOWN = 512
+"""Connections that have not; fewer where a process may open few files."""
+KNOWN_BYTES = 64 + 202 + 259
+"""Least that a client with the key has sent: greeting, HELLO and INITIATE. libzmq ends connections
+whose HELLO was made without the host's public key."""
+TCP_INFO_BYTES, BYTES_RECEIVED = 136, 128
+"""Of ``struct tcp_info`` (linux/tcp.h): how much of it is read, and where the number stands."""
+INTERFACE = "RLINF_INTERFACE"
+"""Variable that says where the hosts of this process listen, as ``cluster.interface`` does."""
+LOOPBACK = "127.0.0.1"
+log = logging.getLogger("rlinf")
 
 
 class Door:
-    """Says who may connect to the sockets of a context: those with the run's client key.
+    """Says who may connect to a host socket: those with the run's client key.
 
-    The owner's thread polls ``socket`` and calls :meth:`answer`; ``refused`` counts the others.
+    A thread of its own answers, so that nobody waits for a host that is busy. Connections that have
+    not shown the key are few and short-lived: they end after ``HANDSHAKE_MS``, or as soon as
+    ``limit`` others have come after them, so that strangers cannot use up the files that the
+    process may open. A member that is cut off so tries again by itself.
+
+    ``refused`` counts who showed another key, ``dropped`` connections that ended because others
+    came.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
-        self.refused = 0
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: Keys,
+        host: zmq.Socket[bytes],
+        *,
+        limit: int | None = None,
+    ) -> None:
+        self.refused = self.dropped = 0
         self._known = [z85.decode(keys.client_public)]
-        self.socket = context.socket(zmq.REP)
-        self.socket.bind("inproc://zeromq.zap.01")
+        self._limit = limit or min(MOST_UNKNOWN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._recent: deque[int] = deque()
+        """File descriptors of the last connections, known by now or not."""
+        self._port = 0
+        self._questions = context.socket(zmq.REP)
+        self._questions.bind("inproc://zeromq.zap.01")
+        self._accepted = host.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._leave: int | None = None
+        self._thread: threading.Thread | None = None
 
-    def answer(self) -> None:
+    def open(self, addresses: Sequence[str]) -> None:
+        """Let members in; the host listens at these addresses."""
+        self._port = int(addresses[0].rpartition(":")[2])
+        self._leave = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = serve("door", self._work)
+
+    def close(self) -> None:
+        """Let nobody in any more. The host socket must be closed already."""
+        if self._thread is not None and self._leave is not None:
+            os.eventfd_write(self._leave, 1)
+            self._thread.join()
+            os.close(self._leave)
+        self._questions.close()
+        self._accepted.close(linger=0)
+
+    def _work(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._questions, self._accepted, self._leave):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._leave in ready:
+                return
+            if self._questions in ready:
+                self._answer()
+            if self._accepted in ready:
+                self._note()
+
+    def _answer(self) -> None:
         """Answer one question of https://rfc.zeromq.org/spec/27/."""
-        version, request, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
+        version, request, _, _, _, mechanism, *credentials = self._questions.recv_multipart()
         admitted = mechanism == b"CURVE" and credentials == self._known
         self.refused += not admitted
         status = (b"200", b"OK") if admitted else (b"400", b"unknown key")
-        self.socket.send_multipart([version, request, *status, b"", b""])
+        self._questions.send_multipart([version, request, *status, b"", b""])
 
-    def close(self) -> None:
-        self.socket.close()
+    def _note(self) -> None:
+        """Note who came; drop those who are still unknown and longest there."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event, _ = self._accepted.recv_multipart(zmq.NOBLOCK)
+                self._recent.append(struct.unpack("=Hi", event)[1])
+                if len(self._recent) > self._limit:
+                    self._drop(self._recent.popleft())
+
+    def _drop(self, file: int) -> None:
+        """End a connection of this host that has not shown the key."""
+        try:
+            connection = socket.socket(fileno=file)
+        except OSError:
+            return  # it ended before
+        try:
+            # The number may be that of another file by now.
+            if connection.family != socket.AF_INET or connection.getsockname()[1] != self._port:
+                return
+            facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            if struct.unpack_from("=Q", facts, BYTES_RECEIVED)[0] >= KNOWN_BYTES:
+                return
+            self.dropped += 1
+            if self.dropped == 1:
+                log.warning(
+                    "port %d: many connections without the run's key; the oldest of them are "
+                    "dropped, here and from now on",
+                    self._port,
+                )
+            connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, struct.error):
+            return
+        finally:
+            connection.detach()
 
 
 def host_socket(
@@ -67,6 +169,7 @@ def host_socket(
     host.curve_secretkey = keys.host_secret.encode()
     host.zap_domain = ZAP_DOMAIN
     host.router_handover = True
+    host.handshake_ivl = HANDSHAKE_MS
     _set_limits(host, timeout_s, max_bytes)
     return host
 
@@ -99,12 +202,44 @@ def listen(host: zmq.Socket[bytes], interface: str | None) -> list[str]:
     """Bind at a port that the kernel chooses; returns the addresses by which others may try.
 
     Args:
-        interface: IP address of the one interface to listen on; None: on all. A login node often
-            has one to the world and another to the compute nodes, which may have none to the world.
+        interface: as for :func:`address_on`; None: what ``RLINF_INTERFACE`` says, all if nothing.
+            A login node often has one to the world and another to the compute nodes, which may have
+            none to the world.
+
+    Raises:
+        ConfigError: this node has no such network.
     """
-    host.bind(f"tcp://{interface or '0.0.0.0'}:*")
+    interface = interface or os.environ.get(INTERFACE)
+    address = address_on(interface) if interface else None
+    host.bind(f"tcp://{address or '0.0.0.0'}:*")
     port = host.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    return [f"tcp://{ip}:{port}" for ip in ([interface] if interface else own_addresses())]
+    return [f"tcp://{ip}:{port}" for ip in ([address] if address else own_addresses())]
+
+
+def address_on(interface: str) -> str:
+    """This node's IPv4 address on a network.
+
+    Args:
+        interface: name of an interface (``ib0``), address of this node, or a network
+            (``10.1.0.0/16``), which is the same for all nodes.
+
+    Raises:
+        ConfigError: this node has no such network.
+    """
+    found = _interfaces()
+    named = [ip for ip, name in found.items() if name == interface]
+    if not named:
+        try:
+            network = ipaddress.ip_network(interface, strict=False)
+            named = [ip for ip in own_addresses() if ipaddress.ip_address(ip) in network]
+        except ValueError:
+            pass
+    if not named:
+        raise ConfigError(
+            f"cluster.interface: {socket.gethostname()} has no network {interface!r}"
+            f"{nearest(interface, [*found.values(), *found])}"
+        )
+    return named[0]
 
 
 def own_addresses() -> list[str]:

@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed
+from rlinf.checked import read_bytes
 from rlinf.data.record import Identity, Record, Scalar
 
 SCHEMA = 1
@@ -149,9 +150,11 @@ def read_records(path: Path) -> list[Record]:
 
     Raises:
         ValueError: not such a file, or of another schema version.
+        ArtifactError: it is committed and damaged.
     """
+    data = read_bytes(path)
     try:
-        file = h5py.File(path, "r", locking=False)
+        file = h5py.File(io.BytesIO(data), "r")
     except OSError as error:
         raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
     with file:
@@ -177,6 +180,28 @@ def read_records(path: Path) -> list[Record]:
             {name: values[i] for name, values in info.items()},
         )
         for i in range(count)
+    ]
+
+
+def read_infos(path: Path) -> list[tuple[Identity, int, dict[str, Scalar]]]:
+    """Identity, number of steps and ``info`` of the records of a file; no array is read.
+
+    Raises:
+        ValueError: not a readable HDF5 file.
+    """
+    try:
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
+    with file:
+        identities = file["identity"][:].tolist()
+        lengths = np.zeros(len(identities), dtype=np.int64)
+        if "steps" in file:
+            lengths = np.diff(file["steps/offsets"][:])
+        info = {name: _read_info(group) for name, group in file.get("info", {}).items()}
+    return [
+        (Identity(*identity), int(lengths[i]), {name: values[i] for name, values in info.items()})
+        for i, identity in enumerate(identities)
     ]
 
 

@@ -23,7 +23,6 @@ client that was given up and speaks again hears ``revoked``.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from rlinf.channels.queue import Batch, Entry, KeyedQueue, Seen
 from rlinf.channels.wire import join, split
 from rlinf.data.record import Identity
 from rlinf.errors import DataError
+from rlinf.threads import Malformed, serve
 
 MAX_CONTROL_BYTES = 1 << 20
 ZERO_COPY_BYTES = 1 << 16
@@ -87,7 +87,8 @@ class Hub:
         timeout_s: float,
         max_bytes: int,
     ) -> None:
-        self.malformed = self.lost = 0
+        self.lost = 0
+        self._malformed = Malformed("host of a channel")
         self._timeout_s, self._fail_on_death = timeout_s, fail_on_death
         self._queue = KeyedQueue(capacity)
         self._unique = Seen() if unique else None
@@ -98,10 +99,10 @@ class Hub:
         self._closed = False
         self._failure: str | None = None
         self._stopping = False
-        self._door = Door(context, keys)
         self._socket = host_socket(
             context, keys, timeout_s=timeout_s, max_bytes=max(max_bytes, MAX_CONTROL_BYTES)
         )
+        self._door = Door(context, keys, self._socket)
         # What is under way is bounded by the clients' windows and requests; a limit here would
         # drop messages without a word.
         self._socket.set_hwm(0)
@@ -115,8 +116,12 @@ class Hub:
             "fail": self._fail_by,
             "leave": self._leave,
         }
-        self._thread = threading.Thread(target=self._run, name="channel-hub", daemon=True)
-        self._thread.start()
+        self._door.open(self.addresses)
+        self._thread = serve("channel-hub", self._run)
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
 
     @property
     def refused(self) -> int:
@@ -145,12 +150,9 @@ class Hub:
     def _work(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._door.socket, zmq.POLLIN)
         checked = time.monotonic()
         while not self._stopping:
             ready = dict(poller.poll(int(HEARTBEAT_S * 1000 / 2)))
-            if self._door.socket in ready:
-                self._door.answer()
             if self._socket in ready:
                 self._receive()
             self._serve()
@@ -172,8 +174,8 @@ class Hub:
                 kind, *values = msgpack.unpackb(control, use_list=False)
                 handler = self._handlers[kind]
                 handler(self._client(bytes(name)), *values, *data)
-            except (DataError, ValueError, TypeError, KeyError, msgpack.UnpackException):
-                self.malformed += 1
+            except Exception as error:  # whatever foreign bytes bring about
+                self._malformed.drop(error)
 
     def _client(self, name: bytes) -> _Client:
         now = time.monotonic()
@@ -215,8 +217,9 @@ class Hub:
         taken: int | None,
         open_: tuple[int, ...],
     ) -> None:
-        values = (number, count, target, taken or 0)
-        if type(key) is not str or not all(_is_number(value) for value in values):
+        values = (number, count, target, 0 if taken is None else taken)
+        numbers = all(_is_number(value) for value in (*values, *open_))
+        if type(key) is not str or not numbers or type(open_) is not tuple:
             raise DataError("bad request")
         self._forget_done(client, open_)
         if number in client.in_hand:
@@ -229,6 +232,8 @@ class Hub:
     def _ping(
         self, client: _Client, last: int, open_: tuple[int, ...], label: str, nonce: int
     ) -> None:
+        if not all(_is_number(value) for value in (last, *open_)):
+            raise DataError("bad ping")
         self._forget_done(client, open_)
         client.label = str(label)[:100]
         if last >= client.expected:

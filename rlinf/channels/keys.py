@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -34,13 +35,21 @@ def run_keys(folder: Path) -> Keys:
     """The keys in a run's ``folder`` (made with mode 0700); the first caller makes them.
 
     Raises:
-        InputError: the file belongs to another user, others may read it, or it is damaged.
+        InputError: folder or file belong to another user, others may change the folder or read the
+            file, or the file is damaged.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = folder.stat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
+        raise InputError(
+            f"{folder}: holds the run's keys, and others may put files there (owner "
+            f"{info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}); it must be yours with mode "
+            f"0700: delete it, or chmod 0700 if nobody else was there, and start the run again"
+        )
     path = folder / FILE
     if not path.exists():
         _make(path)
-    with path.open(encoding="utf-8") as file:
+    with os.fdopen(_open(path), encoding="utf-8") as file:
         info = os.fstat(file.fileno())
         if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
             raise InputError(
@@ -54,6 +63,15 @@ def run_keys(folder: Path) -> Keys:
         except (TypeError, ValueError) as error:
             raise InputError(f"{path}: damaged ({error}); delete it and start again") from None
     return keys
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise InputError(f"{path}: is a link; delete it and start the run again") from None
 
 
 def _make(path: Path) -> None:

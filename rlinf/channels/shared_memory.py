@@ -13,6 +13,7 @@ the segment when any one of the processes ends; this is the same ``mmap`` of the
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import itertools
 import json
@@ -20,30 +21,32 @@ import mmap
 import os
 import platform
 import secrets
-import stat
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import xxhash
 
+from rlinf.alive import DEAD, boot, is_alive, own_start, process
 from rlinf.artifacts import write_atomic
 from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed, ChannelFailed
 from rlinf.channels.queue import Batch, Seen
 from rlinf.channels.wire import ALIGN, decode, encode
 from rlinf.data.record import Record
 from rlinf.errors import DataError, InputError, StorageError
+from rlinf.private import is_private
+from rlinf.threads import Malformed
 
 SHM = Path("/dev/shm")
 PREFIX = "rlinf-channel-"
 SLOTS = 1024
 PEERS = 64
-DEAD = "ZX"
 REASON_BYTES = 4096
 FREE, WRITING, READY, TAKEN = range(4)
 HOST = 0
@@ -140,7 +143,7 @@ class SharedMemoryChannel(Channel):
             head["fail_on_death"], head["hosted"], head["gap"] = fail_on_death, hosted, (0, size)
             os.pwrite(file, head.tobytes(), 0)
             channel = cls(segment, pointer)
-            write_atomic(pointer, json.dumps({"node": _node(), "segment": segment.name}))
+            write_atomic(pointer, json.dumps({"node": boot(), "segment": segment.name}))
             pointer.chmod(0o600)
         except OSError as error:
             segment.unlink(missing_ok=True)
@@ -171,9 +174,9 @@ class SharedMemoryChannel(Channel):
         self._segment, self._pointer = segment, pointer
         self._file = os.open(segment, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         weakref.finalize(self, os.close, self._file).atexit = False
-        info = os.fstat(self._file)
-        if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) != 0o600:
-            raise InputError(f"{segment}: not a segment of this user alone")
+        _check_owner(self._file, segment)
+        if os.fstat(self._file).st_size < DATA_START:
+            raise InputError(f"{segment}: not a segment of a channel; {_REMOVE}")
         memory = mmap.mmap(self._file, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._lock = _Lock(self._file)
         self._head = np.frombuffer(memory, HEAD, 1)
@@ -181,15 +184,23 @@ class SharedMemoryChannel(Channel):
         table = np.frombuffer(memory, SLOT_TABLE, 1, SLOTS_START)[0]
         self._slots = {name: table[name] for name in SLOT_TABLE.names or ()}
         self._key, self._state = self._slots["key"], self._slots["state"]
+        if not 0 <= self._head["bytes"][0] <= len(memory) - DATA_START:
+            raise InputError(f"{segment}: its head is damaged; {_REMOVE}")
         self._data = np.frombuffer(memory, np.uint8, self._head["bytes"][0], DATA_START)
         self._readable = memoryview(memory).toreadonly()
         rows = np.frombuffer(memory, np.int64, Seen.ROWS * 2, SEEN_START).reshape(-1, 2)
         self._seen = Seen(rows) if self._head["unique"][0] else None
+        self._malformed = Malformed(f"channel {pointer.name}")
         self._in_hand: deque[tuple[int, list[None]]] = deque()
         self._next_check = 0.0
         self._left = False
         self._me = self._join()
         atexit.register(self.leave)
+
+    @property
+    def malformed(self) -> int:
+        """Records that were dropped because they could not be read."""
+        return self._malformed.count
 
     def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
         """As the interface says.
@@ -231,10 +242,10 @@ class SharedMemoryChannel(Channel):
             self._state[slot] = READY if new else FREE
 
     def get(self, *, key: str = DEFAULT_KEY) -> Record:
-        return self._take(Batch(0), key)[0]
+        return self._take(0, key)[0]
 
     def get_batch(self, target_weight: int, *, key: str = DEFAULT_KEY) -> list[Record]:
-        return self._take(Batch(target_weight), key)
+        return self._take(target_weight, key)
 
     def close(self) -> None:
         with self._lock:
@@ -269,17 +280,26 @@ class SharedMemoryChannel(Channel):
         do when it goes on. Kill it to have its work redone.
         """
         pids = [int(peer["pid"]) for peer in self._peers]
-        states = {pid: _process(pid)[0] for pid in pids if pid > 0}
+        states = {pid: process(pid)[0] for pid in pids if pid > 0}
         return {pid: state for pid, state in states.items() if state not in DEAD}
 
     def __len__(self) -> int:
         return int((self._state == READY).sum())
 
-    def _take(self, batch: Batch, key: str) -> list[Record]:
+    def _take(self, target: int, key: str) -> list[Record]:
         name = _digest(key)
-        self._finish_in_hand()
-        self._wait(lambda: self._fill(batch, name), lambda: self._anything(name))
-        return [self._view(slot) for slot in batch.items]
+        while True:
+            self._finish_in_hand()
+            batch = Batch(target)
+            self._wait(partial(self._fill, batch, name), partial(self._anything, name))
+            records = []
+            for slot in batch.items:
+                try:
+                    records.append(self._view(slot))
+                except (DataError, ValueError) as error:  # whatever a broken writer left
+                    self._malformed.drop(error)
+            if records:
+                return records
 
     def _fill(self, batch: Batch, name: int) -> bool | None:
         """Take what is there; True when the batch is complete. Needs the lock, as all below."""
@@ -356,9 +376,12 @@ class SharedMemoryChannel(Channel):
     def _view(self, slot: int) -> Record:
         """The record in a slot of ours; the slot is free once it is done with and out of sight."""
         start, size = DATA_START + int(self._slots["start"][slot]), int(self._slots["size"][slot])
-        block = np.frombuffer(self._readable[start : start + size], np.uint8)
         uses: list[None] = [None]
         self._in_hand.append((slot, uses))
+        if not DATA_START <= start < start + size <= len(self._readable):
+            uses.clear()  # nobody will look at it
+            raise DataError("malformed record: not in the segment")
+        block = np.frombuffer(self._readable[start : start + size], np.uint8)
         weakref.finalize(block, _end_use, self._state, slot, uses).atexit = False
         return decode(block)
 
@@ -405,13 +428,13 @@ class SharedMemoryChannel(Channel):
             if not len(free):
                 raise InputError(f"{self._pointer}: a channel has at most {PEERS} participants")
             me = int(free[0])
-            self._peers[me] = (os.getpid(), _process(os.getpid())[1])
+            self._peers[me] = (os.getpid(), own_start())
             return me
 
     def _bury(self) -> None:
         """Undo what dead participants had begun."""
         for peer in np.flatnonzero(self._peers["pid"]).tolist():
-            if _alive(self._peers[peer]):
+            if _joined(self._peers[peer]):
                 continue
             owned, state = self._slots["owner"] == peer, self._state
             state[owned & (state == WRITING)] = FREE
@@ -470,26 +493,51 @@ class _Lock:
 
 def sweep(older_than_s: float = 60.0) -> None:
     """Remove this user's segments on this node that no living process takes part in."""
+    for segment in abandoned(older_than_s):
+        with contextlib.suppress(OSError, InputError):
+            _remove_unused(segment)
+
+
+def abandoned(older_than_s: float = 60.0) -> Iterator[Path]:
+    """They: whoever made one more recently may still be about to take part."""
     for segment in SHM.glob(f"{PREFIX}{os.getuid()}-*"):
-        try:
-            if time.time() - segment.stat().st_ctime >= older_than_s:
-                _remove_unused(segment)
-        except FileNotFoundError:
-            continue
+        # Gone meanwhile, or another user's by a name of ours.
+        with contextlib.suppress(OSError, InputError):
+            old = time.time() - segment.lstat().st_ctime >= older_than_s
+            if old and _remove_unused(segment, dry_run=True):
+                yield segment
 
 
-def _remove_unused(segment: Path) -> bool:
+def _remove_unused(segment: Path, *, dry_run: bool = False) -> bool:
     file = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
     try:
+        _check_owner(file, segment)
         with _Lock(file):
             table = os.pread(file, PEERS * PEER.itemsize, HEAD.itemsize)
             peers = np.frombuffer(table[: len(table) // PEER.itemsize * PEER.itemsize], PEER)
-            if any(peer["pid"] > 0 and _alive(peer) for peer in peers):
+            if any(peer["pid"] > 0 and _joined(peer) for peer in peers):
                 return False
-            segment.unlink(missing_ok=True)
+            if not dry_run:
+                segment.unlink(missing_ok=True)
             return True
     finally:
         os.close(file)
+
+
+_REMOVE = "end the processes that use it, remove it and start the run again"
+
+
+def _check_owner(file: int, segment: Path) -> None:
+    """Refuse what another user has put there, or may read or write.
+
+    Raises:
+        InputError: it is not a file of this user alone.
+    """
+    if not is_private(file):
+        raise InputError(
+            f"{segment}: not a segment of this user alone (owner {os.fstat(file).st_uid}, mode "
+            "other than 0600); have its owner remove it and start the run again"
+        )
 
 
 def _segment(pointer: Path) -> Path:
@@ -497,32 +545,21 @@ def _segment(pointer: Path) -> Path:
 
     Raises:
         FileNotFoundError: no pointer, or its node is another one.
+        InputError: the pointer is damaged.
     """
-    values = json.loads(pointer.read_text(encoding="utf-8"))
-    name = str(values["segment"])
-    if values["node"] != _node() or not name.startswith(PREFIX) or "/" in name:
+    text = pointer.read_text(encoding="utf-8")
+    try:
+        values = json.loads(text)
+        name, node = str(values["segment"]), values["node"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{pointer}: damaged ({error!r}); delete it and start again") from None
+    if node != boot() or not name.startswith(PREFIX) or "/" in name:
         raise FileNotFoundError(pointer)
     return SHM / name
 
 
-def _node() -> str:
-    """This boot of this machine: a segment is gone after the next."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-
-
-def _process(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process; ``("X", 0)`` when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "X", 0
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
-
-
-def _alive(peer: np.void) -> bool:
-    state, started = _process(abs(int(peer["pid"])))
-    return state not in DEAD and started == peer["started"]
+def _joined(peer: np.void) -> bool:
+    return is_alive(abs(int(peer["pid"])), int(peer["started"]))
 
 
 def _digest(key: str) -> int:

@@ -38,6 +38,7 @@ from rlinf.channels.queue import Batch
 from rlinf.channels.wire import decode, encode, split
 from rlinf.data.record import Identity, Record
 from rlinf.errors import DataError, InputError
+from rlinf.threads import Malformed, serve
 
 WINDOW_RECORDS = 1024
 WINDOW_BYTES = 64 << 20
@@ -75,8 +76,12 @@ class SocketChannel(Channel):
     channel's timeout; should it go on later, it loses what it had not yet been handed. When the
     host falls silent, operations raise ``ChannelFailed`` as long as it does.
 
-    ``malformed`` counts records that were dropped because they could not be read.
+    ``malformed`` counts records and messages that were dropped because they could not be read.
     """
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
 
     @classmethod
     def create(
@@ -99,25 +104,29 @@ class SocketChannel(Channel):
             unique: drop a record whose (iteration, sample) was already accepted.
             fail_on_death: fail for everybody when a participant falls silent, instead of waiting
                 for another to do its work.
-            interface: IP address to listen on; by default all of this node. The kernel chooses the
-                port.
+            interface: where to listen, as for :func:`rlinf.channels.curve.listen`. The kernel
+                chooses the port.
             timeout_s: how long a participant may be silent before it counts as dead.
             max_bytes: the largest message; longer ones end the connection they come by.
         """
         keys = run_keys(folder)
         context = zmq.Context()
         inside = f"inproc://{secrets.token_hex(8)}"
-        hub = Hub(
-            context,
-            keys,
-            inside,
-            interface=interface,
-            capacity=capacity,
-            unique=unique,
-            fail_on_death=fail_on_death,
-            timeout_s=timeout_s,
-            max_bytes=max_bytes,
-        )
+        try:
+            hub = Hub(
+                context,
+                keys,
+                inside,
+                interface=interface,
+                capacity=capacity,
+                unique=unique,
+                fail_on_death=fail_on_death,
+                timeout_s=timeout_s,
+                max_bytes=max_bytes,
+            )
+        except BaseException:
+            context.destroy(linger=0)
+            raise
         pointer = folder / f"{name}.socket.json"
         values = {"addresses": hub.addresses, "timeout_s": timeout_s, "max_bytes": max_bytes}
         write_pointer(pointer, values)
@@ -136,11 +145,14 @@ class SocketChannel(Channel):
         pointer = folder / f"{name}.socket.json"
         try:
             values = json.loads(pointer.read_text(encoding="utf-8"))
+            address = reachable(values["addresses"])
         except FileNotFoundError:
             raise InputError(
                 f"{pointer}: no such channel; its host has not started or has ended"
             ) from None
-        keys, address = run_keys(folder), reachable(values["addresses"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{pointer}: damaged ({error!r}); start its host again") from None
+        keys = run_keys(folder)
         if address is None:
             raise ChannelFailed(f"{pointer.name}: no answer at {', '.join(values['addresses'])}")
         return cls(zmq.Context(), address, values, keys, pointer)
@@ -153,7 +165,7 @@ class SocketChannel(Channel):
         keys: Keys,
         pointer: Path,
     ) -> None:
-        self.malformed = 0
+        self._malformed = Malformed(f"channel {pointer.name}")
         self.hub: Hub | None = None
         self._pointer = pointer
         self._address, self._timeout_s = address, values["timeout_s"]
@@ -188,8 +200,7 @@ class SocketChannel(Channel):
         self._nonce = 0
         self._current = True
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="channel-socket", daemon=True)
-        self._thread.start()
+        self._thread = serve("channel-socket", self._run)
         atexit.register(self.leave)
 
     def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
@@ -320,8 +331,8 @@ class SocketChannel(Channel):
         for _, _, block in taken:
             try:
                 records.append(decode(block))
-            except DataError:
-                self.malformed += 1
+            except DataError as error:
+                self._malformed.drop(error)
         self._handed.extend(request for request, _, _ in taken)
         self._handed_at = time.monotonic()
         return records
@@ -452,37 +463,44 @@ class SocketChannel(Channel):
                 except zmq.Again:
                     break
                 self._heard = time.monotonic()
-                kind, *values = msgpack.unpackb(frames[0].buffer, use_list=False)
-                if kind == "accepted":
-                    self._forget_puts(values[0])
-                elif kind == "records" and self._current:
-                    number, over, sizes = values
-                    self._answer(number, over, sizes, [frame.buffer for frame in frames[1:]])
-                elif kind == "resend":
-                    self._unsent = deque(
-                        put for put in self._unaccepted.values() if put.number >= values[0]
-                    )
-                    os.eventfd_write(self._wakeup, 1)
-                elif kind == "refused":
-                    self._refused = True
-                    self._unsent.clear()
-                    self._forget_puts([n for n in self._unaccepted if n >= values[0]])
-                elif kind == "pong":
-                    closed, nonce, expected, waiting = values
-                    self._closed = self._closed or closed
-                    self._current = self._current or nonce == self._nonce
-                    there = self._unaccepted.keys() - set(waiting)
-                    self._forget_puts([number for number in there if number < expected])
-                elif kind == "closed":
-                    self._closed = True
-                elif kind == "failed":
-                    self._failure = self._failure or values[0]
-                elif kind == "revoked":
-                    # Given up for dead meanwhile: others have these records now.
-                    self._ahead.clear()
-                    self._left_of.clear()
-                    self._answers = dict.fromkeys(self._answers, (False, []))
+                try:
+                    self._hear(*(frame.buffer for frame in frames))
+                except Exception as error:  # whatever foreign bytes bring about
+                    self._malformed.drop(error)
             self._changed.notify_all()
+
+    def _hear(self, control: memoryview, *data: memoryview) -> None:
+        """Take in a message of the hub."""
+        kind, *values = msgpack.unpackb(control, use_list=False)
+        if kind == "accepted":
+            self._forget_puts(values[0])
+        elif kind == "records" and self._current:
+            number, over, sizes = values
+            self._answer(number, over, sizes, data)
+        elif kind == "resend":
+            self._unsent = deque(
+                put for put in self._unaccepted.values() if put.number >= values[0]
+            )
+            os.eventfd_write(self._wakeup, 1)
+        elif kind == "refused":
+            self._refused = True
+            self._unsent.clear()
+            self._forget_puts([n for n in self._unaccepted if n >= values[0]])
+        elif kind == "pong":
+            closed, nonce, expected, waiting = values
+            self._closed = self._closed or closed
+            self._current = self._current or nonce == self._nonce
+            there = self._unaccepted.keys() - set(waiting)
+            self._forget_puts([number for number in there if number < expected])
+        elif kind == "closed":
+            self._closed = True
+        elif kind == "failed":
+            self._failure = self._failure or str(values[0])
+        elif kind == "revoked":
+            # Given up for dead meanwhile: others have these records now.
+            self._ahead.clear()
+            self._left_of.clear()
+            self._answers = dict.fromkeys(self._answers, (False, []))
 
     def _forget_puts(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -494,12 +512,14 @@ class SocketChannel(Channel):
         number: int,
         over: bool,
         sizes: tuple[tuple[int, int], ...],
-        frames: list[memoryview],
+        frames: Sequence[memoryview],
     ) -> None:
-        if self._asked.pop(number, None) is None:
+        if number not in self._asked:
             return
         blocks = split([size for size, _ in sizes], frames)
-        taken = [_Taken(number, size[1], b) for size, b in zip(sizes, blocks, strict=True)]
+        taken = [_Taken(number, int(size[1]), b) for size, b in zip(sizes, blocks, strict=True)]
+        # Not before all is in order: what was asked for is asked for until it has come.
+        del self._asked[number]
         self._answers[number] = (over, taken)
         if taken:
             self._left_of[number] = len(taken)

@@ -109,6 +109,24 @@ class Policy(Part, ABC):
         return []
 
 
+def fitting(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """A network's tensors by name, if others of these shapes can replace them; tied ones may lack.
+
+    Raises:
+        DataError: they are not this network's by name and shape.
+    """
+    own = module.state_dict(keep_vars=True)
+    given = {id(own[name]) for name in shapes if name in own}
+    unlike = [n for n in shapes if n not in own or own[n].shape != tuple(shapes[n])]
+    unlike += [n for n, tensor in own.items() if n not in shapes and id(tensor) not in given]
+    if unlike:
+        raise DataError(
+            f"weights do not fit the loaded network: {unlike[0]!r} and {len(unlike) - 1} others "
+            "are missing, unknown or of another shape; load the folder they belong to first"
+        )
+    return own
+
+
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Write other weights, of any floating type and device, into a network; tied ones may lack.
@@ -116,15 +134,7 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         DataError: they are not this network's by name and shape; it was not changed.
     """
-    own = module.state_dict(keep_vars=True)
-    given = {id(own[name]) for name in tensors if name in own}
-    unlike = [n for n in tensors if n not in own or own[n].shape != tensors[n].shape]
-    unlike += [n for n, tensor in own.items() if n not in tensors and id(tensor) not in given]
-    if unlike:
-        raise DataError(
-            f"weights do not fit the loaded network: {unlike[0]!r} and {len(unlike) - 1} others "
-            "are missing, unknown or of another shape; load the folder they belong to first"
-        )
+    own = fitting(module, {name: tensor.shape for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         own[name].copy_(tensor)
 

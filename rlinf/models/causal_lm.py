@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,19 +13,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError, nearest
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs, copy_weights, pad
-from rlinf.models.folder import check_weights, positions, read_settings, vocabulary
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting, pad
+from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
+from rlinf.models.folder import check_links
+from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
 from rlinf.models.linear import use_onednn
 from rlinf.models.tokenizer import write_character_tokenizer
+from rlinf.tensors import TensorFile, load_tensors
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class CausalLMConfig(Section):
@@ -61,9 +68,10 @@ class CausalLM(Policy):
             folder = config.path.expanduser()
             check_checkpoint(folder, config.trust_remote_code)
             check_family(folder, config)
-            check_weights(folder)
+            check_headers(folder)
             tokenizer = load_tokenizer(folder, config.trust_remote_code)
             check_vocabulary(folder, tokenizer)
+            check_weights(folder)
             return tokenizer
         if "alphabet" not in spec:
             raise ConfigError(
@@ -198,28 +206,55 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     """The network of a checkpoint folder.
 
     Raises:
-        DataError: missing folder or files, or model code without permission to run it.
+        DataError: missing folder or files, tensors that are missing or not the network's, or model
+            code without permission to run it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.utils import GENERATION_CONFIG_NAME, logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    check_checkpoint(folder, config.trust_remote_code)
+    trusted = config.trust_remote_code
+    check_checkpoint(folder, trusted)
+    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]
+    # What it would warn of is an error here.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        settings = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-        )
-        without_dropout(settings)
-        module = AutoModelForCausalLM.from_pretrained(
-            folder,
+        with private_copy(folder, companions(folder)) as small:
+            settings = AutoConfig.from_pretrained(
+                small, local_files_only=True, trust_remote_code=trusted
+            )
+            without_dropout(settings)
+            if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
+                cls: Any = get_class_from_dynamic_module(own, str(small))
+            else:
+                cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+            generation = None
+            if (small / GENERATION_CONFIG_NAME).exists():
+                generation = GenerationConfig.from_pretrained(small, local_files_only=True)
+        # Read here, not by the library, which maps files and would see them change.
+        module, found = cls.from_pretrained(
+            None,
             config=settings,
+            state_dict=read_weights(folder),
             dtype=getattr(torch, config.dtype),
             attn_implementation="sdpa",
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+        if generation is not None:
+            module.generation_config = generation
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
+    finally:
+        logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]
+    refuse_unfit(
+        f"model.path: {folder}",
+        found["missing_keys"],
+        found["unexpected_keys"],
+        found["mismatched_keys"],
+    )
     use_onednn(module)
     return module
 
@@ -236,19 +271,42 @@ def without_dropout(settings: Any) -> None:
                 setattr(part, name, 0.0)
 
 
+@torch.no_grad()
 def reload_weights(module: Any, folder: Path) -> bool:
     """Read the weights of another version of a loaded network into it.
 
     Returns false, having changed nothing, where the folder does not hold just these tensors.
     """
-    found: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found.update(load_file(path))
-    try:
-        copy_weights(module, found)
-    except DataError:
-        return False
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(path)) for path in tensor_files(folder)]
+        try:
+            own = fitting(module, {n: shape for file in files for n, shape in file.shapes.items()})
+        except DataError:
+            return False
+        # One tensor at a time; should the last one show that a file is damaged, the network is
+        # no longer of use.
+        for file in files:
+            for name, tensor in file.tensors():
+                own[name].copy_(tensor)
     return True
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint folder; raises as :class:`rlinf.tensors.TensorFile`."""
+    found: dict[str, Tensor] = {}
+    for path in tensor_files(folder):
+        found |= load_tensors(path)
+    return found
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The files that hold the tensors of a checkpoint folder."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).exists():
+        table = json.loads(read_text(folder / INDEX))["weight_map"]
+        return [folder / name for name in sorted(set(table.values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -261,9 +319,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
     check_checkpoint(folder, trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with private_copy(folder, companions(folder)) as small:
+            tokenizer = AutoTokenizer.from_pretrained(
+                small, local_files_only=True, trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # the tokenizer library raises plain Exception
         raise DataError(f"model.path: {folder}: cannot load a tokenizer ({brief(error)})") from None
     size = vocabulary(read_settings(folder))
@@ -335,6 +394,7 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
         beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
         hint = nearest(folder.name, beside) if beside else ""
         raise DataError(f"model.path: no folder {folder}{hint}")
+    check_links(folder)
     settings = folder / "config.json"
     if not settings.is_file():
         raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
@@ -345,15 +405,52 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
         )
 
 
+def check_weights(folder: Path) -> None:
+    """See that a checkpoint has all tensors of its network and no others, without loading it.
+
+    Where the names in the files are not the network's own (model code of the checkpoint, tensors
+    that are fused on loading), loading tells.
+
+    Raises:
+        DataError: lists what is missing, unexpected or of another shape.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if "auto_map" in json.loads((folder / "config.json").read_text()):
+        return
+    stored = stored_shapes(folder)
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+        module = meta_network(settings)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
+    if module is not None:
+        prefix, own = f"{module.base_model_prefix}.", module.state_dict().keys()
+        if not any(name.startswith(prefix) for name in stored):  # of the network below the head
+            stored = {prefix + n if prefix + n in own else n: shape for n, shape in stored.items()}
+        check_fit(f"model.path: {folder}", stored, module)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder and their index."""
     shards = sorted(folder.glob("*.safetensors"))
     return [*shards, *folder.glob("*.safetensors.index.json")] if shards else []
 
 
+def companions(folder: Path) -> list[str]:
+    """What stands beside the weights: configuration, tokenizer, templates, model code."""
+    suffixes = {".json", ".txt", ".model", ".jinja", ".py"}
+    return [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.suffix in suffixes
+        and path.is_file()
+        and not path.name.endswith(".safetensors.index.json")
+    ]
+
+
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy what stands beside the weights: configuration, tokenizer, templates, model code."""
-    for path in sorted(source.iterdir()):
-        wanted = path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}
-        if wanted and path.is_file() and not path.name.endswith(".safetensors.index.json"):
-            shutil.copyfile(path, folder / path.name)
+    """Copy what stands beside the weights."""
+    for name in companions(source):
+        copy_file(source / name, folder / name)

@@ -14,14 +14,17 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rlinf.checked import read_text
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import DataError
 from rlinf.fit import ACTOR_CRITIC, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
+from rlinf.models.fit import check_fit
+from rlinf.tensors import load_tensors
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 
@@ -110,9 +113,11 @@ class MLPPolicy(Policy):
             DataError: files are missing, damaged, or do not belong together.
         """
         try:
-            settings = json.loads((folder / SETTINGS).read_text())
+            settings = json.loads(read_text(folder / SETTINGS))
             module = ActorCritic(settings)
-            module.load_state_dict(load_file(folder / WEIGHTS))
+            tensors = load_tensors(folder / WEIGHTS)
+            check_fit(str(folder), {name: t.shape for name, t in tensors.items()}, module)
+            module.load_state_dict(tensors)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise DataError(f"{folder}: not a policy folder ({error})") from None
         return cls(module, settings)

@@ -39,6 +39,7 @@ from rlinf.channels.curve import (
 )
 from rlinf.channels.keys import Keys, run_keys
 from rlinf.errors import StageError
+from rlinf.threads import Malformed, serve
 
 SOONEST_S, LATEST_S = 0.002, 0.25
 """How long to wait before asking again for what is not there."""
@@ -60,7 +61,7 @@ class Table:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._verbs: dict[str, Do] = {
-            "set": self._values.__setitem__,
+            "set": self._set,
             "value": self._values.get,
             "missing": lambda keys: [key for key in keys if key not in self._values],
             "add": self._add,
@@ -78,12 +79,20 @@ class Table:
         with self._lock:
             return self._verbs[verb](*arguments)
 
+    def _set(self, key: str, value: bytes) -> None:
+        _check(key, value)
+        self._values[key] = value
+
     def _add(self, key: str, amount: int) -> int:
+        _check(key, b"")
         total = int(self._values.get(key, b"0")) + amount
+        if type(amount) is not int or abs(total) >= 1 << 63:
+            raise ValueError("not a number of 64 bits")
         self._values[key] = b"%d" % total
         return total
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        _check(key, expected, desired)
         known = self._values.get(key)
         if known == expected or (known is None and not expected):
             self._values[key] = known = desired
@@ -97,19 +106,27 @@ class Host:
     """
 
     def __init__(self, keys: Keys) -> None:
-        self.malformed = 0
+        self._malformed = Malformed("rendezvous")
         self.do = Table().do
         self._context = zmq.Context()
-        self._door = Door(self._context, keys)
         self._socket = host_socket(
             self._context, keys, timeout_s=LINK_TIMEOUT_S, max_bytes=MAX_BYTES
         )
-        self.addresses = listen(self._socket, None)
+        self._door = Door(self._context, keys, self._socket)
+        try:
+            self.addresses = listen(self._socket, None)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._answered: dict[bytes, tuple[int, bytes]] = {}
         """By client, the last number and the answer."""
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
-        self._thread.start()
+        self._door.open(self.addresses)
+        self._thread = serve("rendezvous", self._run)
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
 
     @property
     def refused(self) -> int:
@@ -124,26 +141,24 @@ class Host:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._door.socket, zmq.POLLIN)
         while not self._closed:
             ready = dict(poller.poll(int(HEARTBEAT_S * 1000 / 2)))
-            if self._door.socket in ready:
-                self._door.answer()
             if self._socket in ready:
                 self._answer()
         self._socket.close()
         self._door.close()
 
     def _answer(self) -> None:
+        frames = self._socket.recv_multipart()
         try:
-            client, frame = self._socket.recv_multipart()
+            client, frame = frames
             number, verb, *arguments = msgpack.unpackb(frame)
             before, answer = self._answered.get(client, (-1, b""))
             if number > before:
                 answer = msgpack.packb((number, self.do(verb, *arguments)))
                 self._answered[client] = number, answer
-        except (KeyError, TypeError, ValueError, msgpack.UnpackException):
-            self.malformed += 1
+        except Exception as error:  # whatever foreign bytes bring about
+            self._malformed.drop(error)
             return
         # One that does not fit now is asked for again.
         with contextlib.suppress(zmq.Again):
@@ -268,8 +283,9 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
     keys = run_keys(pointer.parent)
     end: Host | Guest
     if rank == 0:
-        end, reached = Host(keys), ""
-        write_pointer(pointer, {"addresses": end.addresses})
+        end = host = Host(keys)
+        reached, own = "", _host_of(host.addresses[0])
+        write_pointer(pointer, {"addresses": host.addresses})
     else:
         address = _find(pointer, rank, timeout_s)
         end, reached = Guest(keys, address), _host_of(address)
@@ -288,7 +304,7 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
             )
         if rank == 0:
             said = (store.get(_here(other)).decode() for other in range(1, size))
-            store.set(_VIA, next(filter(None, said), own_addresses()[0]))
+            store.set(_VIA, next(filter(None, said), own))
         return store, store.get(_VIA).decode()
     except BaseException:
         end.close()
@@ -332,6 +348,11 @@ def _find(pointer: Path, rank: int, timeout_s: float) -> str:
 
 def _host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _check(key: str, *values: bytes) -> None:
+    if type(key) is not str or any(type(value) is not bytes for value in values):
+        raise TypeError("keys are text and values are bytes")
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -11,17 +11,19 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf.artifacts import sync_file
 from rlinf.errors import DataError
+from rlinf.tensors import TensorFile
 
 FORMAT = "rlinf-shards-1"
 _NAME = re.compile(r"rank-0-of-(\d+)\.safetensors")
@@ -71,61 +73,89 @@ def read(folder: Path, state: Mapping[str, Any]) -> None:
 
     Raises:
         DataError: there are no such files, or they do not fit the state.
+        ArtifactError: they are committed and damaged; the state holds anything.
     """
     name = ""
-    with contextlib.ExitStack() as stack:
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
             files = _Files(folder, stack)
             for name, value in tensors(state):
                 if isinstance(value, DTensor):
-                    files.fill(name, value.shape, _share(value)[0], value.to_local())
+                    files.want(name, value.shape, _share(value)[0], value.to_local())
                 else:
-                    files.fill(name, value.shape, 0, value)
-        except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
-            where = f"{name}: " if name else ""
-            raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
+                    files.want(name, value.shape, 0, value)
+            name = ""
+            files.fill()
+    except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        where = f"{name}: " if name else ""
+        raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
+
+
+@dataclass
+class _Wanted:
+    """Rows of one tensor of one file, and where they go."""
+
+    low: int
+    part: Tensor
 
 
 class _Files:
-    """The files of a state; each is opened when something in it is needed."""
+    """The files of a state; each is read once, and only if something in it is needed."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._stack = folder, stack
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, TensorFile] = {}
+        self._wanted: dict[int, dict[str, list[_Wanted]]] = {0: {}}
         sizes = [int(m[1]) for path in folder.glob("*") if (m := _NAME.fullmatch(path.name))]
         if len(sizes) != 1:
             raise ValueError(f"{len(sizes) or 'no'} files rank-0-of-N.safetensors")
         (self._size,) = sizes
-        table = json.loads(self._file(0).metadata()["table"])
+        table = json.loads(self._file(0).metadata["table"])
         if table["format"] != FORMAT:
             raise ValueError(f"format {table['format']!r} is not {FORMAT!r}")
         self._rows, self._same = table["rows"], table["same"]
 
-    def fill(self, name: str, shape: torch.Size, begin: int, part: Tensor) -> None:
-        """Fill a part, from row ``begin``, of a tensor of this shape."""
+    def want(self, name: str, shape: torch.Size, begin: int, part: Tensor) -> None:
+        """Have a part, from row ``begin``, of a tensor of this shape filled by :meth:`fill`."""
         name = self._same.get(name, name)
-        saved = self._file(0).get_slice(name).get_shape()
+        saved = self._shape(0, name)
         whole = name not in self._rows
-        saved = saved if whole else [self._rows[name], *saved[1:]]
-        if saved != list(shape):
-            raise ValueError(f"shape {saved}, not {list(shape)}")
+        saved = saved if whole else (self._rows[name], *saved[1:])
+        if saved != tuple(shape):
+            raise ValueError(f"shape {list(saved)}, not {list(shape)}")
         if not shape:
-            part.copy_(self._file(0).get_tensor(name))
+            self._add(0, name, _Wanted(0, part))
             return
         # Rows in each file, of which the last ones may have fewer or none.
         each = saved[0] if whole else -(-saved[0] // self._size)
         end = begin + len(part)
         for rank in range(begin // each, -(-end // each)) if len(part) else ():
             low, high = max(begin, rank * each), min(end, (rank + 1) * each)
-            rows = self._file(rank).get_slice(name)[low - rank * each : high - rank * each]
-            if len(rows) != high - low:
+            if self._shape(rank, name)[0] < high - rank * each:
                 raise ValueError(f"rows are missing in {_file(rank, self._size)}")
-            part[low - begin : high - begin].copy_(rows)
+            self._add(rank, name, _Wanted(low - rank * each, part[low - begin : high - begin]))
 
-    def _file(self, rank: int) -> Any:
+    def fill(self) -> None:
+        """Read the files from front to back; what is not needed only goes into the checksum."""
+        for rank, wanted in self._wanted.items():
+            for name, tensor in self._file(rank).tensors(wanted):
+                for rows in wanted[name]:
+                    here = rows.part
+                    here.copy_(tensor[rows.low : rows.low + len(here)] if here.dim() else tensor)
+
+    def _add(self, rank: int, name: str, wanted: _Wanted) -> None:
+        self._wanted.setdefault(rank, {}).setdefault(name, []).append(wanted)
+
+    def _shape(self, rank: int, name: str) -> tuple[int, ...]:
+        shapes = self._file(rank).shapes
+        if name not in shapes:
+            raise ValueError(f"it is not in {_file(rank, self._size)}")
+        return shapes[name]
+
+    def _file(self, rank: int) -> TensorFile:
         if rank not in self._open:
-            path = self._folder / _file(rank, self._size)
-            self._open[rank] = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = TensorFile(self._folder / _file(rank, self._size))
+            self._open[rank] = self._stack.enter_context(file)
         return self._open[rank]
 
 

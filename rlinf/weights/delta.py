@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.errors import TransferError
+from rlinf.tensors import TensorFile
 
 FORMAT = "rlinf-delta-1"
 _SKIP = 255
@@ -56,15 +57,14 @@ class Delta:
 
         Raises:
             TransferError: not such a file.
+            ArtifactError: it is committed and damaged.
         """
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"format {metadata.get('format')!r} is not {FORMAT!r}")
-                table = json.loads(metadata["table"])
-                # Copied: what is mapped from a file could not be read once the file is gone.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            file = TensorFile(path)
+            tensors = dict(file.tensors())
+            if file.metadata.get("format") != FORMAT:
+                raise ValueError(f"format {file.metadata.get('format')!r} is not {FORMAT!r}")
+            table = json.loads(file.metadata["table"])
             changed = {str(name): int(count) for name, count in table["changed"].items()}
             return cls(tensors, changed, tuple(table["removed"]))
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from rlinf.errors import TransferError
+from rlinf.private import is_private
 from rlinf.weights.buckets import Layout, checksum
 from rlinf.weights.handles import Exported, Handle, finish
 
@@ -272,7 +273,12 @@ class _MappedSlot:
         # the first reader ends.
         self.path = _FOLDER / name
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                if not is_private(file.fileno()):
+                    raise TransferError(
+                        f"shared memory {name!r} is not this user's alone; have its owner (user "
+                        f"{os.fstat(file.fileno()).st_uid}) remove {self.path}"
+                    )
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise TransferError(

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.artifacts import (
@@ -44,6 +44,7 @@ from rlinf.artifacts import (
     verify,
 )
 from rlinf.errors import ArtifactError, OtherWorkError, TransferError
+from rlinf.tensors import load_tensors
 from rlinf.weights.buckets import distinct, sent_dtype
 from rlinf.weights.delta import Delta, diff, patch
 
@@ -146,7 +147,7 @@ class WeightStore:
     def load(self, version: int, held: State | None = None) -> State:
         """One version, rebuilt from ``held`` or a full state, whichever needs fewer bytes.
 
-        Every file is checked before it is used, and so is the result; where one is damaged,
+        Every file is checked as it is read, and so is the result; where one is damaged,
         another way is tried.
 
         Raises:
@@ -274,29 +275,26 @@ class WeightStore:
         version = first
         try:
             if state is None:
-                mapped = load_file(self._checked(chain[first], FULL))
-                kept = {name: tensor.clone() for name, tensor in mapped.items()}
-                del mapped
+                kept = load_tensors(self._whole(chain[first], FULL))
                 state = self._confirmed(chain[first], kept)
             for version in range(first + 1, last + 1):
                 if chain[version].inputs != {f"{state.version}": state.digest}:
                     raise self._error(
                         version, f"its delta does not start from version {state.version} as found"
                     )
-                delta = Delta.load(self._checked(chain[version], DELTA))
+                delta = Delta.load(self._whole(chain[version], DELTA))
                 state = self._confirmed(chain[version], patch(state.kept, delta))
         except (SafetensorError, TransferError) as error:
             raise self._error(version, str(error)) from None
-        except (FileNotFoundError, RuntimeError) as error:
-            # torch, which maps files, has only a RuntimeError for one that retention just removed.
+        except FileNotFoundError as error:
             if (self._folder(version) / MANIFEST).exists():
                 raise
             raise self._error(version, "removed by the retention policy") from error
         return state
 
-    def _checked(self, manifest: Manifest, name: str) -> Path:
+    def _whole(self, manifest: Manifest, name: str) -> Path:
         folder = self._folder(manifest.iteration)
-        verify(folder, _only(manifest, name), checksums=True)
+        verify(folder, _only(manifest, name), checksums=False)
         return folder / manifest.data / name
 
     def _confirmed(self, manifest: Manifest, kept: dict[str, Tensor]) -> State:

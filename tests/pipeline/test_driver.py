@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.experiment import drive, execute, prepare
-from pipeline.run import LOCK, Run
+from pipeline.lock import LOCK, Owner
+from pipeline.run import Run
 from rlinf.artifacts import read_manifest
 from rlinf.errors import InputError, RunLockedError, StageError
 from rlinf.trainers.fsdp import FSDPTrainer
@@ -146,15 +149,10 @@ def test_a_second_driver_is_refused(compose: Compose) -> None:
 
 def test_the_lock_of_a_dead_driver_does_not_hold(compose: Compose) -> None:
     run = prepare(compose())
-    owner = {
-        "host": __import__("socket").gethostname(),
-        "pid": 2**22 - 3,
-        "started": 0,
-        "token": "",
-    }
-    (run.folder / LOCK).write_text(json.dumps(owner))
+    gone = asdict(Owner.this()) | {"started": 1, "token": "of a dead one"}
+    (run.folder / LOCK).write_text(json.dumps(gone))
     with run.driven():
-        assert json.loads((run.folder / LOCK).read_text())["pid"] != owner["pid"]
+        assert Owner.read(run.folder / LOCK).pid == os.getpid()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "manifest"])

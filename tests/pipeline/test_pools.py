@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from pipeline.experiment import drive, execute, prepare
-from pipeline.run import LOCK, Run
+from pipeline.lock import LOCK
+from pipeline.run import Run
 from rlinf.artifacts import read_manifest
 from rlinf.channels.control import POINTER
 from rlinf.data.record import Record
@@ -292,7 +293,7 @@ def test_a_driver_that_was_replaced_leaves_the_run_to_the_other(
     pooled: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that stood still for more than a minute, on another host than the next one's."""
-    monkeypatch.setattr("pipeline.run.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("pipeline.lock.HEARTBEAT_S", 0.1)
     run = prepare(pooled(ONE, "iterations=500"))
     lock = run.folder / LOCK
     first = run.folder / "it/0000/sync/manifest.json"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,13 @@ import pytest
 from pipeline import metrics
 from pipeline.experiment import execute, prepare
 from pipeline.report import write_report
+from pipeline.report.charts import CHARTS
 from pipeline.report.data import read
-from pipeline.report.page import tiles
+from pipeline.report.page import stage_table, tiles
+from pipeline.report.transcripts import Sample, chosen, pack
 from pipeline.status import read_status
-from rlinf.artifacts import prune, read_manifest
+from rlinf import tree
+from rlinf.artifacts import content_digest, prune, read_manifest
 from rlinf.channels.file import read_records, write_records
 from tests.conftest import TINY
 
@@ -41,38 +48,109 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_all_charts_are_there_and_nothing_comes_from_outside(run: Path) -> None:
+def test_every_metric_is_in_the_page_and_nothing_comes_from_outside(run: Path) -> None:
     page = write_report(run).read_text()
+    content = data_of(page)
+    shown = {plot["name"] for group in content["groups"] for plot in group["plots"]}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    recorded = {name for row in rows for name in row} - {"iteration"}
+    assert len(recorded) > 15
+    assert recorded <= shown
+    assert {"learning", "warm-start", "stage-times", "throughput", "machine-memory"} <= shown
+    markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert re.findall(r'(?:src|href)\s*=\s*["\']?([^"\'#\s>][^\s>]*)', markup) == []
+    assert "default-src 'none'" in page
+    assert "Permission is hereby granted" in page
+
+
+def test_pictures_are_drawn_when_asked_for(run: Path) -> None:
+    write_report(run)
+    assert not list((run / "report").glob("*.png"))
+    write_report(run, pictures=True)
     pictures = {path.stem: path.stat().st_size for path in (run / "report").glob("*.png")}
-    assert pictures.keys() == {
-        "learning",
-        "training",
-        "stage-times",
-        "gantt",
-        "throughput",
-        "distributions",
-    }
+    assert pictures.keys() == set(CHARTS)
     assert min(pictures.values()) > 5000
-    for name in pictures:
-        assert f'id="{name}"' in page
-    links = re.findall(r'(?:src|href|url)\s*[=(]\s*["\']?(https?:[^"\')\s]+)', page)
-    assert links == []
-    assert "<script" not in page
 
 
-def test_hostile_transcripts_stay_text(run: Path) -> None:
+HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'><!--"
+
+
+def test_hostile_names_and_transcripts_stay_text(run: Path) -> None:
+    make_hostile(run)
+    page = write_report(run).read_text()
+    assert HOSTILE in data_of(page)["transcripts"]["columns"]["text"]
+    assert f"train/{HOSTILE}" in {p["name"] for g in data_of(page)["groups"] for p in g["plots"]}
+    assert "<img" not in page
+    assert "window.broken = 1</script>" not in page
+    scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in page
+    assert len(scripts) == 2
+
+
+def make_hostile(run: Path) -> None:
+    """Prompts, texts, answers and a metric that would like to be markup."""
     folder = run / "it/0001/rollout"
     manifest = read_manifest(folder)
     assert manifest is not None
     (path,) = (folder / manifest.data).glob("*.h5")
     records = read_records(path)
     for record in records:
-        record.info["text"] = "<script>alert(1)</script>"
+        record.info |= dict.fromkeys(("text", "prompt_text", "answer"), HOSTILE)
     path.unlink()
     write_records(path, records)
+    for iteration in ("0000", "0001"):
+        train = run / f"it/{iteration}/train"
+        known = read_manifest(train)
+        assert known is not None
+        known.metrics[HOSTILE] = 1.0
+        content = content_digest(known.files, known.metrics)
+        (train / "manifest.json").write_text(replace(known, content=content).to_json())
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """What the page's script reads."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return dict(json.loads(text))
+
+
+def test_a_run_tells_what_it_was_made_with_and_what_stages_used(run: Path) -> None:
     page = write_report(run).read_text()
-    assert "<script>" not in page
-    assert "&lt;script&gt;" in page
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    about = json.loads((run / "run.json").read_text())
+    assert facts["seed"] == str(read(run).run.config.seed)
+    assert facts["started"] == about["created"]
+    assert facts["started on"] == facts["hosts"] == socket.gethostname()
+    assert {"python", "torch", "transformers", "rlinf", "commit"} <= facts.keys() | (
+        set() if (tree.ROOT / ".git").exists() else {"commit"}
+    )
+    table = {row["stage"]: row for row in stage_table(read(run))}
+    assert float(table["train"]["memory"]) > 0.05
+    assert float(table["warm_start"]["cores"]) > 0
+    (run / "run.json").write_text(json.dumps({"name": "of an earlier version"}))
+    assert "<dt>seed</dt>" in write_report(run).read_text()
+
+
+def test_a_page_of_many_transcripts_has_the_worst_and_the_best() -> None:
+    many = [
+        Sample(i, 10, i / 1000, "length" if i == 555 else "stop", f"p{i // 8}", f"t{i}", "")
+        for i in range(1000)
+    ]
+    some = chosen(many, 40)
+    assert len(some) == len(set(some)) == 40
+    assert {many[0], many[1], many[999], many[998], many[555]} <= set(some)
+    assert chosen(many[:3], 40) == [many[0], many[2], many[1]]
+    long = [s._replace(text="x" * 20_000) for s in many]
+    packed = pack({4: long, 9: many[:8]})
+    texts = packed["columns"]["text"]
+    assert packed["iterations"] == [5, 10]
+    assert packed["total"] == 1008
+    assert sum(map(len, texts)) < 4_200_000
+    assert "[… 11,000 characters left out …]" in texts[0]
+    assert packed["columns"]["iteration"].count(10) == 8
+    assert packed["columns"]["sample"][:2] == [0, 1]
+    assert len(packed["prompts"]) == len(set(packed["prompts"]))
 
 
 def test_unfinished_and_pruned_runs_have_a_report(run: Path, compose: Compose) -> None:
@@ -135,4 +213,6 @@ def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Pa
     assert [piece.computes for piece in mine] == [False, True]
     (entry,) = [s for s in data.stages if (s["stage"], s["iteration"]) == ("train", 1)]
     assert entry["seconds"] == pytest.approx((whole["end"] - whole["start"]) / 2, abs=1e-6)
-    assert lane in write_report(run).read_text()
+    page = write_report(run).read_text()
+    assert lane in page
+    assert lane in data_of(page)["gantt"]["lanes"]

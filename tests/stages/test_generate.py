@@ -189,7 +189,6 @@ def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench:
     assert manifest is not None
     for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
         bench.resident["engine_weights"] = "older ones"
-        bench.resident.pop("verified")
         bench.weights(SYNC, attempt)
         bench.claim(attempt, 0, iteration=1, weights=SYNC)
         names = [name for name, *_ in bench.report()["spans"]]

@@ -17,8 +17,8 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import StageError
 from rlinf.trainers.world import World
 from stages.board import Output
-from stages.context import VERIFIED, Context, Input, Live
-from stages.runner import Attempt, StageCall, run_stage
+from stages.context import Context, Input, Live
+from stages.runner import Attempt, StageCall
 from stages.turns import Aside
 
 
@@ -85,20 +85,3 @@ def test_what_is_written_late_is_freed_at_once(
     assert (tmp_path / "train/manifest.json").exists() == (name == "weights")
     del work
     assert context() is None
-
-
-def test_what_is_known_of_inputs_stays_bounded(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that serves for 100,000 iterations reads some inputs of each."""
-    monkeypatch.setattr(stages.train, "run", lambda ctx: None)
-    call = StageCall("train", tmp_path / "config.yaml", tmp_path / "it")
-    manifest = run_stage(call, config=config)
-    resident: dict[str, object] = {}
-    for number in range(VERIFIED + 20):
-        folder = tmp_path / f"it{number}"
-        folder.symlink_to(call.out)
-        ctx = attempt(config, tmp_path, checkpoint=Input(folder, manifest)).ctx
-        ctx.resident = resident
-        ctx.verified("checkpoint")
-    assert len(resident["verified"]) == VERIFIED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,11 +224,20 @@ def test_the_command_simulates_a_file_and_draws(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("capacity: 2\n")
     arguments = ["simulate", str(file), "--scenario", str(scenario), "--iterations", "3"]
+    arguments += ["--seed", "7"]
     result = CliRunner().invoke(app, [*arguments, "--png", str(png), "--html", str(page)])
     assert result.exit_code == 0, result.output
     assert "iteration: 9.0 s (q10 9.0, q90 9.0); predicted 9.0" in result.output
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in page.read_text()
+    text = page.read_text()
+    assert "<svg" in text
+    assert f"Scenario: {scenario}" in text
+    assert "<pre>capacity: 2\n</pre>" in text
+    tiles = {label: value for value, label in re.findall(r"<b>(.*?)</b><span>(.*?)</span>", text)}
+    assert tiles["iteration, simulated"] == "9.0 s"
+    assert tiles["iteration, predicted"] == "9.0 s (+0.0%)"
+    assert tiles["seed"] == "7"
+    assert "price of 3 iterations" in tiles
     scenario.write_text("capacitty: 2\n")
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, ConfigError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -16,10 +17,19 @@ import numpy as np
 import pytest
 import zmq
 
+from pipeline.launch import ClusterConfig, resources
+from pipeline.plan import StagePlan
 from rlinf.channels.control import Controller, Joined
-from rlinf.channels.curve import interface_towards, own_addresses, reachable
+from rlinf.channels.curve import (
+    INTERFACE,
+    address_on,
+    interface_towards,
+    own_addresses,
+    reachable,
+)
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record
+from rlinf.errors import ConfigError
 
 NODE = """
 import sys
@@ -158,3 +168,25 @@ def namespace() -> Iterator[str]:
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", pair[0]], capture_output=True, check=False)
+
+
+def test_hosts_listen_where_they_are_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for told in ("lo", "127.0.0.0/8", "127.0.0.1"):
+        monkeypatch.setenv(INTERFACE, told)
+        with closing(Controller(tmp_path)):
+            pointer = json.loads((tmp_path / "control.json").read_text())
+            assert [a.rpartition(":")[0] for a in pointer["addresses"]] == ["tcp://127.0.0.1"]
+
+
+def test_a_network_that_is_not_here_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.interface: .* 'lo0'; did you mean 'lo'"):
+        address_on("lo0")
+
+
+def test_local_runs_listen_on_the_loopback_alone() -> None:
+    assert ClusterConfig(launcher="local").listens_on == "127.0.0.1"
+    assert ClusterConfig(launcher="slurm").listens_on is None
+    needs = resources(StagePlan(), ClusterConfig(launcher="local"))
+    assert needs.env[INTERFACE] == "127.0.0.1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,3 +40,29 @@ def test_damaged_keys_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).chmod(0o600)
     with pytest.raises(InputError, match="damaged"):
         run_keys(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_may_change_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    with pytest.raises(InputError, match="others may put files there"):
+        run_keys(tmp_path / "run")
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    os.chown(tmp_path / "run", 12345, 12345)
+    with pytest.raises(InputError, match="owner 12345"):
+        run_keys(tmp_path / "run")
+
+
+def test_a_link_in_place_of_the_keys_is_refused(tmp_path: Path) -> None:
+    run_keys(tmp_path / "other")
+    run_keys(tmp_path / "run")
+    (tmp_path / "run" / FILE).unlink()
+    (tmp_path / "run" / FILE).symlink_to(tmp_path / "other" / FILE)
+    with pytest.raises(InputError, match="is a link"):
+        run_keys(tmp_path / "run")

@@ -406,3 +406,22 @@ def test_a_foreign_segment_is_refused(tmp_path: Path) -> None:
             SharedMemoryChannel(foreign, tmp_path / "c.shm.json")
     finally:
         foreign.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+def test_a_segment_of_another_user_is_refused(tmp_path: Path) -> None:
+    channel = SharedMemoryChannel.create(tmp_path, "c")
+    os.chown(channel._segment, 12345, 12345)
+    for take_part in (SharedMemoryChannel.open, SharedMemoryChannel.create):
+        with pytest.raises(InputError, match="not a segment of this user alone"):
+            take_part(tmp_path, "c")
+    assert channel._segment.exists()
+    os.chown(channel._segment, 0, 0)
+    channel.leave()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": 1}'])
+def test_a_damaged_pointer_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.shm.json").write_text(text)
+    with pytest.raises(InputError, match=r"c\.shm\.json: damaged"):
+        SharedMemoryChannel.open(tmp_path, "c")

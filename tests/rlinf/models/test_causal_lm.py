@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlinf.data.record import Identity, Record
 from rlinf.errors import ConfigError, DataError
@@ -138,3 +140,57 @@ def test_pickled_weights_are_not_loaded(folder: Path, tmp_path: Path) -> None:
 def test_a_task_without_text_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="no alphabet"):
         CausalLM.check(CONFIG, {"observation": 4})
+
+
+def without(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def with_another(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+
+
+def reshaped(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(31)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "words"),
+    [
+        (without, {}, r"missing: model\.layers\.1\.mlp\.up_proj\.weight\n"),
+        (with_another, {}, r"not of this network: model\.layers\.0\.self_attn\.q_norm\.weight\n"),
+        (reshaped, {}, r"of another shape: model\.norm\.weight \[31\], not \[32\]"),
+        (None, {"num_hidden_layers": 3}, r"missing: model\.layers\.2\.\S+, .* and 9 more"),
+        (None, {"num_hidden_layers": 1}, r"not of this network: model\.layers\.1\."),
+        (None, {"model_type": "llama"}, r"not of this network: .*proj\.bias"),
+        (None, {"model_type": "gpt2"}, "missing: "),
+        (None, {"intermediate_size": 48}, "of another shape: "),
+    ],
+)
+def test_weights_that_are_not_the_networks_are_refused_at_the_door_and_on_loading(
+    folder: Path, change: Any, settings: dict[str, Any], words: str
+) -> None:
+    path = folder / "config.json"
+    known = json.loads(path.read_text())
+    if "num_hidden_layers" in settings:
+        del known["layer_types"]
+    path.write_text(json.dumps(known | settings))
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=words) as refused:
+        CausalLM.check(CausalLMConfig(path=folder), {})
+    assert len(str(refused.value).splitlines()) <= 5
+    with pytest.raises(DataError, match=words):
+        CausalLM.load(folder, CONFIG)
+
+
+def test_a_head_tied_to_the_embeddings_may_be_stored_or_not(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    CausalLM.check(CausalLMConfig(path=folder), {})
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    CausalLM.check(CausalLMConfig(path=folder), {})
+    CausalLM.load(folder, CONFIG)

@@ -114,10 +114,12 @@ def test_every_rank_finds_its_rows_however_many_wrote_them(
         for rank, part in enumerate(parts + [none] * (writers - len(parts))):
             path = folder / f"rank-{rank}-of-{writers}.safetensors"
             save_file({"x": part.contiguous()}, path, metadata={"table": table})
-        files, begin = shards._Files(folder, stack), 0
+        begin = 0
         for part in [*whole.chunk(readers), none]:
             mine = torch.full_like(part, -1.0)
-            files.fill("y", whole.shape, begin, mine)
+            files = shards._Files(folder, stack)
+            files.want("y", whole.shape, begin, mine)
+            files.fill()
             assert torch.equal(mine, part)
             begin += len(part)
 

@@ -1,0 +1,105 @@
+"""The driver as a job: from Slurm starting it again to its being in charge of its pools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.row import Row, median_row
+from benchmarks.slurm_jobs import bring_up
+from pipeline.driver_job import noted_job
+from pipeline.run import Run
+from rlinf import tree
+from stages.layout import POOLS, STATUS
+
+REPEATS = 6
+PATIENCE_S = 180.0
+PLAN = {
+    "grain": "segment",
+    "defaults": {"mem_mb": 2000, "time_min": 60},
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"a100": 1}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+    ],
+}
+WORDS = [
+    "experiment=arithmetic_grpo",
+    "run.name=restarts",
+    "iterations=5000",
+    "warm_start.max_steps=0",
+    "evaluate.every=0",
+    "evaluate.samples=8",
+    "algorithm.drop_equal_groups=false",
+    "log.trackers=[]",
+    "cluster=slurm",
+]
+
+
+def measure() -> list[Row]:
+    """A run of two pools whose driver is killed, and requeued, in turn."""
+    bring_up()
+    with tempfile.TemporaryDirectory() as root:
+        plan = Path(root) / "plan.yaml"
+        plan.write_text(yaml.safe_dump(PLAN))
+        _rlinf("submit", *WORDS, f"run.root={root}", f"plan={plan}", "--partition", "cpu")
+        run = Run.open(Path(root) / "restarts")
+        try:
+            job = str(noted_job(run))
+            found = [_restart(run.folder, job, number) for number in range(REPEATS)]
+        finally:
+            _rlinf("stop", str(run.folder))
+            time.sleep(10)  # workers still write what they are at
+    return [median_row("driver_restart_s", found, "s", 15.0, "lower")]
+
+
+def _restart(run: Path, job: str, number: int) -> float:
+    """Seconds from the job's start to all workers answering its driver."""
+    _until(lambda: _in_charge(run, time.time() - 5))
+    state = _life(job)
+    if number % 2:
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    else:
+        subprocess.run(["scancel", "-s", "KILL", f"{job}.0"], check=True)
+    _until(lambda: _life(job) == ("RUNNING", state[1] + 1))
+    began = time.time()
+    _until(lambda: _in_charge(run, began))
+    return time.time() - began
+
+
+def _life(job: str) -> tuple[str, int]:
+    text = subprocess.run(
+        ["scontrol", "show", "job", "-o", job], check=True, capture_output=True, text=True
+    ).stdout
+    found = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    return found["JobState"], int(found["Restarts"])
+
+
+def _in_charge(run: Path, since: float) -> bool:
+    """Whether a driver has written since then that all workers of its pools answer it."""
+    try:
+        content = json.loads((run / POOLS / STATUS).read_text())
+    except FileNotFoundError:
+        return False
+    return content["time"] > since and all(
+        any(worker["pool"] == pool["pool"] and worker["alive"] for worker in content["workers"])
+        for pool in content["pools"]
+    )
+
+
+def _until(there: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not there():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the driver does not come back")
+        time.sleep(0.02)
+
+
+def _rlinf(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "rlinf.cli", *words], cwd=tree.ROOT, check=True)

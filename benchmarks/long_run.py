@@ -1,0 +1,93 @@
+"""A run of hundreds of iterations made of the manifests of a short one, to draw its report."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.metrics import iterations, manifest_of
+from rlinf.artifacts import FileEntry, content_digest
+from stages.layout import CONFIG, METRICS, PER_ITERATION, PLAN, RUN, stage_folder
+
+
+def stretch(source: Path, folder: Path, count: int, *, kept: int = 5, workers: int = 1) -> Path:
+    """Write a run of ``count`` iterations below ``folder`` that looks as ``source`` does.
+
+    Metrics wander, times go on. As after retention, only the first and the newest ``kept``
+    iterations have trajectories, if those they are made of have them.
+
+    Args:
+        workers: lanes of each stage, as of a pool with so many ranks.
+    """
+    folder.mkdir(parents=True, mode=0o700)
+    config = yaml.safe_load((source / CONFIG).read_text())
+    config["iterations"] = count
+    config["run"] |= {"root": str(folder.parent), "name": folder.name}
+    (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    for name in (PLAN, RUN):
+        shutil.copy(source / name, folder / name)
+    shutil.copytree(source / "warm_start", folder / "warm_start")
+    known = iterations(source)
+    first = _values(source, "rollout", known[0])["timing"]["start"]
+    last = _values(source, "sync", known[-1])["timing"]["end"]
+    period, rng = (last - first) / len(known), random.Random(0)
+    rows = []
+    for i in range(count):
+        row: dict[str, Any] = {"iteration": i}
+        for stage in PER_ITERATION:
+            template = known[i % len(known)]
+            values = _values(source, stage, template)
+            _shift(values, (i - template) * period, workers)
+            values["iteration"] = i
+            for name, value in values["metrics"].items():
+                wander = 1 + 0.3 * math.sin(i / 40) + 0.1 * rng.random()
+                values["metrics"][name] = value * wander
+            target = stage_folder(folder, stage, i)
+            target.mkdir(parents=True)
+            data = stage_folder(source, stage, template) / values["data"]
+            if (not i or i >= count - kept) and data.is_dir():
+                shutil.copytree(data, target / data.name)
+            else:
+                (target / "pruned").touch()
+            _write(target, values)
+            row |= {f"{stage}/{name}": value for name, value in values["metrics"].items()}
+        rows.append(row)
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    versions = sorted(int(path.name) for path in (source / "evaluate").iterdir())
+    for version in range(0, count + 1, max(1, count // 50)):
+        values = _values(source, "evaluate", versions[min(version, len(versions) - 1)])
+        values["iteration"] = version
+        values["metrics"]["score"] = 1 - math.exp(-version / count)
+        target = stage_folder(folder, "evaluate", version)
+        target.mkdir(parents=True)
+        _shift(values, version * period, 1)
+        _write(target, values)
+    return folder
+
+
+def _values(run: Path, stage: str, iteration: int) -> dict[str, Any]:
+    manifest = manifest_of(run, stage, iteration)
+    assert manifest is not None, f"{run}: no {stage} of iteration {iteration}"
+    values: dict[str, Any] = json.loads(manifest.to_json())
+    return values
+
+
+def _write(folder: Path, values: dict[str, Any]) -> None:
+    files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+    values["content"] = content_digest(files, values["metrics"])
+    (folder / "manifest.json").write_text(json.dumps(values))
+
+
+def _shift(values: dict[str, Any], by_s: float, workers: int) -> None:
+    timing = values["timing"]
+    for times in (timing, *timing["spans"]):
+        for name in {"began", "start", "end"} & times.keys():
+            times[name] += by_s
+    spans = [{**span, "rank": rank} for rank in range(workers) for span in timing["spans"]]
+    timing["spans"] = spans

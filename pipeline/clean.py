@@ -1,0 +1,58 @@
+"""Removing what killed processes left behind: shared memory, and temporary files of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pipeline import lock
+from rlinf import leftovers
+from rlinf.channels import shared_memory
+from rlinf.errors import InputError
+from stages.layout import CONFIG
+
+TEMPORARY = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
+"""Names of files that become others once they are whole."""
+OLD_S = 600.0
+"""A file that is being written is younger."""
+
+
+def litter(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    """What can go, with its bytes: of this user, on this node and in these runs.
+
+    Raises:
+        InputError: one of them is no run directory.
+    """
+    folders = [folder.expanduser().absolute() for folder in runs]
+    for folder in folders:
+        if not (folder / CONFIG).is_file():
+            raise InputError(f"{folder}: no run directory (it has no {CONFIG})")
+    found = [*leftovers.abandoned(), *shared_memory.abandoned()]
+    for folder in folders:
+        found += [*lock.sweep(folder), *temporary(folder)]
+    for path in dict.fromkeys(found):
+        with contextlib.suppress(OSError):
+            yield path, path.lstat().st_size
+
+
+def temporary(run: Path) -> Iterator[Path]:
+    """Files of a run that were never finished."""
+    for path in run.rglob(".*"):
+        with contextlib.suppress(OSError):
+            named = TEMPORARY.fullmatch(path.name) and not path.name.startswith(f".{lock.LOCK}.")
+            if named and path.is_file() and lock.age_s(path) > OLD_S:
+                yield path
+
+
+def clean(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
+    """Remove it, or only say what would be removed; returns a line for each."""
+    lines, total = [], 0
+    for path, size in litter(runs):
+        lines.append(f"{size / 1e6:10.1f} MB  {path}")
+        total += size
+        if not dry_run:
+            path.unlink(missing_ok=True)
+    what = "would be removed" if dry_run else "removed"
+    return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {what}"]

@@ -1,0 +1,281 @@
+"""The right to drive a run: a file in its folder that says which process has it.
+
+The file is created whole, by ``link``, and only its holder or who takes over from a dead one
+changes it. Whether a holder lives is asked of the system where it runs in the same boot of the
+same machine; elsewhere it is alive as long as it touches the file. How long ago that was is told by
+the filesystem's clock: a file is made there, and the two times are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlinf.alive import boot, is_alive, own_start, space
+from rlinf.errors import RunLockedError
+from slurm.ids import own_id
+
+LOCK = "driver.json"
+HEARTBEAT_S = 10.0
+STALE_S = 60.0
+PATIENCE_S = 5.0
+"""How long to try while others start too."""
+log = logging.getLogger("rlinf")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that drives a run, or did."""
+
+    host: str
+    pid: int
+    token: str
+    boot: str = ""
+    space: int = 0
+    started: int = 0
+    """In ticks since boot."""
+    job: str = ""
+    """Id of the Slurm job it is, if it is one."""
+
+    @classmethod
+    def this(cls) -> Owner:
+        """This process."""
+        token = secrets.token_hex(8)
+        place = (boot(), space(), own_start(), own_id() or "")
+        return cls(socket.gethostname(), os.getpid(), token, *place)
+
+    @classmethod
+    def read(cls, path: Path) -> Owner:
+        """Whose lock file this is.
+
+        Raises:
+            OSError: it is not there, or cannot be read.
+            ValueError: it is damaged.
+        """
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("no table")
+        known: dict[str, Any] = {name: values.get(name) for name in ("host", "pid", "token")}
+        for name in ("boot", "space", "started", "job"):
+            known[name] = values.get(name, getattr(cls, name))
+        for name, value in known.items():
+            kind = int if name in ("pid", "space", "started") else str
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}")
+        return cls(**known)
+
+
+class Lock:
+    """The right to drive a run, held by this process.
+
+    Raises:
+        RunLockedError: another driver has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mine = Owner.this()
+        _take(path, self._mine)
+        self._beaten, self._lost = time.monotonic(), False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """See that it is still ours; looks at the file only if no heartbeat was due to.
+
+        Raises:
+            RunLockedError: this process stood still for so long that another took over.
+        """
+        if time.monotonic() - self._beaten > STALE_S / 2:
+            self._beat()
+        if self._lost:
+            raise RunLockedError(
+                f"{self._path.parent}: another driver took over while this one stood still; "
+                "it goes on with the run and its jobs (rlinf status shows it)"
+            )
+
+    def release(self) -> None:
+        self._over.set()
+        self._thread.join()
+        with contextlib.suppress(OSError), _written(self._path, self._mine) as mine:
+            _change(self._path, self._mine.token, mine, remove=True)
+
+    def _work(self) -> None:
+        while not self._over.wait(HEARTBEAT_S) and not self._lost:
+            self._beat()
+
+    def _beat(self) -> None:
+        # A file that is damaged, or cannot be read now, is nobody else's.
+        with contextlib.suppress(OSError, ValueError):
+            self._lost = self._lost or Owner.read(self._path).token != self._mine.token
+        if not self._lost:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+        self._beaten = time.monotonic()
+
+
+def is_driven(path: Path) -> Owner | None:
+    """The living owner noted in a lock file, if there is one; a damaged file is logged."""
+    try:
+        owner = Owner.read(path)
+    except OSError:
+        return None
+    except ValueError as error:
+        log.warning("%s", _damaged(path, error))
+        return None
+    return owner if _alive(path, owner) else None
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Files in a run's folder that drivers left when they died; they can go."""
+    found = []
+    for path in [*folder.glob(f".{LOCK}.*"), *folder.glob(f"{LOCK}.stale*")]:
+        with contextlib.suppress(FileNotFoundError):
+            if _gone(path):
+                found.append(path)
+    return found
+
+
+def age_s(path: Path) -> float:
+    """Seconds since a file was touched, by the clock of its filesystem.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    probe = path.with_name(f".{path.name}.clock-{secrets.token_hex(4)}")
+    touched = path.stat().st_mtime
+    try:
+        probe.touch(exist_ok=False)
+        try:
+            return probe.stat().st_mtime - touched
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError:
+        # Nothing can be written there, by a person who only looks, or at all.
+        return time.time() - touched
+
+
+def _take(path: Path, mine: Owner) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    with _written(path, mine) as written:
+        while not _linked(written, path):
+            with contextlib.suppress(FileNotFoundError):
+                # What is replaced is what was judged, not what another made of it since.
+                token = _damaged_token(path)
+                try:
+                    owner = Owner.read(path)
+                    token = owner.token
+                    if _alive(path, owner):
+                        raise RunLockedError(
+                            f"{path.parent}: driven by process {owner.pid} on {owner.host}; "
+                            "stop that one first (rlinf status shows what it is doing)"
+                        )
+                except ValueError as error:
+                    if age_s(path) < STALE_S:
+                        raise RunLockedError(_damaged(path, error)) from None
+                    log.warning("%s; it is replaced", _damaged(path, error))
+                if _change(path, token, written):
+                    return
+            if time.monotonic() > deadline:
+                raise RunLockedError(f"{path}: several drivers start at once; try again")
+            time.sleep(0.01)
+
+
+def _change(path: Path, token: str, mine: Path, *, remove: bool = False) -> bool:
+    """Replace, or remove, a lock file that has a token; false where another was first.
+
+    Who wants to has to make a file named after the token first, which one can: of all that saw the
+    same dead owner one replaces it, and none replaces a new one. Who dies before it is through is
+    replaced there in the same way.
+    """
+    claim = path.with_name(f".{LOCK}.{token}")
+    if not _linked(mine, claim):
+        other = _token(claim)
+        if not _gone(claim, other) or not _change(claim, other, mine):
+            return False
+    try:
+        if _token(path) != token:
+            return False
+        if remove:
+            path.unlink()
+        else:
+            # By another name of it: the claim is the same file, of which a rename does nothing.
+            with _written(path, Owner.read(mine)) as new:
+                new.replace(path)
+        return True
+    except FileNotFoundError:
+        return False
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _written(path: Path, owner: Owner) -> Iterator[Path]:
+    """A file beside the lock that says whose it is, whole."""
+    temporary = path.with_name(f".{LOCK}.new-{secrets.token_hex(8)}")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            json.dump(asdict(owner), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o600)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _token(path: Path) -> str:
+    """Of a lock file; that of a damaged one is made of which file it is."""
+    damaged = _damaged_token(path)
+    try:
+        return Owner.read(path).token
+    except ValueError:
+        return damaged
+
+
+def _damaged_token(path: Path) -> str:
+    about = path.stat()
+    return f"damaged-{about.st_ino}-{about.st_mtime_ns}"
+
+
+def _gone(path: Path, token: str | None = None) -> bool:
+    """Whether who wrote a file, with this token, is gone."""
+    try:
+        owner = Owner.read(path)
+        return token in (None, owner.token) and not _alive(path, owner)
+    except ValueError:
+        return token in (None, _damaged_token(path)) and age_s(path) > STALE_S
+
+
+def _alive(path: Path, owner: Owner) -> bool:
+    if owner.job and owner.job == own_id() and owner.pid != os.getpid():
+        return False  # Slurm started this job again: its former life is over
+    if owner.started and (owner.boot, owner.space) == (boot(), space()):
+        return is_alive(owner.pid, owner.started)
+    try:
+        return age_s(path) < STALE_S
+    except FileNotFoundError:
+        return False
+
+
+def _damaged(path: Path, error: ValueError) -> str:
+    return f"{path}: damaged ({error}); if no driver runs, remove it"

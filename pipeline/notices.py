@@ -1,0 +1,195 @@
+"""What a run's own metrics say against it: that it learns nothing, or that its grader fails.
+
+Each notice is one sentence (what, since when, what to do) and is shown once: in the driver's log
+when it first holds, in ``rlinf status`` and in the report.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.flow import Node
+from pipeline.run import Run
+from rlinf.artifacts import Manifest
+from stages.layout import METRICS
+
+PATIENCE = 3
+"""Consecutive iterations without a gradient before that is said: one small batch may lack one."""
+Row = Mapping[str, Any]
+"""Metrics of one finished iteration, named ``stage/metric``; see :mod:`pipeline.metrics`."""
+
+log = logging.getLogger("rlinf")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that a person should know about a run."""
+
+    kind: str
+    """Names the rule; a run has at most one notice of each."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a notice is due, and its words."""
+
+    kind: str
+    holds: Callable[[Row], bool]
+    what: str
+    advice: str
+    patience: int = PATIENCE
+    groups: bool = False
+    """Whether it is about algorithms that compare the samples of a group only."""
+
+
+def _is(name: str, value: float) -> Callable[[Row], bool]:
+    return lambda row: row.get(name) == value
+
+
+def _some(name: str) -> Callable[[Row], bool]:
+    return lambda row: row.get(name, 0) > 0
+
+
+EQUAL_GROUPS = _is("reward/group_std", 0)
+LEARNS_NOTHING = (
+    Rule(
+        "nothing_kept",
+        _is("reward/kept_share", 0),
+        "no sample takes part in the update, for all samples of each group score the same",
+        "choose easier or harder prompts, a larger rollout.group_size or a warm start",
+    ),
+    Rule(
+        "equal_groups",
+        EQUAL_GROUPS,
+        "all samples of each group get the same reward, so that advantages are zero",
+        "choose easier or harder prompts, a larger rollout.group_size or a warm start",
+        groups=True,
+    ),
+    Rule(
+        "zero_gradient",
+        _is("train/grad_norm", 0),
+        "the gradient is zero, so that the weights do not change",
+        "look at the rewards and the mask of the samples",
+    ),
+)
+"""The first that holds of an iteration is the cause of the ones behind it."""
+GRADER = tuple(
+    Rule(name, _some(f"reward/{name}"), what, advice, patience=1)
+    for name, what, advice in (
+        (
+            "timeouts",
+            "answers ran into the grader's time limit and score 0",
+            "look at them in the report",
+        ),
+        (
+            "parse_failures",
+            "answers could not be read and score 0",
+            "look at them in the report, and at the format that the prompt asks for",
+        ),
+        (
+            "deaths",
+            "workers of the grader died and were replaced",
+            "give the stage reward more memory, or look at the answers they died of",
+        ),
+    )
+)
+
+
+def find(rows: Sequence[Row], *, needs_groups: bool, iterations: int) -> list[Notice]:
+    """The notices of a run, from the metrics of its finished iterations.
+
+    Args:
+        rows: in the order of iterations, each with its number under ``iteration`` (from 0).
+        needs_groups: whether the algorithm compares the samples of a group.
+        iterations: how many the run will have; a shorter run needs less patience.
+    """
+    found: list[Notice] = []
+    rules = [rule for rule in LEARNS_NOTHING if needs_groups or not rule.groups]
+    causes = [next((rule.kind for rule in rules if rule.holds(row)), "") for row in rows]
+    for rule in LEARNS_NOTHING:
+        since = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
+        found += _notice(rule, rows, since)
+    for rule in GRADER:
+        found += _notice(rule, rows, _streak([rule.holds(row) for row in rows], rule.patience))
+    return found
+
+
+def _streak(holds: Sequence[bool], patience: int) -> tuple[int, int] | None:
+    """First and last position of the first run of at least ``patience`` true values."""
+    start = 0
+    for at, held in enumerate([*holds, False]):
+        if not held:
+            if at - start >= patience:
+                return start, at - 1
+            start = at + 1
+    return None
+
+
+def _notice(rule: Rule, rows: Sequence[Row], span: tuple[int, int] | None) -> Iterator[Notice]:
+    if span is None:
+        return
+    # Iterations count from 1 wherever a person sees them.
+    first, last = (int(rows[at]["iteration"]) + 1 for at in span)
+    if span[1] == len(rows) - 1:
+        when = f"since iteration {first}"
+    else:
+        when = f"in iteration {first}" if first == last else f"in iterations {first} to {last}"
+    yield Notice(rule.kind, f"{when} {rule.what}: {rule.advice}")
+
+
+def notices(run: Run) -> list[str]:
+    """The notices of a run as it is on disk, from ``metrics.jsonl``."""
+    return [notice.text for notice in _of(run, read_rows(run))]
+
+
+def read_rows(run: Run) -> list[dict[str, Any]]:
+    """Rows of ``metrics.jsonl``; a line that a crash left unfinished is left out."""
+    try:
+        text = (run.folder / METRICS).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+            rows.append(row)
+    return rows
+
+
+def _of(run: Run, rows: Sequence[Row]) -> list[Notice]:
+    needs_groups = any(map(EQUAL_GROUPS, rows)) and _needs_groups(run)
+    return find(rows, needs_groups=needs_groups, iterations=run.config.iterations)
+
+
+def _needs_groups(run: Run) -> bool:
+    from stages.parts import make_algorithm  # brings PyTorch, which a look at a run can do without
+
+    return make_algorithm(run.config).needs_groups
+
+
+class Notices:
+    """Tells the driver's log each notice when it first holds; those of earlier drivers are told."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._rows = read_rows(run)
+        self._told = {notice.kind for notice in _of(run, self._rows)}
+
+    def node_started(self, node: Node) -> None: ...
+
+    def node_done(self, node: Node, manifest: Manifest) -> None: ...
+
+    def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
+        self._rows.append(metrics)
+        for notice in _of(self._run, self._rows):
+            if notice.kind not in self._told:
+                self._told.add(notice.kind)
+                log.warning("%s", notice.text)

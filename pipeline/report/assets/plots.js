@@ -1,0 +1,214 @@
+// Charts of uPlot: made when they come into view, zoomed and smoothed together.
+const plots = [];
+const view = { range: null, smoothing: 0.6 };
+const onZoom = [];
+
+// Exponential moving average without the bias towards its start, over the values that are there.
+function smooth(values, weight) {
+  if (!weight) return values;
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+}
+
+function columns(spec) {
+  const x = data.xs[spec.x];
+  if (spec.stack) {
+    const sums = new Array(x.length).fill(0);
+    const layers = spec.series.map((s) => s.y.map((value, i) => (sums[i] += value ?? 0)));
+    return [x, ...layers.reverse()];
+  }
+  const out = [x];
+  for (const series of spec.series) {
+    out.push(series.y);
+    if (series.kind === "metric") out.push(smooth(series.y, view.smoothing));
+  }
+  return out;
+}
+
+function quantile(values, share) {
+  const sorted = Float64Array.from(values).sort();
+  return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : 0;
+}
+
+// One slow iteration must not flatten all others.
+function stackTop(u, min, max) {
+  const from = u.scales.x.min ?? -Infinity, to = u.scales.x.max ?? Infinity;
+  const shown = u.data[1].filter((_, i) => u.data[0][i] >= from && u.data[0][i] <= to);
+  return [0, Math.min(max, 1.5 * quantile(shown, 0.98)) || 1];
+}
+
+function lines(spec) {
+  const out = [{}];
+  const series = spec.stack ? [...spec.series].reverse() : spec.series;
+  for (const { colour: name, kind } of series) {
+    const stroke = () => colour(name);
+    const faint = () => colour(name) + "55";
+    if (spec.stack) out.push({ stroke, fill: stroke, width: 0.5, points: { show: false } });
+    else if (kind === "points") out.push({ stroke, width: 1.6, spanGaps: true, points: { show: true, size: 5, fill: stroke } });
+    else if (kind === "bars") out.push({ stroke, fill: faint, width: 1.4, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } });
+    else if (kind === "metric") {
+      out.push({ stroke: faint, width: 1, points: { show: false } });
+      out.push({ stroke, width: 1.8, points: { show: false } });
+    } else out.push({ stroke, width: 1.4, points: { show: false } });
+  }
+  return out;
+}
+
+// The value of every series at a place, or the last ones.
+function say(plot, index) {
+  const { spec, value } = plot;
+  const x = data.xs[spec.x];
+  value.replaceChildren();
+  let at = index;
+  if (at === null || at === undefined) {
+    at = x.length - 1;
+    while (at > 0 && spec.series.every((s) => s.y[at] === null)) at -= 1;
+  }
+  if (at < 0) return;
+  const what = { learning: "iteration", rows: "iteration", stages: "iteration", versions: "version", warm_start: "step" }[spec.x];
+  if (what) value.append(what + " " + number(x[at]) + "  ");
+  else value.append("from " + number(x[at]) + "  ");
+  for (const series of spec.series) {
+    const y = series.y[at];
+    if (y === null && spec.series.length > 1) continue;
+    if (spec.series.length > 1) value.append(el("i", { class: "dot", style: `background: ${colour(series.colour)}; margin: 0 4px 0 8px` }));
+    value.append(el("b", {}, number(y, spec.percent) + (spec.unit && y !== null ? " " + spec.unit : "")));
+  }
+}
+
+function build(plot) {
+  if (plot.u) return;
+  const { spec, draw } = plot;
+  const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const options = {
+    width: Math.max(50, draw.clientWidth),
+    height: draw.clientHeight,
+    legend: { show: false },
+    padding: [8, 10, 0, 0],
+    scales: {
+      x: { time: false },
+      y: spec.stack ? { range: stackTop } : { range: (u, min, max) => reach(min, max, spec.zero) },
+    },
+    axes: [
+      { ...axis, size: 24, gap: 3, values: (u, ticks) => ticks.map((t) => (Number.isInteger(t) || spec.linked === false ? number(t) : "")) },
+      { ...axis, size: 58, gap: 4, space: 26, values: (u, ticks) => ticks.map((t) => number(t, false)) },
+    ],
+    series: lines(spec),
+    cursor: {
+      drag: { x: true, y: false, setScale: spec.linked === false },
+      sync: spec.linked ? { key: "iterations", scales: ["x", null] } : undefined,
+      points: { size: 6 },
+      bind: spec.linked ? { dblclick: () => () => zoom(null) } : {},
+    },
+    hooks: {
+      setCursor: [(u) => say(plot, u.cursor.left >= 0 ? u.cursor.idx : null)],
+      setSelect: spec.linked ? [(u) => {
+        if (u.select.width > 3) zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+        u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+      }] : [],
+    },
+  };
+  if (spec.stack) options.series.forEach((series, i) => { if (i) series.paths = uPlot.paths.stepped({ align: 0 }); });
+  plot.u = new uPlot(options, columns(spec), draw);
+  draw.querySelector("canvas").setAttribute("aria-hidden", "true");
+  if (spec.linked && view.range) plot.u.setScale("x", { min: view.range[0], max: view.range[1] });
+}
+
+function reach(min, max, zero) {
+  if (min === null || max === null) return [0, 1];
+  if (zero) min = Math.min(0, min);
+  if (min === max) return [min - (Math.abs(min) * 0.1 || 1), max + (Math.abs(max) * 0.1 || 1)];
+  const room = 0.06 * (max - min);
+  return [zero && min === 0 ? 0 : min - room, max + room];
+}
+
+function everything() {
+  const ends = plots.filter((p) => p.spec.linked).map((p) => data.xs[p.spec.x]).filter((x) => x.length);
+  return [Math.min(...ends.map((x) => x[0])), Math.max(...ends.map((x) => x[x.length - 1]))];
+}
+
+// Show some iterations in all charts; null: all of them.
+function zoom(range) {
+  if (range && !(range[1] - range[0] > 0)) return;
+  view.range = range;
+  const [low, high] = range ?? everything();
+  for (const { u, spec } of plots) {
+    if (u && spec.linked) u.setScale("x", { min: low, max: high === low ? low + 1 : high });
+  }
+  byId("from").value = Math.ceil(low);
+  byId("to").value = Math.floor(high);
+  for (const follow of onZoom) follow(range);
+}
+
+function makePlots() {
+  const host = byId("plots");
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting) build(entry.target.plot);
+  }, { rootMargin: "200px" });
+  const sized = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      const { u } = target.plot;
+      if (u && target.clientWidth && target.clientWidth !== u.width) u.setSize({ width: target.clientWidth, height: target.clientHeight });
+    }
+  });
+  data.groups.forEach((group, position) => {
+    const grid = el("div", { class: "plots" });
+    host.append(el("section", { id: "group-" + position }, el("h2", {}, group.title), grid));
+    for (const spec of group.plots) {
+      const value = el("span", { class: "value" });
+      const draw = el("div", { class: "draw", role: "img", "aria-label": spec.title });
+      const box = el("div", { class: "plot" + (spec.wide ? " wide" : spec.half ? " half" : ""), id: "plot-" + spec.id },
+        el("header", {}, el("h3", { title: spec.title }, spec.title), spec.name.includes("/") ? el("code", {}, spec.name) : "", value));
+      if (spec.series.length > 1) {
+        const legend = el("div", { class: "legend" });
+        for (const s of spec.series) {
+          legend.append(el("span", {}, el("i", { class: "dot", style: `background: var(--${s.colour})` }), s.label));
+        }
+        box.append(legend);
+      }
+      box.append(draw);
+      grid.append(box);
+      const plot = { spec, draw, value, box, u: null };
+      draw.plot = plot;
+      plots.push(plot);
+      say(plot, null);
+      seen.observe(draw);
+      sized.observe(draw);
+    }
+  });
+  if (plots.some((p) => p.spec.linked)) {
+    const [low, high] = everything();
+    for (const id of ["from", "to"]) {
+      Object.assign(byId(id), { min: low, max: high, value: id === "from" ? low : high });
+      byId(id).addEventListener("change", () => zoom([Number(byId("from").value), Number(byId("to").value)]));
+    }
+  }
+  byId("whole").addEventListener("click", () => zoom(null));
+  byId("smoothing").addEventListener("input", (event) => {
+    view.smoothing = Number(event.target.value);
+    byId("smoothed").value = view.smoothing.toFixed(2);
+    for (const { u, spec } of plots) {
+      if (u && spec.series.some((s) => s.kind === "metric")) {
+        u.setData(columns(spec), false);
+        u.redraw();
+      }
+    }
+  });
+  byId("filter").addEventListener("input", (event) => {
+    const wanted = event.target.value.toLowerCase();
+    for (const { box, spec } of plots) box.hidden = !(spec.name + " " + spec.title).toLowerCase().includes(wanted);
+    for (const section of host.children) section.hidden = !section.querySelector(".plot:not([hidden])");
+  });
+  onTheme.push(() => {
+    for (const plot of plots) {
+      if (plot.u) plot.u.redraw(false, true);
+      say(plot, null);
+    }
+  });
+  addEventListener("beforeprint", () => plots.forEach(build));
+}

@@ -1,0 +1,140 @@
+"""Samples of the iterations whose trajectories are on disk, and which of them a page carries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.metrics import manifest_of
+from rlinf.artifacts import is_pruned
+from rlinf.channels.file import read_infos
+from rlinf.data.record import Scalar
+from stages.layout import stage_folder
+
+MOST_ITERATIONS = 40
+"""Whose trajectories are read, if retention has kept more: the first, the last, and between."""
+MOST_SAMPLES, MOST_CHARACTERS = 3000, 4_000_000
+"""That one page carries."""
+HEAD, TAIL = 6000, 3000
+"""Of a longer text the page has so many characters from its beginning and its end."""
+
+
+class Sample(NamedTuple):
+    """One trajectory. Without ``text``: it is of a task without language."""
+
+    number: int
+    length: int
+    score: float
+    stop: str
+    prompt: str
+    text: str | None
+    answer: str
+
+
+def kept(run: Path, known: Sequence[int]) -> list[int]:
+    """Iterations with trajectories and rewards on disk; a spread of them where there are many."""
+    found = []
+    for iteration in known:
+        folders = [stage_folder(run, stage, iteration) for stage in ("rollout", "reward")]
+        if all((out / "manifest.json").exists() and not is_pruned(out) for out in folders):
+            found.append(iteration)
+    if len(found) <= MOST_ITERATIONS:
+        return found
+    step = (len(found) - 1) / (MOST_ITERATIONS - 1)
+    return [found[round(i * step)] for i in range(MOST_ITERATIONS)]
+
+
+def samples_of(run: Path, iteration: int) -> list[Sample]:
+    """The scored samples of an iteration, by number; empty if a file is gone or damaged."""
+    try:
+        made = _infos(run, "rollout", iteration, "trajectories")
+        scores = _infos(run, "reward", iteration, "rewards")
+    except (ValueError, KeyError, OSError):
+        return []
+    return [
+        Sample(
+            number=number,
+            length=length,
+            score=float(scores[number][1]["score"]),
+            stop=str(info["stop_reason"]),
+            prompt=str(info.get("prompt_text", "")),
+            text=str(info["text"]) if "text" in info else None,
+            answer=str(info.get("answer", "")),
+        )
+        for number, (length, info) in sorted(made.items())
+        if number in scores
+    ]
+
+
+def _infos(
+    run: Path, stage: str, iteration: int, channel: str
+) -> Mapping[int, tuple[int, Mapping[str, Scalar]]]:
+    folder, manifest = stage_folder(run, stage, iteration), manifest_of(run, stage, iteration)
+    if manifest is None:
+        return {}
+    paths = sorted((folder / manifest.data).glob(f"{channel}-r*.h5"))
+    rows = [row for path in paths for row in read_infos(path)]
+    rows.sort(key=lambda row: row[0])  # of one sample the latest attempt is the last
+    return {identity.sample: (length, info) for identity, length, info in rows}
+
+
+def pack(samples: Mapping[int, Sequence[Sample]]) -> dict[str, Any]:
+    """Transcripts as columns for the page, prompts once each; with what was left out."""
+    rows = {i: [s for s in found if s.text is not None] for i, found in samples.items()}
+    rows = {i: found for i, found in rows.items() if found}
+    total = sum(len(found) for found in rows.values())
+    each = max(4, MOST_SAMPLES // max(1, len(rows)))
+    room = MOST_CHARACTERS / max(1, len(rows))
+    prompts: dict[str, int] = {}
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in ("iteration", "sample", "prompt", "text", "answer", "stop", "score", "length")
+    }
+    for iteration, found in rows.items():
+        picked, used = list[Sample](), 0
+        for sample in chosen(found, each):
+            used += min(len(sample.text or ""), HEAD + TAIL) + min(len(sample.prompt), HEAD + TAIL)
+            if used > room and picked:
+                break
+            picked.append(sample)
+        for sample in sorted(picked):
+            prompt, text = shortened(sample.prompt), shortened(sample.text or "")
+            score = sample.score if math.isfinite(sample.score) else None
+            at = prompts.setdefault(prompt, len(prompts))
+            values = (iteration + 1, sample.number, at, text, shortened(sample.answer))
+            for name, value in zip(
+                columns, (*values, sample.stop, score, sample.length), strict=True
+            ):
+                columns[name].append(value)
+    return {
+        "prompts": list(prompts),
+        "columns": columns,
+        "total": total,
+        "iterations": [i + 1 for i in rows],
+    }
+
+
+def chosen(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """At most so many, the most telling first: worst, best and cut off in turns, then the rest
+    evenly."""
+    by_score = sorted(samples, key=lambda sample: sample.score)
+    cut = [sample for sample in samples if sample.stop == "length"]
+    quarter = -(-min(most, len(samples)) // 4)
+    step = max(1.0, len(samples) / most)
+    ends = zip_longest(
+        by_score[:quarter], by_score[::-1][:quarter], cut[:: max(1, len(cut) // quarter or 1)]
+    )
+    telling = [sample for row in ends for sample in row if sample is not None]
+    even = [samples[int(i * step)] for i in range(min(most, len(samples)))]
+    return list(dict.fromkeys([*telling, *even]))[:most]
+
+
+def shortened(text: str) -> str:
+    """Beginning and end of a long text."""
+    left_out = len(text) - HEAD - TAIL
+    if left_out <= 0:
+        return text
+    return f"{text[:HEAD]}\n[… {left_out:,} characters left out …]\n{text[-TAIL:]}"

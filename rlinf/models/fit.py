@@ -1,0 +1,129 @@
+"""Whether the tensors of a checkpoint are those of the network that its configuration describes.
+
+Libraries give a network random numbers where a checkpoint has nothing for it: training would go on
+from there without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from rlinf.errors import DataError
+
+SHOWN = 3
+"""Names in a message; of the others it says how many there are."""
+Shapes = Mapping[str, Sequence[int]]
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the safetensors files of a folder; reads headers only.
+
+    Raises:
+        DataError: a file is truncated, empty, or something else.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    found[name] = tuple(file.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"{path} cannot be read as safetensors ({error}); fetch the checkpoint again"
+            ) from None
+    return found
+
+
+def network_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Name and shape of every tensor of a network, and the names of those tied to an earlier one.
+
+    The network may be on the meta device, where it takes no memory.
+    """
+    shapes, tied, seen = dict[str, tuple[int, ...]](), set[str](), dict[int, str]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        shapes[name] = tuple(tensor.shape)
+        first = seen.setdefault(id(tensor), name)
+        if first != name:
+            tied |= {first, name}
+    return shapes, tied
+
+
+def check_fit(where: str, stored: Shapes, module: nn.Module) -> None:
+    """See that stored tensors are a network's by name and shape; of tied ones, one is enough.
+
+    Raises:
+        DataError: see :func:`refuse_unfit`.
+    """
+    own, tied = network_shapes(module)
+    missing = own.keys() - stored.keys()
+    if tied & stored.keys():
+        missing -= tied
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = [
+        name
+        for name in stored.keys() - own.keys()
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    unlike = [
+        (name, stored[name], own[name])
+        for name in own.keys() & stored.keys()
+        if tuple(stored[name]) != tuple(own[name])
+    ]
+    refuse_unfit(where, missing, unexpected, unlike)
+
+
+def refuse_unfit(
+    where: str,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    unlike: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+) -> None:
+    """Refuse a checkpoint that lacks tensors, or has others, or others' shapes.
+
+    Args:
+        where: the key and folder that the message begins with.
+        unlike: name, stored shape and shape in the network.
+
+    Raises:
+        DataError: any of the three is not empty; names some and counts all.
+    """
+    shapes = [f"{n} {list(stored)}, not {list(own)}" for n, stored, own in sorted(unlike)]
+    kinds = {
+        "missing": sorted(missing),
+        "not of this network": sorted(unexpected),
+        "of another shape": shapes,
+    }
+    parts = [f"{what}: {_listed(names)}" for what, names in kinds.items() if names]
+    if parts:
+        raise DataError(
+            f"{where}: the weights are not those that config.json describes\n"
+            + "\n".join(parts)
+            + "\nfetch the checkpoint again, whole, or mend its config.json"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def meta_network(settings: Any) -> Any:
+    """The network of a ``transformers`` configuration without memory for its tensors.
+
+    None where its checkpoints name tensors otherwise than it does: only loading tells then.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    if get_checkpoint_conversion_mapping(settings.model_type):
+        return None
+    with torch.device("meta"):
+        module: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
+    return None if getattr(module, "_checkpoint_conversion_mapping", None) else module

@@ -1,0 +1,139 @@
+"""What killed processes left goes; what belongs to living ones, or to others, stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.experiment import prepare
+from rlinf import leftovers
+from rlinf.alive import space
+from rlinf.channels import shared_memory
+from rlinf.cli import app
+from rlinf.leftovers import SHM, segment_name, sweep
+
+WRITE = """
+import sys, time, torch
+from pathlib import Path
+from rlinf.channels.shared_memory import SharedMemoryChannel
+from rlinf.leftovers import segment_name
+from rlinf.weights.buckets import Layout
+from rlinf.weights.shared import SharedWriter
+name = segment_name()
+writer = SharedWriter(name, Layout.of({"w": torch.zeros(100_000)}))
+channel = SharedMemoryChannel.create(Path(sys.argv[1]), "x", size=1 << 20)
+print(name, channel._segment.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[tuple[list[Path], Callable[[], None]]]:
+    """Segments of a process, and what kills it with its group."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITE, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    name, channel = child.stdout.readline().split()
+
+    def kill() -> None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+    segments = [SHM / f"{name}-0", SHM / f"{name}-1", SHM / channel]
+    yield segments, kill
+    if child.poll() is None:
+        kill()
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+
+
+def test_memory_of_a_killed_group_is_swept_by_the_next_process(
+    killed: tuple[list[Path], Callable[[], None]],
+) -> None:
+    segments, kill = killed
+    sweep()
+    shared_memory.sweep(older_than_s=0)
+    assert [path.exists() for path in segments] == [True] * 3, "its process lives"
+    kill()
+    done = subprocess.run(
+        [sys.executable, "-m", "stages", "rollout", "--config", "/none", "--out", "/none"],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 65
+    shared_memory.sweep(older_than_s=0)
+    assert [path.exists() for path in segments] == [False] * 3
+
+
+def test_clean_lists_and_then_removes(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A folder of its own: what is abandoned in the real one goes with any process of this user.
+    monkeypatch.setattr(leftovers, "SHM", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    words = segment_name().split("-")
+    living, dead = tmp_path / "shm" / "-".join(words), tmp_path / "shm"
+    dead /= "-".join([*words[:5], "1", words[6]])
+    living.touch()
+    dead.touch()
+    run = prepare(compose()).folder
+    for name in ("it/0000/sync/.manifest.json.0123abcd", ".plan.yaml.77.0123abcd"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).touch()
+    (run / ".plan.yaml.78.0123abcd").touch()
+    (run / "driver.json.stale").write_text("{}")
+    litter = [run / "it/0000/sync/.manifest.json.0123abcd", run / ".plan.yaml.77.0123abcd"]
+    litter += [run / "driver.json.stale"]
+    for path in litter:
+        os.utime(path, (0, 0))
+    before = sorted(run.rglob("*"))
+    asked = CliRunner().invoke(app, ["clean", "--dry-run", str(run)])
+    assert asked.exit_code == 0, asked.output
+    for path in [dead, *litter]:
+        assert str(path) in asked.output
+    assert ".plan.yaml.78" not in asked.output, "it is being written"
+    assert sorted(run.rglob("*")) == before
+    assert str(living) not in asked.output
+    assert dead.exists()
+    assert CliRunner().invoke(app, ["clean", str(run)]).exit_code == 0
+    assert not any(path.exists() for path in [dead, *litter])
+    assert living.exists()
+    assert (run / "config.yaml").exists()
+
+
+def test_clean_wants_run_directories(tmp_path: Path) -> None:
+    (tmp_path / ".manifest.json.0123abcd").touch()
+    done = CliRunner().invoke(app, ["clean", str(tmp_path)])
+    assert done.exit_code
+    assert (tmp_path / ".manifest.json.0123abcd").exists()
+
+
+@pytest.mark.parametrize("whose", ["another user", "another space", "no name of ours"])
+def test_memory_of_others_stays(whose: str) -> None:
+    mine = segment_name().removeprefix(leftovers.PREFIX).split("-")
+    mine[2:4] = ["1", "1"]
+    if whose == "another user":
+        mine[0] = str(os.getuid() + 1)
+    elif whose == "another space":
+        mine[1] = str(space() + 1)
+    else:
+        mine[3] = "x"
+    path = SHM / f"{leftovers.PREFIX}{'-'.join(mine)}"
+    path.touch()
+    try:
+        sweep()
+        assert path.exists()
+    finally:
+        path.unlink()

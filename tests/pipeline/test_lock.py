@@ -1,0 +1,159 @@
+"""One driver has a run, whoever starts at once and however the last one ended."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from pipeline import lock
+from pipeline.lock import LOCK, Lock, Owner, is_driven, sweep
+from rlinf.errors import RunLockedError
+
+STARTS, ROUNDS = 8, 30
+
+
+def note(folder: Path, owner: Owner, age_s: float = 0) -> Path:
+    path = folder / LOCK
+    path.write_text(json.dumps(asdict(owner)))
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return path
+
+
+def elsewhere(owner: Owner) -> Owner:
+    return replace(owner, host="another", boot="of another machine")
+
+
+def start(folder: Path, number: int, together: Barrier) -> None:
+    for turn in range(ROUNDS):
+        path = folder / str(turn) / LOCK
+        together.wait(60)
+        held = None
+        try:
+            held = Lock(path)
+            (path.parent / f"has-{number}").touch()
+        except RunLockedError:
+            pass
+        together.wait(60)
+        if held is not None:
+            held.release()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a dead one's", "a damaged one", "a dead claim"])
+def test_of_eight_that_start_at_once_one_is_the_driver(tmp_path: Path, before: str) -> None:
+    dead = replace(Owner.this(), started=1, token="dead")
+    for turn in range(ROUNDS):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        if before != "nothing":
+            path = note(folder, dead, age_s=1000)
+        if before == "a damaged one":
+            path.write_text("{")
+            os.utime(path, (0, 0))
+        if before == "a dead claim":
+            (folder / f".{LOCK}.dead").write_text(json.dumps(asdict(replace(dead, token="x"))))
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(STARTS)
+    processes = [
+        context.Process(target=start, args=(tmp_path, number, together)) for number in range(STARTS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * STARTS
+    owners = [len(list((tmp_path / str(turn)).glob("has-*"))) for turn in range(ROUNDS)]
+    assert owners == [1] * ROUNDS
+    left = {path.name for path in tmp_path.glob("*/*") if not path.name.startswith("has-")}
+    assert not left
+
+
+def test_a_process_that_has_the_number_of_a_dead_driver_is_none(tmp_path: Path) -> None:
+    path = note(tmp_path, replace(Owner.this(), started=Owner.this().started - 1))
+    assert is_driven(path) is None
+    Lock(path).release()
+    assert not path.exists()
+
+
+def test_a_driver_of_another_machine_lives_while_it_touches_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the filesystem's clock: this machine's may be wrong."""
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    path = note(tmp_path, elsewhere(Owner.this()))
+    os.utime(path)
+    with pytest.raises(RunLockedError, match="on another"):
+        Lock(path)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns - int(lock.STALE_S * 1e9 + 1e9)))
+    Lock(path).release()
+
+
+def test_the_same_number_in_another_space_of_numbers_is_another_process(tmp_path: Path) -> None:
+    path = note(tmp_path, replace(Owner.this(), space=1, started=5))
+    assert is_driven(path) is not None, "its file was just touched"
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\xfe", b'{"host": 1, "pid": "x", "token": 3}']
+)
+def test_a_damaged_lock_is_named(
+    tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / LOCK
+    path.write_bytes(text)
+    assert is_driven(path) is None
+    with pytest.raises(RunLockedError, match=r"driver\.json: damaged"):
+        Lock(path)
+    os.utime(path, (0, 0))
+    Lock(path).release()
+    assert "it is replaced" in caplog.text
+
+
+def test_who_was_replaced_leaves_the_others_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    mine = Lock(tmp_path / LOCK)
+    path = note(tmp_path, elsewhere(replace(Owner.this(), token="of another")))
+    time.sleep(0.2)
+    with pytest.raises(RunLockedError, match="took over"):
+        mine.check()
+    mine.release()
+    assert Owner.read(path).token == "of another"
+
+
+def test_what_dead_drivers_left_is_found_and_what_living_ones_have_is_not(tmp_path: Path) -> None:
+    dead = asdict(replace(Owner.this(), started=1))
+    for name in (f".{LOCK}.new-1", f".{LOCK}.token", f"{LOCK}.stale"):
+        (tmp_path / name).write_text(json.dumps(dead))
+    (tmp_path / f".{LOCK}.new-2").write_text(json.dumps(asdict(Owner.this())))
+    assert len(sweep(tmp_path)) == 3
+
+
+def test_a_killed_driver_leaves_a_lock_that_does_not_hold(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from pipeline.lock import Lock
+Lock(Path({str(tmp_path / LOCK)!r}))
+print("has it", flush=True)
+time.sleep(60)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"has it\n"
+    with pytest.raises(RunLockedError, match=f"process {child.pid}"):
+        Lock(tmp_path / LOCK)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    Lock(tmp_path / LOCK).release()

@@ -1,0 +1,106 @@
+"""A node that gives no more ends the run with one clear error, and the run goes on by resuming."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.experiment import drive
+from pipeline.run import Run
+from rlinf.errors import StorageError
+from tests.pipeline.helpers import contents
+
+Compose = Callable[..., dict[str, Any]]
+DRIVER = """
+import resource, sys, yaml
+from pipeline.experiment import execute
+from rlinf import threads, tree
+from rlinf.errors import RlinfError
+tree.activate()
+values = yaml.safe_load(sys.stdin)
+import stages.rollout, stages.train, stages.warm_start, torch
+LIMIT
+try:
+    execute(values)
+except RlinfError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+FILE_SIZE = "resource.setrlimit(resource.RLIMIT_FSIZE, (12000, resource.RLIM_INFINITY))"
+OPEN_FILES = """
+import os
+used = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, 4096))
+"""
+MEMORY = """
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+"""
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (FILE_SIZE, "largest size that this process may write"),
+        (OPEN_FILES, "no more files can be opened"),
+        (MEMORY, "no memory left"),
+    ],
+    ids=["file-size", "open-files", "memory"],
+)
+def test_a_limit_is_one_clear_error_and_the_run_goes_on(
+    compose: Compose, tmp_path: Path, limit: str, words: str
+) -> None:
+    values = compose("iterations=1")
+    values["run"]["root"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER.replace("LIMIT", limit)],
+        input=yaml.safe_dump(values),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    said = re.findall(r"^error: .*", done.stderr, re.MULTILINE)
+    assert done.returncode == 65, done.stderr[-3000:]
+    assert len(said) == 1, said
+    assert words in said[0]
+    assert "Traceback" not in done.stderr
+    if (tmp_path / "tiny" / "run.json").exists():
+        drive(Run.open(tmp_path / "tiny"))
+        assert "it/0000/sync" in contents(tmp_path / "tiny")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a filesystem needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_read_only_filesystem_is_one_clear_error_and_the_run_goes_on(
+    compose: Compose, mounted: Path
+) -> None:
+    from pipeline.experiment import execute
+
+    values = compose("iterations=1")
+    values["run"]["root"] = str(mounted)
+    subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+    with pytest.raises(StorageError, match="filesystem is read-only"):
+        execute(values)
+    subprocess.run(["mount", "-o", "remount,rw", str(mounted)], check=True)
+    execute(values)
+    assert "it/0000/sync" in contents(mounted / "tiny")

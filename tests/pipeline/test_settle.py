@@ -1,0 +1,280 @@
+"""A start that would not make what a run holds is refused; no choice of it loses anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.committed import SET_ASIDE, Committed
+from pipeline.experiment import drive, prepare
+from pipeline.flow import Graph
+from pipeline.run import Run
+from pipeline.settle import Choice
+from pipeline.status import read_status
+from rlinf.artifacts import read_manifest
+from rlinf.errors import CodeError, ConfigError, MismatchError, RunLockedError
+from stages import code
+from stages.layout import CODE, CONFIG, KEPT, RUN
+from stages.runner import StageCall, run_stage
+from tests.pipeline.helpers import contents
+
+Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture
+def finished(tiny_run: Path, tmp_path: Path) -> Path:
+    """A finished run of two iterations that a test may change."""
+    shutil.copytree(tiny_run, tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def everything(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file()}
+
+
+def committed(run: Run) -> Committed:
+    found = Committed(run, Graph(run.config))
+    found.recover()
+    return found
+
+
+def edit(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """As if a line of a module had been changed."""
+    real = code._module
+
+    def changed(name: str) -> Any:
+        found = real(name)
+        other = code.Source("edited", "edited")
+        return replace(found, source=other) if name == module else found
+
+    monkeypatch.setattr(code, "_module", changed)
+    files = code._file
+    monkeypatch.setattr(code, "_file", lambda name: "edited" if name == module else files(name))
+
+
+def test_a_changed_key_is_refused_before_anything_is_touched(
+    finished: Path, compose: Compose
+) -> None:
+    before = everything(finished)
+    with pytest.raises(MismatchError) as error:
+        prepare(compose("algorithm.lr=0.5"))
+    message = str(error.value)
+    assert "algorithm.lr: 0.01 -> 0.5" in message
+    assert "2 iterations (0 to 1)" in message
+    assert "warm start" not in message
+    assert "--redo" in message
+    assert "--keep" in message
+    assert len(message.splitlines()) <= 5
+    assert everything(finished) == before
+
+
+def test_keys_that_change_no_result_are_accepted(finished: Path, compose: Compose) -> None:
+    run = prepare(compose("evaluate.every=2", "retention.last=3"))
+    assert run.config.retention.last == 3
+    assert not committed(run).stale
+    drive(Run.open(finished))
+    assert "retention" in yaml.safe_load((finished / CONFIG).read_text())
+
+
+def test_changed_code_is_refused_and_named_whoever_starts(
+    finished: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(monkeypatch, "rlinf.trainers.fsdp")
+    before = everything(finished)
+    for start in (lambda: prepare(compose()), lambda: drive(Run.open(finished))):
+        with pytest.raises(MismatchError, match=r"code: rlinf\.trainers\.fsdp") as error:
+            start()
+        assert "the warm start, 2 iterations (0 to 1)" in str(error.value)
+    assert everything(finished) == before
+
+
+def test_code_that_this_run_does_not_use_may_change(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(finished)
+    for module in ("rlinf.algorithms.ppo", "rlinf.channels.socket", "rlinf.models.mlp"):
+        edit(monkeypatch, module)
+    drive(Run.open(finished))
+    assert contents(finished) == before
+    assert not (finished / SET_ASIDE).exists()
+
+
+def test_redo_makes_anew_what_differs_and_nothing_else(
+    finished: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(monkeypatch, "rlinf.rewards.score")
+    kept = (finished / "it/0000/train/manifest.json").stat().st_mtime_ns
+    made = (finished / "it/0000/reward/manifest.json").read_bytes()
+    drive(Run.open(finished), choice=Choice.REDO)
+    aside = next((finished / SET_ASIDE).iterdir())
+    assert {p.relative_to(aside).as_posix() for p in aside.glob("it/*/*")} == {
+        "it/0000/reward",
+        "it/0001/reward",
+    }
+    assert (aside / "it/0000/reward/manifest.json").read_bytes() == made
+    old = read_manifest(aside / "it/0000/reward")
+    assert old is not None
+    assert (aside / "it/0000/reward" / old.data).is_dir()
+    assert (finished / "it/0000/reward/manifest.json").read_bytes() != made
+    assert (finished / "it/0000/train/manifest.json").stat().st_mtime_ns == kept
+    shutil.rmtree(finished / SET_ASIDE)
+    assert contents(finished) == contents(tiny_run), "the same rewards give the same rest"
+    drive(Run.open(finished))
+    assert not (finished / SET_ASIDE).exists(), "once is enough"
+
+
+def test_keep_goes_on_with_what_is_there_and_notes_it(
+    finished: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(monkeypatch, "rlinf.trainers.fsdp")
+    shutil.rmtree(finished / "evaluate/0002")
+    before = contents(finished)
+    drive(prepare(compose("algorithm.lr=0.5"), Choice.KEEP))
+    after = contents(finished)
+    assert {name: after[name] for name in before} == before
+    assert "evaluate/0002" in after
+    entry = json.loads((finished / KEPT).read_text())["kept"][0]
+    assert entry["why"] == ["algorithm.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
+    assert "train/1" in entry["outputs"]
+    drive(Run.open(finished))
+    assert contents(finished) == after, "a later start does not ask again"
+    (shown,) = read_status(finished).kept
+    assert shown.why == tuple(entry["why"])
+    assert "algorithm.lr: 0.01 -> 0.5" in json.loads((finished / RUN).read_text())["kept"][0]
+
+
+def test_the_weights_of_another_model_cannot_be_kept(finished: Path, compose: Compose) -> None:
+    before = everything(finished)
+    with pytest.raises(MismatchError, match=r"another model \(model\.hidden: 32 -> 64\)"):
+        prepare(compose("model.hidden=64"), Choice.KEEP)
+    assert everything(finished) == before
+
+
+def test_an_edited_frozen_configuration_is_noticed(finished: Path, compose: Compose) -> None:
+    path = finished / CONFIG
+    path.write_text(path.read_text().replace("seed: 0", "seed: 1", 1))
+    before = everything(finished)
+    for start in (lambda: drive(Run.open(finished)), lambda: prepare(compose())):
+        with pytest.raises(MismatchError, match=r"config\.yaml: seed: 0 -> 1"):
+            start()
+    assert everything(finished) == before
+    drive(Run.open(finished), choice=Choice.KEEP)
+    drive(Run.open(finished))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a: [", b"- 1\n", b"seed: {}\n", b""])
+@pytest.mark.parametrize("name", [CONFIG, RUN, KEPT])
+def test_a_damaged_file_of_a_run_is_named_in_few_lines(
+    finished: Path, name: str, content: bytes
+) -> None:
+    (finished / name).write_bytes(content)
+    with pytest.raises((ConfigError, MismatchError), match=name.replace(".", r"\.")) as error:
+        drive(Run.open(finished))
+    assert len(str(error.value).splitlines()) <= 5
+
+
+def test_a_damaged_frozen_configuration_is_written_anew_by_the_first_command(
+    finished: Path, compose: Compose
+) -> None:
+    whole = yaml.safe_load((finished / CONFIG).read_text())
+    (finished / CONFIG).write_bytes(b"\xff")
+    with pytest.raises(MismatchError, match=r"config\.yaml: damaged"):
+        prepare(compose())
+    prepare(compose(), Choice.KEEP)
+    made = yaml.safe_load((finished / CONFIG).read_text())
+    made["run"], whole["run"] = None, None
+    assert made == whole
+    assert not committed(Run.open(finished)).stale
+
+
+def test_added_iterations_run_at_the_last_rate_of_the_schedule(
+    finished: Path, compose: Compose
+) -> None:
+    before = contents(finished)
+    run = prepare(compose("iterations=3"))
+    assert run.config.algorithm.model_extra is not None
+    assert run.config.algorithm.model_extra["schedule_iterations"] == 2
+    drive(run)
+    after = contents(finished)
+    assert {name: after[name] for name in before} == before, "byte for byte"
+    last, added = (read_manifest(finished / f"it/000{i}/train") for i in (1, 2))
+    assert last is not None
+    assert added is not None
+    assert added.metrics["lr"] == last.metrics["lr"]
+    assert not (finished / SET_ASIDE).exists()
+
+
+def test_added_iterations_at_a_rate_of_zero_are_refused(compose: Compose, tmp_path: Path) -> None:
+    words = ("algorithm.schedule=linear", "algorithm.lr_final=0", "algorithm.lr_warmup=0")
+    prepare(compose(*words))
+    with pytest.raises(ConfigError, match="ends at 0 after 2 iterations"):
+        prepare(compose(*words, "iterations=3"))
+    assert yaml.safe_load((tmp_path / "tiny" / CONFIG).read_text())["iterations"] == 2
+
+
+def test_fewer_iterations_change_nothing_that_is_there(finished: Path, compose: Compose) -> None:
+    before = everything(finished)
+    run = prepare(compose("iterations=1"))
+    assert run.config.iterations == 1
+    after = everything(finished)
+    # It was copied: its root is another one.
+    assert {k: v for k, v in after.items() if v != before.get(k)}.keys() <= {CONFIG}
+    assert after.keys() == before.keys()
+    assert Run.open(finished).config.iterations == 2
+
+
+def test_a_run_that_is_driven_is_not_settled_by_another_start(
+    finished: Path, compose: Compose
+) -> None:
+    run = Run.open(finished)
+    with run.driven(), pytest.raises(RunLockedError, match="driven by process"):
+        prepare(compose("algorithm.lr=0.5"), Choice.REDO)
+
+
+def test_a_stage_refuses_to_run_other_code_than_the_run_was_started_with(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(finished / "evaluate/0002")
+    edit(monkeypatch, "stages.evaluate")
+    call = StageCall(
+        "evaluate",
+        finished / CONFIG,
+        finished / "evaluate/0002",
+        2,
+        {"weights": finished / "it/0001/sync"},
+    )
+    with pytest.raises(CodeError, match=r"stages\.evaluate is not the code"):
+        run_stage(call)
+    assert not list(finished.glob("evaluate/0002/*"))
+
+
+def test_a_key_that_a_later_version_knows_changes_no_identity(
+    finished: Path, compose: Compose
+) -> None:
+    values = yaml.safe_load((finished / CONFIG).read_text())
+    del values["rollout"]["in_flight_updates"]
+    old = finished.parent / "old.yaml"
+    old.write_text(yaml.safe_dump(values))
+    from stages.identity import stage_key
+    from stages.runner import load_config
+
+    earlier = load_config(old)
+    assert earlier.rollout.in_flight_updates is False
+    assert stage_key(earlier, "rollout", 0, {}, "") != stage_key(
+        load_config(finished / CONFIG), "rollout", 0, {}, ""
+    )
+    from pipeline.record import write_record
+
+    shutil.copy(old, finished / CONFIG)
+    write_record(finished, values)
+    run = prepare(compose("iterations=3"), Choice.KEEP)
+    assert "in_flight_updates" not in run.config.given()["rollout"]
+    assert (finished / CODE).exists()

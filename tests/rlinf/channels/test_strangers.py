@@ -1,0 +1,121 @@
+"""Many connections without the run's key stop nothing, in a process that may open few files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FLOOD = 1100
+PRELUDE = f"""
+FLOOD = {FLOOD}
+import json, os, resource, socket, subprocess, sys, time
+from pathlib import Path
+STRANGER = '''
+import socket, sys
+port = int(sys.stdin.readline())
+held = [socket.create_connection(("127.0.0.1", port)) for _ in range(%d)]
+print(len(held), flush=True)
+sys.stdin.read()
+''' % FLOOD
+stranger = subprocess.Popen(
+    [sys.executable, "-c", STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+)
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+os.environ["RLINF_INTERFACE"] = "127.0.0.1"
+folder = Path(sys.argv[1])
+def flood(address):
+    assert address.startswith("tcp://127.0.0.1:"), address
+    stranger.stdin.write(address.rpartition(":")[2] + "\\n")
+    stranger.stdin.flush()
+    assert stranger.stdout.readline().strip() == str(FLOOD)
+def pointed(name):
+    return json.loads((folder / name).read_text())["addresses"][0]
+def files():
+    return len(os.listdir("/proc/self/fd"))
+"""
+CHANNEL = """
+from rlinf.channels.socket import SocketChannel
+from rlinf.data.record import Identity, Record
+mine = SocketChannel.create(folder, "c")
+host, address = mine.hub, pointed("c.socket.json")
+def exchange():
+    other = SocketChannel.open(folder, "c")
+    other.put(Record(Identity(0, 1)))
+    other.flush()
+    assert mine.get().identity.sample == 1
+    other.leave()
+"""
+CONTROL = """
+from rlinf.channels.control import Controller, Link
+host = Controller(folder)
+address = pointed("control.json")
+def exchange():
+    link = Link(folder, "w", {})
+    deadline = time.monotonic() + 30
+    while not host.events(0.1):
+        assert time.monotonic() < deadline
+    host.send("w", {"i": 1})
+    assert link.orders(30) == [{"i": 1}]
+    link.close()
+"""
+RENDEZVOUS = """
+from rlinf.channels.keys import run_keys
+from rlinf.trainers.rendezvous import Guest, Host
+host = Host(run_keys(folder))
+address = host.addresses[0]
+def exchange():
+    guest = Guest(run_keys(folder), address)
+    assert guest.do("add", "n", 1) == 1
+    guest.close()
+"""
+REST = """
+before = files()
+flood(address)
+exchange()
+(folder / "file").write_text("files can be opened")
+assert files() - before < 150, files()
+assert host._door.dropped >= 900, host._door.dropped
+print("done")
+stranger.kill()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("part", [CHANNEL, CONTROL, RENDEZVOUS], ids=["channel", "control", "rank"])
+def test_a_thousand_idle_connections_stop_nothing(tmp_path: Path, part: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + part + REST, str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "done", done.stderr[-2000:]
+
+
+def test_who_shows_no_key_is_cut_off_in_time(tmp_path: Path) -> None:
+    body = (
+        PRELUDE
+        + CHANNEL
+        + """
+outside = socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+outside.settimeout(15)
+while outside.recv(100):
+    pass
+exchange()
+print("done")
+stranger.kill()
+os._exit(0)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", body, str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "done", done.stderr[-2000:]
