@@ -92,7 +92,7 @@ GRADER = tuple(
             "look at them in the report, and at the format that the prompt asks for",
         ),
         (
-            "deaths",
+            "grader_deaths",
             "workers of the grader died and were replaced",
             "give the stage reward more memory, or look at the answers they died of",
         ),
@@ -184,14 +184,8 @@ class Notices:
         self._told: set[str] = set()
 
     def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._rows = [*rows]
-        self._told = {notice.kind for notice in _of(self._run, self._rows)}
-
-    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = list(rows)
         self._told = {notice.kind for notice in _of(self._run, self._rows)}
-
-    def resumed(self, rows: Sequence[dict[str, Any]]) -> None: ...
 
     def node_started(self, node: Node) -> None: ...
 
