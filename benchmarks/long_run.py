@@ -6,13 +6,14 @@ import json
 import math
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pipeline.metrics import iterations, manifest_of
-from rlinf.artifacts import FileEntry, content_digest
+from rlinf.artifacts import FileEntry, Manifest, content_digest
 from stages.layout import CONFIG, METRICS, PER_ITERATION, PLAN, RUN, stage_folder
 
 
@@ -74,14 +75,14 @@ def stretch(source: Path, folder: Path, count: int, *, kept: int = 5, workers: i
 def _values(run: Path, stage: str, iteration: int) -> dict[str, Any]:
     manifest = manifest_of(run, stage, iteration)
     assert manifest is not None, f"{run}: no {stage} of iteration {iteration}"
-    values: dict[str, Any] = json.loads(manifest.to_json())
-    return values
+    return asdict(manifest)
 
 
 def _write(folder: Path, values: dict[str, Any]) -> None:
     files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
     values["content"] = content_digest(files, values["metrics"])
-    (folder / "manifest.json").write_text(json.dumps(values))
+    manifest = Manifest(**{**values, "files": files})
+    (folder / "manifest.json").write_text(manifest.to_json())
 
 
 def _shift(values: dict[str, Any], by_s: float, workers: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.long_run import stretch
 from benchmarks.row import Row, median_row
 from pipeline.experiment import compose, execute
+from pipeline.report.data import read
 from tests.browser import browser
 from tests.conftest import QUIET, TINY
 
@@ -29,6 +30,7 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="rlinf-report-") as folder:
         execute(compose(["experiment=arithmetic_grpo", f"++run.root={folder}", *QUIET, *TINY]))
         run = stretch(Path(folder) / "tiny", Path(folder) / "long", ITERATIONS, workers=WORKERS)
+        assert len(read(run).rows) == ITERATIONS
         written = [_write(run) for _ in range(REPEATS)]
         page = run / "report" / "report.html"
         with browser() as window:

@@ -347,15 +347,15 @@ class Generators:
 def claimed(run: Path) -> dict[int, list[dict[str, Any]]]:
     """When generators were at work, by iteration, as spans of the rollout: whole claims and parts.
 
-    A line that is being written is left out.
+    A line that is being written, or was damaged, is left out.
     """
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     try:
-        lines = (run / POOLS / CLAIMS).read_text(encoding="utf-8").splitlines()
+        text = (run / POOLS / CLAIMS).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return found
-    for line in lines:
-        with contextlib.suppress(ValueError, KeyError):
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             row = json.loads(line)
             times = [time for _, *pair in row["spans"] for time in pair]
             worker = str(row["worker"])

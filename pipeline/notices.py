@@ -180,8 +180,18 @@ class Notices:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._rows = read_rows(run)
-        self._told = {notice.kind for notice in _of(run, self._rows)}
+        self._rows: list[Row] = []
+        self._told: set[str] = set()
+
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = [*rows]
+        self._told = {notice.kind for notice in _of(self._run, self._rows)}
+
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = list(rows)
+        self._told = {notice.kind for notice in _of(self._run, self._rows)}
+
+    def resumed(self, rows: Sequence[dict[str, Any]]) -> None: ...
 
     def node_started(self, node: Node) -> None: ...
 

@@ -158,6 +158,8 @@ _EXHAUSTED = {
     errno.ENFILE: NO_FILES,
     errno.ENOMEM: NO_MEMORY,
 }
+_UNMAPPED = "failed to map segment from shared object"
+"""What the loader says of a library that memory has no room for."""
 _OF_FILES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
@@ -185,7 +187,8 @@ def storage_error(error: BaseException, folder: Path | None = None) -> ResourceE
                 if number in _OF_FILES:
                     return StorageError(where + message)
                 return ResourceError(message)
-        if "std::bad_alloc" in text:
+        unmapped = _UNMAPPED in text and os.strerror(errno.EPERM) not in text
+        if unmapped or "std::bad_alloc" in text:
             return ResourceError(NO_MEMORY)
         seen = seen.__cause__ or seen.__context__
     return None

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm, scheduled_lr, step_shares
+from rlinf.config import RunConfig
 from rlinf.data.batch import StepBatch, assemble, join
 from rlinf.data.record import Record
+from rlinf.errors import InputError
+from rlinf.models.base import pad
 from rlinf.seeding import generator
 from stages.context import Context
 from stages.parts import (
@@ -73,6 +76,7 @@ class Update:
         self._history: list[dict[str, float]] = []
         self._mass: float | None = None
         self._batch: StepBatch | None = None
+        self._limit = gap_limit(ctx.config, settings.logprob_gap_limit)
         self.streams = (
             algorithm.by_group
             and settings.epochs == settings.minibatches == 1
@@ -96,11 +100,19 @@ class Update:
 
     def epochs(self, rows: Rows) -> None:
         """All steps on the whole batch."""
-        ctx, settings = self._ctx, self._algorithm.config
-        self._trainer.policy.observe([row[0] for row in rows])
+        ctx = self._ctx
+        seen = [row[0] for row in rows]
         rows = [row for row in rows if row[1].info["keep"]]
-        if not rows:
-            return
+        if rows:
+            self._steps(rows)
+        # Afterwards: the update compares the policy with the one that the old log-probs are of,
+        # which saw observations by the old statistics.
+        if self._trainer.policy.observes:
+            changing_trainer(ctx, self._trainer)
+            self._trainer.policy.observe(seen)
+
+    def _steps(self, rows: Rows) -> None:
+        ctx, settings = self._ctx, self._algorithm.config
         batch = self._batch = self._with_advantages(rows)
         cuts = minibatches(
             len(rows), settings.epochs, settings.minibatches, ctx.config.seed, ctx.iteration
@@ -131,11 +143,14 @@ class Update:
     def _add(
         self, batch: StepBatch, rows: Rows, chosen: list[int], weights: Tensor, *, entropy: bool
     ) -> None:
+        fresh = None
+        if not self._history and batch.rollout_logprobs is not None:
+            fresh = batch.mask * same_version([row[0] for row in rows], self._ctx.iteration)
         with self._ctx.span("update"):
             self._trainer.accumulate(
                 [rows[i][0] for i in chosen],
                 lambda outputs, local: _loss(
-                    self._algorithm, outputs, batch, chosen, weights, local
+                    self._algorithm, outputs, batch, chosen, weights, local, fresh
                 ),
                 temperature=self._ctx.config.rollout.temperature,
                 entropy=entropy,
@@ -144,7 +159,56 @@ class Update:
     def _finish(self, scale: float) -> None:
         changing_trainer(self._ctx, self._trainer)
         with self._ctx.span("update"):
-            self._history.append(self._trainer.update(lr=self._lr, scale=scale))
+            metrics = self._trainer.update(lr=self._lr, scale=scale, check=self._compare)
+        metrics = {name: value for name, value in metrics.items() if name not in (GAP, STEPS)}
+        self._history.append(metrics)
+
+    def _compare(self, totals: dict[str, float]) -> None:
+        """Stop where engine and trainer, of equal weights, disagree on what was done.
+
+        Raises:
+            InputError: by more than the limit, in the mean over the steps that count.
+        """
+        if totals.get(STEPS, 0.0) <= 0:
+            return
+        gap = totals[GAP] / totals[STEPS]
+        self._ctx.metric("engine_gap", gap)
+        if not gap <= self._limit:
+            raise InputError(
+                f"iteration {self._ctx.iteration + 1}: the log-probabilities of engine and trainer "
+                f"differ by {gap:.3g} nats in the mean, the limit is {self._limit:.3g}; no weight "
+                "was changed. Both have the same weights: look at engine.*, trainer.* and the "
+                "model's files, or raise algorithm.logprob_gap_limit"
+            )
+
+
+GAP, STEPS = "gap", "gap_steps"
+"""Sums over the steps that count and were chosen by the trainer's own version."""
+GAP_LIMIT, HALF_PRECISION_GAP_LIMIT = 0.02, 0.2
+
+
+def gap_limit(config: RunConfig, given: float | None) -> float:
+    """Largest mean difference of log-probabilities between engine and trainer, nats."""
+    if given is not None:
+        return given
+    parts = (config.model, config.engine, config.trainer)
+    names = [
+        (part.model_extra or {}).get(key) for part in parts for key in ("dtype", "param_dtype")
+    ]
+    return HALF_PRECISION_GAP_LIMIT if "bfloat16" in names else GAP_LIMIT
+
+
+def same_version(trajectories: list[Record], version: int) -> Tensor:
+    """``[N, T]`` 1 where a step was chosen by the weights of ``version``."""
+    return pad(
+        [
+            np.asarray(record.steps["versions"] == version, np.float32)
+            if "versions" in record.steps
+            else np.full(len(record), record.info["policy_version"] == version, np.float32)
+            for record in trajectories
+        ],
+        max(len(record) for record in trajectories),
+    )
 
 
 def minibatches(count: int, epochs: int, parts: int, seed: int, iteration: int) -> list[list[int]]:
@@ -172,8 +236,17 @@ def _loss(
     chosen: list[int],
     weights: Tensor,
     local: list[int],
+    fresh: Tensor | None,
 ) -> Any:
-    """Loss of one micro-batch: rows ``local`` of the minibatch, which are ``chosen[local]``."""
+    """Loss of one micro-batch: rows ``local`` of the minibatch, which are ``chosen[local]``.
+
+    Where ``fresh`` ``[N, T]`` is given also how far engine and trainer differ on those steps.
+    """
     length, device = outputs.logprobs.shape[1], outputs.logprobs.device
     part = batch.rows([chosen[i] for i in local], length, device)
-    return algorithm.loss(outputs, part, weights[local, :length].to(device))
+    loss, metrics = algorithm.loss(outputs, part, weights[local, :length].to(device))
+    if fresh is not None:
+        steps = fresh[[chosen[i] for i in local], :length].to(device)
+        gap = (outputs.logprobs.detach() - part.require("rollout_logprobs")).abs()
+        metrics = {**metrics, GAP: (steps * gap).sum(), STEPS: steps.sum()}
+    return loss, metrics

@@ -46,6 +46,10 @@ class AlgorithmConfig(Section):
     behaviour_weight_cap: float | None = Field(default=None, gt=0)
     """Weight each step by how likely the policy before the update is to do what the policy that
     collected it did, at most this; null: all weigh the same. For stale or inexact rollouts."""
+    logprob_gap_limit: float | None = Field(default=None, gt=0)
+    """Largest mean difference, nats, between the log-probabilities that the engine gave to the
+    steps of an iteration and those of the trainer before its first step, where both have the same
+    weights; above it the run stops. null: 0.02, or 0.2 where either computes in half precision."""
     aggregation: Aggregation = "token_mean"
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.2, gt=0)

@@ -5,6 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LOG_RATIO_BOUND = 20.0
+"""Largest magnitude of a log-ratio that is exponentiated: e^89 is infinite in float32, and an
+infinite ratio times an advantage of zero is not a number."""
+KL_BOUND = 10.0
+"""Largest divergence of one step; its estimate grows exponentially with the log-ratio."""
+
+
+def bounded_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
+    """``exp(logprobs - others)`` within ``exp(±LOG_RATIO_BOUND)``; no gradient beyond."""
+    return torch.exp((logprobs - others).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
 
 def clipped_surrogate(
     logprobs: Tensor,
@@ -21,7 +32,7 @@ def clipped_surrogate(
     Returns:
         Loss per step, and 1 where clipping took effect, both ``[..., T]``.
     """
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = bounded_ratio(logprobs, old_logprobs)
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     return -torch.minimum(plain, clipped), (clipped < plain).float()
@@ -36,7 +47,7 @@ def behaviour_weights(
     for asynchronous rollouts arXiv 2505.24298, eq. 5) that stands before the clipped surrogate,
     whose ratio is against the policy just before the update. Also 1 where the cap took effect.
     """
-    ratio = torch.exp(old_logprobs - rollout_logprobs)
+    ratio = bounded_ratio(old_logprobs, rollout_logprobs)
     return ratio.clamp(max=cap), (ratio > cap).float()
 
 
@@ -55,7 +66,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Estimate of KL(policy || reference) from samples of the policy, per step, never negative.
 
     ``exp(r) - 1 - r`` with ``r = reference - policy`` (the k3 estimator, used by GRPO,
-    arXiv 2402.03300, eq. 4); the exponent is bounded so that one outlier cannot overflow.
+    arXiv 2402.03300, eq. 4), at most :data:`KL_BOUND`, so that one outlier does not rule the sum.
     """
-    gap = (reference_logprobs - logprobs).clamp(-20, 20)
-    return torch.exp(gap) - 1 - gap
+    gap = (reference_logprobs - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (torch.exp(gap) - 1 - gap).clamp(max=KL_BOUND)

@@ -34,7 +34,7 @@ class StepBatch:
     rollout_logprobs: Tensor | None = None
     """``[N, T]`` of the policy that collected the steps."""
     values: Tensor | None = None
-    """``[N, T]``."""
+    """``[N, T]`` of the version that ``bootstrap`` is of."""
     reference_logprobs: Tensor | None = None
     """``[N, T]``."""
     advantages: Tensor | None = None
@@ -109,7 +109,9 @@ def assemble(rows: Sequence[tuple[Record, Record, Record]]) -> StepBatch:
     if "mask" in rows[0][0].steps:
         mask = mask * optional(0, "mask")
     old = column(2, "logprobs")
-    values = column(2, "values")
+    # Of the version whose values the rewards are continued with after a cut: where those of the
+    # inference stage are of a later one, temporal differences would mix two value functions.
+    values = column(0, "values")
     return StepBatch(
         mask=mask,
         rewards=optional(1, "rewards"),
@@ -119,6 +121,6 @@ def assemble(rows: Sequence[tuple[Record, Record, Record]]) -> StepBatch:
         terminated=optional(0, "terminated"),
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),
-        values=column(0, "values") if values is None else values,
+        values=column(2, "values") if values is None else values,
         reference_logprobs=column(2, "reference_logprobs"),
     )

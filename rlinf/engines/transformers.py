@@ -24,6 +24,7 @@ from rlinf.data.record import Record
 from rlinf.device import local_device
 from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import Engine
+from rlinf.errors import DataError
 from rlinf.models.base import copy_weights
 from rlinf.models.causal_lm import (
     CausalLMConfig,
@@ -93,6 +94,8 @@ class TransformersEngine(Engine):
     def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
         lengths = request.steps["prompt_length"]
+        if (lengths < 1).any():
+            raise DataError("a prompt has no token: nothing stands before the first of its sample")
         begun = request.steps.get("begun_length", np.zeros_like(lengths))
         # Rows of one chunk are equally far; longest prompts first, so that they have like lengths.
         order = np.lexsort((-lengths, begun))

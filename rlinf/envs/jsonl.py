@@ -92,7 +92,7 @@ class JsonlEnvironment(PromptEnvironment):
         chosen = generator(seed, "jsonl", "demonstration", step).integers(len(problems), size=count)
         prompts = [problems[int(i)] for i in chosen]
         stop = self.tokenizer.eos_token_id
-        questions = self.encode([prompt.text for prompt in prompts])
+        questions = self.contexts([prompt.text for prompt in prompts])
         replies = super().encode([prompt.answer for prompt in prompts])
         return [
             Record(Identity(step, i), {"actions": np.append(reply, stop)}, {"prompt": question})

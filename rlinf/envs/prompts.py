@@ -41,11 +41,21 @@ class PromptEnvironment(Environment):
         ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in ids]
 
+    def contexts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of prompts; an empty one is what begins a text, or ends one.
+
+        A language model gives no probability to a token that nothing stands before.
+        """
+        begin = self.tokenizer.bos_token_id
+        begin = self.tokenizer.eos_token_id if begin is None else begin
+        alone = np.array([begin], dtype=np.int64)
+        return [ids if len(ids) else alone for ids in self.encode(texts)]
+
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         prompts = self.prompts(episodes)
-        encoded = self.encode([prompt.text for prompt in prompts])
+        encoded = self.contexts([prompt.text for prompt in prompts])
         samples = episodes.samples()
         row_of = {start: row for row, start in enumerate(episodes.starts)}
         rows = [row_of[sample // episodes.group_size] for sample in samples.tolist()]

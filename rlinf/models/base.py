@@ -89,7 +89,7 @@ class Policy(ABC):
     """Whether :meth:`observe` does anything."""
 
     def observe(self, records: Sequence[Record]) -> None:  # noqa: B027
-        """Look at a whole batch before the update (to follow observation statistics, say)."""
+        """Look at a whole batch after the update (to follow observation statistics, say)."""
 
     def cost(self, record: Record) -> int:
         """Positions a trajectory occupies in a batch: what a token budget counts."""

@@ -139,6 +139,8 @@ class CausalLM(Policy):
 
     def collate(self, records: Sequence[Record]) -> Batch:
         prompts = [record.context["prompt"] for record in records]
+        if not all(len(prompt) for prompt in prompts):
+            raise DataError("a prompt has no token: nothing stands before the first of its sample")
         actions = [record.steps["actions"] for record in records]
         length = max(len(action) for action in actions)
         tokens = [

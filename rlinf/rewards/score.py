@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlinf.config import Section
 from rlinf.data.record import Record
@@ -22,6 +22,16 @@ class ScoreConfig(Section):
     arXiv 2503.14476, eq. 13)."""
     overlong_to: int | None = Field(default=None, gt=0)
     """Steps at which it has reached 1."""
+
+    @model_validator(mode="after")
+    def _overlong_is_a_range(self) -> ScoreConfig:
+        start, stop = self.overlong_from, self.overlong_to
+        if (start is None) != (stop is None) or (start and stop and start >= stop):
+            raise ValueError(
+                f"overlong_from {start} and overlong_to {stop} say where the penalty for overlong "
+                "samples begins and is whole; set both, overlong_from below overlong_to"
+            )
+        return self
 
 
 class ScoreReward(Reward):
@@ -43,4 +53,4 @@ class ScoreReward(Reward):
         start, stop = self.config.overlong_from, self.config.overlong_to
         if start is None or stop is None:
             return 0.0
-        return float(np.clip((length - start) / max(1, stop - start), 0, 1))
+        return float(np.clip((length - start) / (stop - start), 0, 1))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
+
+from rlinf.errors import ConfigError
 
 log = logging.getLogger("rlinf")
 
@@ -15,6 +19,22 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def identified(run: Path) -> tuple[str, str]:
+    """Name and identity that a run has in ``run.json``.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = run / "run.json"
+    try:
+        about = json.loads(path.read_bytes())
+        return str(about["name"]), str(about["id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: damaged ({error!r}); resume with --keep, which writes it anew"
+        ) from None
 
 
 class Guarded:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlinf.config import RunConfig
 from rlinf.errors import MissingPackageError
+from rlinf.track.base import identified
 
 
 class MLflow:
@@ -21,16 +21,16 @@ class MLflow:
             raise MissingPackageError("mlflow", "mlflow", "log.trackers: mlflow") from None
         if "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri((run / "mlflow").as_uri())
-        about = json.loads((run / "run.json").read_text())
+        name, identity = identified(run)
         mlflow.set_experiment("rlinf")
         known = mlflow.search_runs(
-            filter_string=f"tags.rlinf_id = '{about['id']}'", output_format="list"
+            filter_string=f"tags.rlinf_id = '{identity}'", output_format="list"
         )
         self._mlflow = mlflow
         mlflow.start_run(
             run_id=known[0].info.run_id if known else None,
-            run_name=about["name"],
-            tags={"rlinf_id": about["id"]},
+            run_name=name,
+            tags={"rlinf_id": identity},
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlinf.config import RunConfig
 from rlinf.errors import MissingPackageError
+from rlinf.track.base import identified
 
 
 class WeightsAndBiases:
@@ -20,11 +20,11 @@ class WeightsAndBiases:
         except ImportError:
             raise MissingPackageError("wandb", "wandb", "log.trackers: wandb") from None
         os.environ.setdefault("WANDB_MODE", "offline")
-        about = json.loads((run / "run.json").read_text())
+        name, identity = identified(run)
         self._run = wandb.init(
             project="rlinf",
-            name=about["name"],
-            id=about["id"][:16],
+            name=name,
+            id=identity[:16],
             dir=str(run),
             resume="allow",
             config=config.semantic(),

@@ -209,12 +209,19 @@ class FSDPTrainer:
             for parameter in self._parameters(policy):
                 parameter.grad = None
 
-    def update(self, *, lr: float, scale: float = 1.0) -> dict[str, float]:
+    def update(
+        self,
+        *,
+        lr: float,
+        scale: float = 1.0,
+        check: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, float]:
         """Change the weights by the accumulated gradient.
 
         Args:
             scale: what gradient and metrics are multiplied by first, for losses that were summed
                 before the weight of the whole batch was known.
+            check: is given the metrics before any weight changes; what it raises ends the update.
 
         Returns:
             The metrics of the losses, summed over micro-batches and ranks, with ``loss`` and
@@ -226,12 +233,20 @@ class FSDPTrainer:
         if not self._sums:
             raise ValueError("nothing was accumulated")
         try:
-            return self._update(self._sums, lr, scale)
+            return self._update(self._sums, lr, scale, check)
         finally:
             self.discard()
 
-    def _update(self, sums: dict[str, Any], lr: float, scale: float) -> dict[str, float]:
+    def _update(
+        self,
+        sums: dict[str, Any],
+        lr: float,
+        scale: float,
+        check: Callable[[dict[str, float]], None] | None,
+    ) -> dict[str, float]:
         totals = {name: scale * value for name, value in self._sum_over_ranks(sums).items()}
+        if check is not None:
+            check(totals)
         norm = scale * self._gradient_norm()
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(

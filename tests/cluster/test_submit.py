@@ -21,7 +21,7 @@ from tests.pipeline.helpers import contents, run_here, start_driver, until
 
 pytestmark = pytest.mark.cluster
 ON_SPOT = {**PLAN["stages"], "rollout": {"partition": "spot", "gpus": 1, "gpu_type": "a100"}}
-LONGER = "iterations=40"
+LONGER = "iterations=24"
 
 
 def rlinf(*command: str, code: int = 0) -> str:
@@ -55,6 +55,7 @@ def iteration(run: Path, number: int) -> None:
     wait_until(run / f"it/{number:04d}/sync/manifest.json", 150)
 
 
+@pytest.mark.timeout(600)
 def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Path) -> None:
     """The driver is killed, requeued and killed, a pool preempted meanwhile, and all is stopped."""
     tell = tmp_path / "tell"
@@ -64,16 +65,16 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     rlinf("submit", *call(tmp_path, LONGER, f"cluster.notify=[{tell}]"), "--partition", "cpu")
     job = str(noted_job(Run.open(run)))
     strikes = [["scancel", "-s", "KILL", f"{job}.0"], ["scontrol", "requeue", job]]
-    for number, strike in [(2, strikes[0]), (10, strikes[1]), (18, strikes[0])]:
+    for number, strike in [(2, strikes[0]), (7, strikes[1]), (12, strikes[0])]:
         iteration(run, number)
         subprocess.run(strike, check=True)
-        if number == 10:
+        if number == 7:
             (node,) = shown("squeue", "-p", "spot", "-t", "RUNNING", "-o", "%N")
             where = ["-p", "gpu", "-w", node, "--exclusive", "-o", "/dev/null"]
             shown("sbatch", *where, "--wrap", "sleep 1")
     assert "another" not in rlinf("status", str(run))
     assert f"job {job}" in rlinf("resume", str(run), code=65)
-    iteration(run, 26)
+    iteration(run, 17)
     assert f"job {job} (driver) cancelled" in rlinf("stop", str(run))
     assert not queued(run)
     assert not (tmp_path / "told").exists(), "who stops a run knows that it ended"

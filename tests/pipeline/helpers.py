@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.committed import SET_ASIDE
 from pipeline.experiment import compose, execute
 from rlinf import tree
 from rlinf.artifacts import read_manifest
@@ -24,10 +25,11 @@ from rlinf.launch import forced
 
 
 def contents(run: Path) -> dict[str, str]:
-    """Content digest of every committed stage of a run."""
+    """Content digest of every committed stage of a run, but for what was set aside."""
     return {
         str(path.relative_to(run).parent): json.loads(path.read_text())["content"]
         for path in sorted(run.rglob("manifest.json"))
+        if SET_ASIDE not in path.parts
     }
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.experiment import drive
+from pipeline.experiment import drive, prepare
 from pipeline.run import Run
-from rlinf.errors import StorageError
+from rlinf.errors import InputError
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
@@ -94,13 +94,12 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 def test_a_read_only_filesystem_is_one_clear_error_and_the_run_goes_on(
     compose: Compose, mounted: Path
 ) -> None:
-    from pipeline.experiment import execute
-
     values = compose("iterations=1")
     values["run"]["root"] = str(mounted)
+    run = prepare(values)
     subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
-    with pytest.raises(StorageError, match="filesystem is read-only"):
-        execute(values)
+    with pytest.raises(InputError, match=r"[Rr]ead-only"):
+        drive(run)
     subprocess.run(["mount", "-o", "remount,rw", str(mounted)], check=True)
-    execute(values)
+    drive(run)
     assert "it/0000/sync" in contents(mounted / "tiny")

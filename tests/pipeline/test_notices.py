@@ -95,7 +95,9 @@ def test_a_run_tells_each_notice_once_and_shows_it(
         for row in flat:
             teller.iteration_done(row["iteration"], row)
         (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in flat) + '{"iter')
-        Notices(run).iteration_done(3, {"iteration": 3, **WELL, **FLAT})
+        later = Notices(run)
+        later.resumed(flat)
+        later.iteration_done(3, {"iteration": 3, **WELL, **FLAT})
     assert len(caplog.records) == 1
     assert caplog.records[0].message == notices(run)[0]
     console = Console(width=300, record=True, file=io.StringIO())

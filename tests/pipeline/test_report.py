@@ -17,11 +17,13 @@ import pytest
 
 from pipeline import metrics
 from pipeline.experiment import execute, prepare
+from pipeline.notices import notices
 from pipeline.report import write_report
 from pipeline.report.charts import CHARTS
 from pipeline.report.data import read
 from pipeline.report.page import stage_table, tiles
 from pipeline.report.transcripts import Sample, chosen, pack
+from pipeline.run import Run
 from pipeline.status import read_status
 from rlinf import tree
 from rlinf.artifacts import content_digest, prune, read_manifest
@@ -132,6 +134,17 @@ def test_a_run_tells_what_it_was_made_with_and_what_stages_used(run: Path) -> No
     assert "<dt>seed</dt>" in write_report(run).read_text()
 
 
+def test_what_speaks_against_a_run_is_said_at_the_top(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "reward/kept_share": 0.0}) + "\n" for row in rows]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    said = notices(Run.open(run))
+    assert said
+    page = write_report(run).read_text()
+    top = page.partition('id="notices"')[2].partition("</ul>")[0]
+    assert top.count("<li>") == len(said)
+
+
 def test_a_page_of_many_transcripts_has_the_worst_and_the_best() -> None:
     many = [
         Sample(i, 10, i / 1000, "length" if i == 555 else "stop", f"p{i // 8}", f"t{i}", "")
@@ -200,13 +213,13 @@ def test_the_tiles_name_the_scores(run: Path) -> None:
 
 def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Path) -> None:
     assert "<h2>Idle time</h2>" in write_report(run).read_text()
-    path = run / "it/0001/train/manifest.json"
-    manifest = json.loads(path.read_text())
-    (whole,) = [span for span in manifest["timing"]["spans"] if span["name"] == "train"]
+    manifest = read_manifest(run / "it/0001/train")
+    assert manifest is not None
+    (whole,) = [span for span in manifest.timing["spans"] if span["name"] == "train"]
     whole["worker"] = "pool-1-3-r0"
     wait = {**whole, "name": "wait", "end": (whole["start"] + whole["end"]) / 2}
-    manifest["timing"]["spans"] = [wait, whole]
-    path.write_text(json.dumps(manifest))
+    manifest.timing["spans"] = [wait, whole]
+    (run / "it/0001/train/manifest.json").write_text(manifest.to_json())
     data = read(run)
     lane = f"pool 1 · rank 0 · {whole['host']}"
     mine = [piece for piece in data.pieces if piece.lane == lane]

@@ -74,7 +74,7 @@ def test_every_metric_is_drawn_and_nothing_is_fetched(opened: Browser, long_run:
 
 
 def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(opened: Browser) -> None:
-    opened.place(LOSS, 0.5)
+    opened.place("#plot-train-loss", 0.5)
     opened.wait("return document.querySelector(arguments[0])", LOSS)
     whole = shown(opened, LOSS)
     opened.drag(LOSS, 0.25, 0.5)
@@ -91,7 +91,7 @@ def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(opened: Brow
 
 
 def test_hovering_tells_the_values_of_all_charts_there(opened: Browser) -> None:
-    opened.place(LOSS, 0.5)
+    opened.place("#plot-train-loss", 0.5)
     opened.wait("return document.querySelector(arguments[0])", LOSS)
     opened.hover(LOSS, 0.5)
     told = "return document.querySelector(arguments[0] + ' .value').textContent"
@@ -103,7 +103,7 @@ def test_hovering_tells_the_values_of_all_charts_there(opened: Browser) -> None:
 
 
 def test_smoothing_changes_the_line_and_not_the_values(opened: Browser) -> None:
-    opened.place(LOSS, 0.5)
+    opened.place("#plot-train-loss", 0.5)
     opened.wait("return document.querySelector(arguments[0])", LOSS)
     data = "return document.querySelector('#plot-train-loss .draw').plot.u.data[arguments[0]]"
     slide = (

@@ -111,3 +111,28 @@ def test_dapo_leaves_out_groups_without_a_signal() -> None:
 
     keep = DAPO(DAPOConfig()).keep(np.array([1.0, 1, 0, 1]), np.array([0, 0, 1, 1]))
     assert keep.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("gap", [-1e4, -99.0, 99.0, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_an_outlier_gives_finite_losses_and_gradients(gap: float, advantage: float) -> None:
+    logprobs = torch.tensor([gap], requires_grad=True)
+    loss, _ = clipped_surrogate(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2)
+    weight, _ = behaviour_weights(torch.tensor([gap]), torch.zeros(1), cap=2.0)
+    divergence = kl_estimate(logprobs, torch.zeros(1))
+    (loss + 0 * weight + divergence).sum().backward()
+    assert logprobs.grad is not None
+    for value in (loss, weight, divergence, logprobs.grad):
+        assert torch.isfinite(value).all()
+    assert float(divergence.detach()) <= 10
+
+
+@settings(deadline=None)
+@given(st.floats(-15, 0), st.floats(-15, 0))
+def test_ratio_and_divergence_agree_with_double_precision(a: float, b: float) -> None:
+    one, other = torch.tensor([a]), torch.tensor([b])
+    gap = float(other.double() - one.double())
+    loss, _ = clipped_surrogate(other, one, torch.tensor([-1.0]), 0.2, 0.2)
+    assert float(loss) == pytest.approx(max(math.exp(gap), 0.8), rel=3e-6)
+    exact = min(10.0, math.expm1(gap) - gap)
+    assert float(kl_estimate(one, other)) == pytest.approx(exact, rel=1e-5, abs=2e-6)

@@ -42,3 +42,11 @@ def test_columns_are_padded_and_masked() -> None:
     assert batch.values is None
     with pytest.raises(ValueError, match="no values"):
         batch.require("values")
+
+
+def test_values_are_of_the_version_that_the_bootstrap_is_of() -> None:
+    """With staleness the inference stage evaluates a later version than the one that collected."""
+    trajectories = records(1, actions=2, logprobs=2, values=2, bootstrap=2)
+    later = [Record(Identity(0, 1), {"values": np.full(2, 9.0)})]
+    batch = assemble(join(trajectories, records(1, rewards=2), later))
+    assert batch.require("values").tolist() == batch.bootstrap.tolist() == [[1, 1]]

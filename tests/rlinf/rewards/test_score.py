@@ -1,0 +1,32 @@
+"""The penalty for overlong samples needs both of its ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlinf.config import validate
+from rlinf.data.record import Identity, Record
+from rlinf.errors import ConfigError
+from rlinf.rewards.score import ScoreConfig, ScoreReward
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"overlong_from": 8},
+        {"overlong_to": 8},
+        {"overlong_from": 9, "overlong_to": 8},
+        {"overlong_from": 8, "overlong_to": 8},
+    ],
+)
+def test_half_a_penalty_is_refused(given: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="set both, overlong_from below overlong_to"):
+        validate(ScoreConfig, given, "reward")
+
+
+def test_the_penalty_grows_linearly_between_its_ends() -> None:
+    reward = ScoreReward(ScoreConfig(overlong_from=2, overlong_to=6))
+    samples = [Record(Identity(0, n), {"actions": np.zeros(n, np.int64)}) for n in (1, 2, 5, 6, 9)]
+    got = [float(steps[-1]) for steps in reward.rewards(samples, [1.0] * 5)]
+    assert got == pytest.approx([1.0, 1.0, 0.25, 0.0, 0.0])
