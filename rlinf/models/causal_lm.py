@@ -219,7 +219,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     trusted = config.trust_remote_code
     check_checkpoint(folder, trusted)
-    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]
+    verbosity = logging.get_verbosity()
     # What it would warn of is an error here.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
@@ -250,7 +250,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
     finally:
-        logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]
+        logging.set_verbosity(verbosity)
     refuse_unfit(
         f"model.path: {folder}",
         found["missing_keys"],

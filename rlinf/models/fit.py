@@ -122,7 +122,7 @@ def meta_network(settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    if get_checkpoint_conversion_mapping(settings.model_type):
+    if get_checkpoint_conversion_mapping(settings.model_type):  # type: ignore[no-untyped-call]
         return None
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]

@@ -73,8 +73,10 @@ class Storm:
         deadline, committed = time.monotonic() + PATIENCE_S, -1
         while not self._ended():
             assert time.monotonic() < deadline, f"{self.struck}\n{self.log}"
-            if (count := sum(1 for _ in self.root.rglob("manifest.json"))) > committed:
-                deadline, committed = time.monotonic() + PATIENCE_S, count
+            with contextlib.suppress(FileNotFoundError):  # retention prunes meanwhile
+                count = sum(1 for _ in self.root.rglob("manifest.json"))
+                if count > committed:
+                    deadline, committed = time.monotonic() + PATIENCE_S, count
             time.sleep(0.5)
 
     @property
@@ -192,7 +194,10 @@ def restart_slurmctld(storm: Storm) -> bool:
 
 def corrupt_file(storm: Storm) -> bool:
     """A bit of a committed file changes."""
-    files = [file for out in storm.root.rglob("manifest.json") for file in _committed(out.parent)]
+    files: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):  # what is pruned or swept meanwhile
+        for out in storm.root.rglob("manifest.json"):
+            files += _committed(out.parent)
     if not files:
         return False
     path = storm.rng.choice(sorted(files)[-6:])
