@@ -187,12 +187,6 @@ class Notices:
         self._rows = [*rows]
         self._told = {notice.kind for notice in _of(self._run, self._rows)}
 
-    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._rows = list(rows)
-        self._told = {notice.kind for notice in _of(self._run, self._rows)}
-
-    def resumed(self, rows: Sequence[dict[str, Any]]) -> None: ...
-
     def node_started(self, node: Node) -> None: ...
 
     def node_done(self, node: Node, manifest: Manifest) -> None: ...
