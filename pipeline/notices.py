@@ -184,7 +184,7 @@ class Notices:
         self._told: set[str] = set()
 
     def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._rows = list(rows)
+        self._rows = [*rows]
         self._told = {notice.kind for notice in _of(self._run, self._rows)}
 
     def node_started(self, node: Node) -> None: ...
