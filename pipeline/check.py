@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from pipeline.launch import ClusterConfig
+from rlinf.algorithms import algorithms
 from rlinf.config import RunConfig, validate
 from rlinf.engines import engines
-from rlinf.errors import ConfigError
+from rlinf.envs import environments
+from rlinf.envs.base import Extent
+from rlinf.errors import ConfigError, RlinfError, require
+from rlinf.fit import DEMONSTRATIONS, GROUPS
+from rlinf.models import policies
+from rlinf.registry import Registry
+from rlinf.rewards import rewards
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
+from slurm.site import load_site
 from stages.parts import environment_class, make_algorithm, make_reward, policy_class
 
 
@@ -16,21 +28,23 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: names the key.
         DataError: a file of the task or model is missing or malformed.
+        PlanError: the site file is missing or malformed.
+        MissingPackageError: a part needs a package that is not installed.
     """
     policy, model_options = policy_class(config)
     environment, task_options = environment_class(config)
     engine = engines.get(config.engine.name)
-    config.engine.options(engine.Config, "engine")
+    engine_options = config.engine.options(engine.Config, "engine")
     trainer = trainers.get(config.trainer.name)
-    config.trainer.options(trainer.Config, "trainer")
+    trainer_options = config.trainer.options(trainer.Config, "trainer")
     algorithm = make_algorithm(config)
     make_reward(config)
-    if algorithm.needs_groups and config.rollout.group_size < 2:
-        raise ConfigError(
-            f"rollout.group_size: {config.rollout.group_size} under algorithm.name "
-            f"{config.algorithm.name!r}, which compares the samples of a group: all advantages "
-            "would be 0; set it to 2 or more"
-        )
+    cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.site is not None:
+        load_site(cluster.site)
+    for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
+        check_tracker(tracker, f"log.trackers.{number}")
+    check_fit(config)
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.config.minibatches:
         raise ConfigError(
@@ -38,6 +52,121 @@ def check(config: RunConfig) -> None:
             f"rollout.group_size {config.rollout.group_size}) cannot be cut into "
             f"{algorithm.config.minibatches} equal minibatches"
         )
-    for tracker in validate(LogConfig, config.log, "log").trackers:
-        sinks.get(tracker)
-    policy.check(model_options, environment.describe(task_options))
+    if cluster.launcher != "slurm":
+        for section, options in (("engine", engine_options), ("trainer", trainer_options)):
+            check_device(getattr(options, "device", "auto"), f"{section}.device")
+    processor = policy.check(model_options, environment.describe(task_options))
+    extent = environment.extent(task_options, processor)
+    check_extent(config, extent, policy.positions(model_options))
+
+
+class Part(NamedTuple):
+    """A part of the run, and all that could stand in its place."""
+
+    section: str
+    name: str
+    registry: Registry
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.name"
+
+
+def check_fit(config: RunConfig) -> None:
+    """See that what each part needs is offered by another one (:mod:`rlinf.fit`).
+
+    Raises:
+        ConfigError: a need is not met; names the parts of the same kind that would fit.
+    """
+    parts = [
+        Part("task", config.task.name, environments),
+        Part("model", config.model.name, policies),
+        Part("engine", config.engine.name, engines),
+        Part("reward", config.reward.name, rewards),
+        Part("algorithm", config.algorithm.name, algorithms),
+    ]
+    offered = {word for part in parts for word in part.registry.get(part.name).offers}
+    if config.rollout.group_size > 1:
+        offered.add(GROUPS)
+    for part in parts:
+        missing = part.registry.get(part.name).needs - offered
+        if missing:
+            others = [name for name in part.registry.names() if _fits(part.registry, name, offered)]
+            raise ConfigError(
+                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
+                f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
+                + (f"; here fits: {', '.join(others)}" if others else "")
+            )
+    if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
+        raise ConfigError(
+            f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
+            "set it to 0"
+        )
+
+
+def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
+    try:
+        needs: frozenset[str] = registry.get(name).needs
+    except (RlinfError, ImportError):
+        return False
+    return needs <= offered
+
+
+def check_tracker(name: str, key: str) -> None:
+    """See that a tracker is there, without starting it.
+
+    Raises:
+        ConfigError: unknown.
+        MissingPackageError: its package is not installed.
+    """
+    package: tuple[str, str] | None = getattr(sinks.get(name, key), "package", None)
+    if package is not None:
+        require(*package, f"{key}: {name}")
+
+
+def check_device(name: str, key: str) -> None:
+    """See that this machine has a device.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    import torch
+
+    kind, _, number = name.partition(":")
+    seen = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "cuda" and int(number or 0) >= seen:
+        has = f"{seen} GPUs" if seen else "no GPU"
+        raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
+
+
+def check_extent(config: RunConfig, extent: Extent, positions: int | None) -> None:
+    """See that there are as many problems as are asked, and room for the answers.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    held_out = config.evaluate.horizon or config.rollout.horizon
+    for key, asked, there, file in (
+        ("rollout.batch", config.rollout.batch, extent.train, "task.train"),
+        ("evaluate.samples", config.evaluate.samples, extent.test, "task.test"),
+    ):
+        if there is not None and asked > there:
+            raise ConfigError(
+                f"{key}: {asked} different problems are asked at once, and {file} has {there} that "
+                f"can be used; set {key}={there} or less"
+            )
+    asks: Iterable[tuple[str, int]] = (
+        ("rollout.horizon", config.rollout.horizon),
+        ("evaluate.horizon", held_out),
+    )
+    for key, horizon in asks:
+        if positions is not None and extent.longest_prompt + horizon > positions:
+            raise ConfigError(
+                f"{key}: prompts of up to {extent.longest_prompt} tokens and {horizon} new ones do "
+                f"not fit into the {positions} positions of the model; lower it"
+                + _or_model(config.model.model_extra or {})
+            )
+
+
+def _or_model(options: dict[str, Any]) -> str:
+    return " or task.max_prompt_tokens" if options.get("path") else " or raise model.max_positions"

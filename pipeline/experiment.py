@@ -22,9 +22,9 @@ from pipeline.show import Console, Trackers
 from pipeline.stop import Stopping
 from rlinf import tree
 from rlinf.channels.curve import address_on
+from rlinf.composing import explained
 from rlinf.config import RunConfig, validate
 from rlinf.errors import (
-    ConfigError,
     Interrupted,
     PlanError,
     RequeueRequested,
@@ -147,9 +147,9 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
             further = ",".join(f"file://{Path(folder).absolute()}" for folder in searchpath)
             path = [f"hydra.searchpath=[{further}]"] if further else []
             values = hydra_compose("config", [*overrides, *path])
-        plain = OmegaConf.to_container(values, resolve=True)
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error)) from None
+        raise explained(error) from None
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

@@ -92,7 +92,7 @@ GRADER = tuple(
             "look at them in the report, and at the format that the prompt asks for",
         ),
         (
-            "deaths",
+            "grader_deaths",
             "workers of the grader died and were replaced",
             "give the stage reward more memory, or look at the answers they died of",
         ),

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.yaml_file import read_yaml
 from stages import SECTIONS
 from stages.layout import PLAN
 
@@ -300,14 +300,8 @@ def read_plan(path: Path) -> Plan:
     Raises:
         PlanError: missing, not YAML, or invalid; names the key.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PlanError(f"plan: no file {path}") from None
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise PlanError(f"plan: {path} is not valid YAML ({reason})") from None
-    return parse_plan(values or {}, str(path))
+    values = read_yaml(path, "plan", PlanError)
+    return parse_plan({} if values is None else values, str(path))
 
 
 def parse_plan(values: Any, where: str) -> Plan:
@@ -330,6 +324,12 @@ def parse_plan(values: Any, where: str) -> Plan:
             if stage not in SECTIONS:
                 raise PlanError(f"{where}.{key}: unknown stage {stage!r}{nearest(stage, SECTIONS)}")
             plan.of(stage)
+    held = {stage for pool in plan.pools for stage in pool.stages}
+    missing = next((stage for stage in ("rollout", "train") if stage not in held), None)
+    if plan.pools and missing:
+        raise PlanError(
+            f"{where}.pools: no pool holds {missing}; only other stages may be left out"
+        )
     return plan
 
 

@@ -6,6 +6,7 @@ module has what they share and the frame of a whole run, :class:`RunConfig`.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from rlinf.errors import ConfigError, nearest
 
@@ -33,19 +35,56 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         ConfigError: names the first wrong key, with the nearest valid one for an unknown key.
     """
     try:
-        return section.model_validate(dict(values))
+        # Strict, and as JSON: lists are tuples, text is a path, but ``true`` is no number and
+        # ``"8"`` neither.
+        text = json.dumps(values, default=_plain)
+        return section.model_validate_json(text, strict=True)
+    except (TypeError, RecursionError) as error:
+        raise ConfigError(f"{where or 'config'}: {error}") from None
     except ValidationError as error:
-        problem = error.errors()[0]
-        path = [str(part) for part in problem["loc"]]
+        problem = error.errors(include_url=False)[0]
+        path = _keys(problem, values)
         key = ".".join([where, *path] if where else path)
         if problem["type"] == "extra_forbidden":
             owner = _owner(section, path[:-1])
             hint = nearest(path[-1], owner.model_fields) if owner else ""
             raise ConfigError(f"{key}: unknown key{hint}") from None
         got = problem.get("input")
-        shown = f" (got {got!r})" if not isinstance(got, Mapping) else ""
+        shown = f" (got {_short(got)})" if path and not isinstance(got, Mapping) else ""
         message = problem["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{key or where or 'config'}: {message}{shown}") from None
+        if not path and re.split(r"\W", message, maxsplit=1)[0] in section.model_fields:
+            # What a whole section complains of begins with the key.
+            raise ConfigError(f"{where}.{message}" if where else message) from None
+        raise ConfigError(f"{key or 'config'}: {message}{shown}") from None
+    except ValueError as error:  # a value that contains itself
+        raise ConfigError(f"{where or 'config'}: {error}") from None
+
+
+def _plain(value: Any) -> str:
+    """What YAML or Python has and JSON has not, as text."""
+    if isinstance(value, (Path, datetime.date)):
+        return str(value)
+    raise TypeError(f"expected plain values, not {type(value).__name__}")
+
+
+def _keys(problem: ErrorDetails, values: Any) -> list[str]:
+    """The user's keys in the place of an error, which names the members of unions too."""
+    path: list[str] = []
+    at = values
+    for part in problem["loc"]:
+        if isinstance(at, Mapping) and part in (names := {str(key): key for key in at}):
+            at = at[names[str(part)]]
+        elif isinstance(at, (list, tuple)) and isinstance(part, int) and part < len(at):
+            at = at[part]
+        elif not isinstance(at, Mapping) or problem["type"] != "missing":
+            continue
+        path.append(str(part))
+    return path
+
+
+def _short(value: Any, most: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _owner(section: type[Section], path: list[str]) -> type[Section] | None:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from typing import Annotated
+
 import torch
+from pydantic import AfterValidator
 
 from rlinf.trainers.world import World
+
+
+def _device_name(name: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise ValueError("expected auto, cpu, cuda, or one GPU such as cuda:1")
+    return name
+
+
+DeviceName = Annotated[str, AfterValidator(_device_name)]
+"""A device in a configuration; see :func:`local_device`."""
 
 
 def local_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -99,6 +100,18 @@ class MissingPackageError(InputError):
             f"{purpose} needs the package {package!r}, which is not installed; "
             f"install it with: pip install 'rlinf-slurm[{extra}]'"
         )
+
+
+def require(package: str, extra: str, purpose: str) -> None:
+    """See that an optional package is installed, without importing it.
+
+    Raises:
+        MissingPackageError: it is not.
+    """
+    found = importlib.util.find_spec(package)
+    # A folder of that name in the working directory would be a package without an origin.
+    if found is None or found.origin is None:
+        raise MissingPackageError(package, extra, purpose)
 
 
 class ArtifactError(RlinfError):

@@ -7,15 +7,18 @@ With ``-m`` Hydra runs a sweep, one run per point, in this process or as jobs th
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rlinf import machine, tree
+from rlinf.composing import explained
 from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compose_and_run(words: Sequence[str], choice: str) -> int:
     """Hand the command line to Hydra; returns the exit code of the first point that failed."""
     import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     sys.argv = ["rlinf.launch", *words]
     failures: list[int] = []
@@ -64,7 +69,20 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
                 # A sweep's launcher reports a point as failed only when it raises.
                 raise SystemExit(code)
 
-    run()
+    # Hydra prints what it cannot compose, and ends with 1; so it hands its errors on instead.
+    shown = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        run()
+    except (HydraException, OmegaConfBaseException) as error:
+        told = explained(error)
+        print(f"error: {told}", file=sys.stderr)
+        return told.exit_code
+    finally:
+        if shown is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = shown
     return failures[0] if failures else 0
 
 
@@ -99,10 +117,17 @@ def chosen(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def forced(word: str) -> str:
-    """``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file."""
-    key, separator, _ = word.partition("=")
+    """``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file.
+
+    Raises:
+        ConfigError: a group is given no name, so that Hydra would leave it out.
+    """
+    key, separator, value = word.partition("=")
     plain = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
     group = (tree.ROOT / "configs" / key).is_dir()
+    if group and separator and value.strip() in ("", "[]", "{}", "null"):
+        names = sorted(path.stem for path in (tree.ROOT / "configs" / key).glob("*.yaml"))
+        raise ConfigError(f"{word}: expected a name; valid: {', '.join(names)}")
     own = plain and not group and key.split(".")[0] != "hydra"
     return f"++{word}" if separator and own else word
 
@@ -152,12 +177,12 @@ def run_point(values: Any, choice: str = "ask") -> int:
 
     logging.getLogger("rlinf").setLevel(logging.INFO)
     try:
-        plain = OmegaConf.to_container(values, resolve=True)
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
         assert isinstance(plain, dict)
         report = execute({str(key): value for key, value in plain.items()}, Choice(choice))
         print(f"report: {report}")
     except OmegaConfBaseException as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {explained(error)}", file=sys.stderr)
         return ConfigError.exit_code
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)

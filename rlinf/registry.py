@@ -33,22 +33,28 @@ class Registry:
             raise ConfigError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = target
 
-    def target(self, name: str) -> str:
+    def target(self, name: str, key: str | None = None) -> str:
         """``module:attribute`` of the part called ``name``; nothing is imported.
+
+        Args:
+            key: of the configuration, where the name stands; ``kind.name`` by default.
 
         Raises:
             ConfigError: no such part; names the nearest one.
         """
         if name not in self._entries:
             hint = nearest(name, self._entries)
-            raise ConfigError(f"{self.kind}.name: unknown {self.kind} {name!r}{hint}")
+            raise ConfigError(f"{key or self.kind + '.name'}: unknown {self.kind} {name!r}{hint}")
         return self._entries[name]
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str, key: str | None = None) -> Any:
         """Import and return the part called ``name``.
+
+        Args:
+            key: as for :meth:`target`.
 
         Raises:
             ConfigError: no such part; names the nearest one.
         """
-        module, _, attribute = self.target(name).partition(":")
+        module, _, attribute = self.target(name, key).partition(":")
         return getattr(importlib.import_module(module), attribute)

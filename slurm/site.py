@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from rlinf.errors import PlanError, nearest
+from rlinf.config import Section, validate
+from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.yaml_file import read_yaml
 from slurm import gpus
 from slurm.client import partition_names
 
 
-class Hardware(BaseModel):
+class Hardware(Section):
     """What Slurm cannot tell of a partition's nodes; see :class:`slurm.inventory.NodeGroup`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     gpu_model: str | None = None
     """The GPU, where its name in GRES leaves open which it is (``gpu:4``, or ``a100``, which comes
@@ -61,7 +61,7 @@ class PartitionSite(Hardware):
     env: dict[str, str] = {}
     sbatch: dict[str, str | int | bool] = {}
     """Further sbatch options by long name."""
-    signal_delay_s: int = 90
+    signal_delay_s: int = Field(default=90, ge=1)
     """Seconds between the warning signal and the end."""
     duty_cycle: Duty | dict[str, Duty] = 1.0
     """Share of the time that the processes of jobs may run, to make nodes of a dev cluster slower
@@ -85,10 +85,8 @@ class PartitionSite(Hardware):
         }
 
 
-class Site(BaseModel):
+class Site(Section):
     """``defaults`` for all partitions, then what ``partitions`` says of each."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     defaults: PartitionSite = PartitionSite()
     partitions: dict[str, PartitionSite] = {}
@@ -128,20 +126,12 @@ def load_site(path: Path) -> Site:
     Raises:
         PlanError: missing, not YAML, or a key is unknown or of the wrong type.
     """
+    values = read_yaml(path, "cluster.site", PlanError)
+    if not isinstance(values or {}, Mapping):
+        raise PlanError(
+            f"cluster.site: {path}: expected a mapping with 'defaults' and 'partitions'"
+        )
     try:
-        values = yaml.safe_load(path.expanduser().read_text(encoding="utf-8")) or {}
-    except FileNotFoundError:
-        raise PlanError(f"cluster.site: no file {path}") from None
-    except yaml.YAMLError as error:
-        raise PlanError(f"cluster.site: {path} is not valid YAML ({error})") from None
-    try:
-        return Site.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        hint = ""
-        if problem["type"] == "extra_forbidden":
-            owner = Site if len(problem["loc"]) == 1 else PartitionSite
-            hint = nearest(str(problem["loc"][-1]), owner.model_fields)
-        message = problem["msg"].removeprefix("Value error, ")
-        raise PlanError(f"{path}: {key}: {message}{hint}") from None
+        return validate(Site, values or {}, str(path))
+    except ConfigError as error:
+        raise PlanError(f"cluster.site: {error}") from None

@@ -14,6 +14,7 @@ from pipeline.plan import Pool
 from pipeline.planner.problem import Kind, Placement, Problem, Stage
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.yaml_file import read_yaml
 
 
 class KindSection(Section):
@@ -142,12 +143,7 @@ def read_problem(path: Path) -> tuple[Problem, Placement | None]:
     Raises:
         PlanError: missing, not YAML, or invalid; names the key.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
-        raise PlanError(f"problem: no file {path}") from None
-    except yaml.YAMLError as error:
-        raise PlanError(f"problem: {path} is not valid YAML ({error})") from None
+    values = read_yaml(path, "problem", PlanError)
     if not isinstance(values, Mapping):
         raise PlanError(f"{path}: expected a mapping with 'kinds' and 'stages'")
     try:

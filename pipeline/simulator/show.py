@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import yaml
 from rich.table import Table
 
 from pipeline.durations import duration
@@ -22,6 +21,7 @@ from pipeline.simulator.trace import Trace
 from pipeline.terminal import terminal
 from rlinf.config import validate
 from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.yaml_file import read_yaml
 
 WAITS_SHOWN = 2
 
@@ -58,13 +58,10 @@ def load_scenario(what: str, scenario: str | None) -> Scenario:
     if what in studies.STUDIES and scenario in studies.SCENARIOS:
         return studies.STUDIES[what].scenario(scenario)
     path = Path(scenario)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (FileNotFoundError, IsADirectoryError):
+    if not path.exists():
         hint = nearest(scenario, studies.SCENARIOS) if what in studies.STUDIES else ""
-        raise ConfigError(f"scenario: no file {path}{hint}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"scenario: {path} is not valid YAML ({error})") from None
+        raise ConfigError(f"scenario: no file {path}{hint}")
+    values = read_yaml(path, "scenario", ConfigError) or {}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a mapping")
     return validate(Scenario, values, str(path))

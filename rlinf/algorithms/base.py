@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.batch import StepBatch
+from rlinf.fit import GROUPS, VALUES, Part
 from rlinf.models.base import StepOutputs
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AlgorithmConfig(Section):
@@ -31,7 +34,7 @@ class AlgorithmConfig(Section):
     """Iterations over which the learning rate rises linearly."""
     lr_final: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate of a falling schedule, as a share of ``lr``."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_grad: float = Field(default=1.0, gt=0)
@@ -51,7 +54,7 @@ class AlgorithmConfig(Section):
     steps of an iteration and those of the trainer before its first step, where both have the same
     weights; above it the run stops. null: 0.02, or 0.2 where either computes in half precision."""
     aggregation: Aggregation = "token_mean"
-    clip_low: float = Field(default=0.2, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, le=1)
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``."""
     entropy_bonus: float = Field(default=0.0, ge=0)
@@ -68,18 +71,25 @@ class AlgorithmConfig(Section):
         return self
 
 
-class Algorithm(ABC):
+class Algorithm(Part, ABC):
     """Pure functions of step batches; holds nothing but its configuration."""
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
-    needs_values: ClassVar[bool] = False
-    needs_groups: ClassVar[bool] = False
-    """Whether a sample is judged by the others of its group, so that one alone teaches nothing."""
     by_group: ClassVar[bool] = False
     """Whether advantages of a group do not depend on the rest of the batch."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the inference stage must give value estimates."""
+        return VALUES in self.needs
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a sample is judged by the others of its group, so that one teaches nothing."""
+        return GROUPS in self.needs
 
     @property
     def needs_reference(self) -> bool:

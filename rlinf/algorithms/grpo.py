@@ -12,6 +12,7 @@ from torch import Tensor
 from rlinf.algorithms.advantages import group_relative
 from rlinf.algorithms.base import Aggregation, Algorithm, AlgorithmConfig, policy_terms
 from rlinf.data.batch import StepBatch
+from rlinf.fit import GROUPS
 from rlinf.models.base import StepOutputs
 
 
@@ -29,7 +30,8 @@ class GRPO(Algorithm):
 
     Config = GRPOConfig
     config: GRPOConfig
-    needs_groups = by_group = True
+    needs = frozenset({GROUPS})
+    by_group = True
 
     def keep(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
         if not self.config.drop_equal_groups:

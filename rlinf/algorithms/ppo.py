@@ -9,6 +9,7 @@ from rlinf.algorithms.advantages import generalised, whiten
 from rlinf.algorithms.base import Algorithm, AlgorithmConfig, policy_terms
 from rlinf.algorithms.losses import clipped_value_loss
 from rlinf.data.batch import StepBatch
+from rlinf.fit import VALUES
 from rlinf.models.base import StepOutputs
 
 
@@ -28,7 +29,7 @@ class PPO(Algorithm):
 
     Config = PPOConfig
     config: PPOConfig
-    needs_values = True
+    needs = frozenset({VALUES})
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         advantages, returns = generalised(

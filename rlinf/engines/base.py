@@ -12,9 +12,10 @@ from torch import Tensor
 from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.fit import Part
 
 
-class Engine(ABC):
+class Engine(Part, ABC):
     """Answers observation records with action records, under one version of the weights.
 
     A request's ``steps`` have one row per sample; ``steps["sample"]`` says which. Replies carry the

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.engines.base import Engine
+from rlinf.fit import ACTOR_CRITIC
 from rlinf.models.base import copy_weights
 from rlinf.seeding import generator
 
@@ -39,6 +40,7 @@ class DirectEngine(Engine):
     """
 
     Config = DirectConfig
+    needs = frozenset({ACTOR_CRITIC})
 
     def __init__(self, config: DirectConfig, policy: type, policy_config: Any) -> None:
         self._config, self._class, self._policy_config = config, policy, policy_config

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.device import local_device
+from rlinf.device import DeviceName, local_device
 from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import Engine
 from rlinf.errors import DataError
+from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.base import copy_weights
 from rlinf.models.causal_lm import (
     CausalLMConfig,
@@ -47,7 +48,7 @@ class TransformersConfig(Section):
     """Most samples decoded at once."""
     threads: int = Field(default=1, gt=0)
     """Torch threads while generating; more than one slows small models down."""
-    device: str = "auto"
+    device: DeviceName = "auto"
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the weights it generates with, and of what is sent to it; null: that of the model. The
     trainer keeps its own, and inference evaluates that."""
@@ -59,6 +60,7 @@ class TransformersEngine(Engine):
     """See the module."""
 
     Config = TransformersConfig
+    needs = frozenset({LANGUAGE_MODEL})
 
     def __init__(self, config: TransformersConfig, policy: type, policy_config: Any) -> None:
         self._config = config

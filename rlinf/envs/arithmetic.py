@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import Episodes, Extent
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.models.base import Spec
 from rlinf.seeding import generator
@@ -45,6 +46,18 @@ class ArithmeticConfig(Section):
             raise ValueError(f"only {' '.join(OPERATIONS)} are known")
         return value
 
+    @model_validator(mode="after")
+    def _weights_of_digits(self) -> ArithmeticConfig:
+        weights = self.weights
+        if weights is not None and (
+            len(weights) != len(self.digits) or min(weights) < 0 or not sum(weights)
+        ):
+            raise ValueError(
+                f"weights: one number for each of digits {list(self.digits)}, none below 0 and not "
+                "all 0"
+            )
+        return self
+
     @field_validator("digits")
     @classmethod
     def _sizes(cls, value: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,6 +75,11 @@ class ArithmeticEnvironment(PromptEnvironment):
     @classmethod
     def describe(cls, config: ArithmeticConfig) -> Spec:
         return {"alphabet": ALPHABET}
+
+    @classmethod
+    def extent(cls, config: ArithmeticConfig, processor: Any) -> Extent:
+        # Every character is a token, in the words of a new model.
+        return Extent(longest_prompt=2 * max(config.digits) + 2)
 
     def prompts(self, episodes: Episodes) -> list[Prompt]:
         seed, iteration = episodes.seed, episodes.iteration

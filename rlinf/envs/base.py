@@ -18,6 +18,7 @@ import numpy as np
 from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.fit import Part
 
 if TYPE_CHECKING:
     # A simulator process loads no torch.
@@ -52,7 +53,18 @@ class Episodes:
         return samples if self.begun is None else samples[np.isin(samples, list(self.begun))]
 
 
-class Environment(ABC):
+@dataclass(frozen=True)
+class Extent:
+    """How much there is of a task; None: no end of it."""
+
+    train: int | None = None
+    """Starts for training that differ."""
+    test: int | None = None
+    longest_prompt: int = 0
+    """Tokens."""
+
+
+class Environment(Part, ABC):
     """What the policy acts in."""
 
     Config: ClassVar[type[Section]]
@@ -69,6 +81,18 @@ class Environment(ABC):
         Raises:
             DataError: a data file of the task is missing, empty or malformed.
         """
+
+    @classmethod
+    def extent(cls, config: Any, processor: Any) -> Extent:
+        """How much there is of the task, after a look at all of it; asked before a run begins.
+
+        Args:
+            processor: as for the constructor; None while the policy has not been created.
+
+        Raises:
+            DataError: a problem cannot be asked.
+        """
+        return Extent()
 
     @abstractmethod
     def simulate(
@@ -96,5 +120,5 @@ class Environment(ABC):
         """Trajectories of an expert for supervised fine-tuning; none by default."""
         return []
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release simulators and worker processes."""

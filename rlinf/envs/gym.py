@@ -24,6 +24,7 @@ from rlinf.envs.base import Environment, Episodes
 from rlinf.envs.overlap import Part, overlapped
 from rlinf.envs.processes import Processes
 from rlinf.errors import ConfigError, MissingPackageError
+from rlinf.fit import OBSERVATIONS, STEP_REWARDS
 from rlinf.seeding import generator
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class GymEnvironment(Environment):
     """
 
     Config = GymConfig
+    offers = frozenset({OBSERVATIONS, STEP_REWARDS})
 
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config

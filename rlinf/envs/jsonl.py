@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import Episodes, Extent
+from rlinf.envs.chat import Message, render
+from rlinf.envs.problems import PROMPT, Problem, read_problems, shown
 from rlinf.envs.prompts import Prompt, PromptEnvironment
-from rlinf.errors import DataError, nearest
+from rlinf.errors import ConfigError, DataError, require
 from rlinf.models.base import Spec
 from rlinf.rewards.math_workers import MathGrader, counted
 from rlinf.seeding import generator
@@ -29,11 +31,12 @@ class JsonlConfig(Section):
     test: Path
     """JSON-lines file of held-out problems."""
     prompt_field: str = "question"
+    """Holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
     template: str = "{prompt}"
-    """Text of the user's message; ``{prompt}`` stands for the problem."""
+    """Text of the user's (last) message; ``{prompt}`` stands for the problem."""
     system: str = ""
-    """System message, for tokenizers with a chat template."""
+    """System message of conversations without one, for tokenizers with a chat template."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Longer prompts are left out."""
     workers: int = Field(default=2, gt=0)
@@ -41,6 +44,29 @@ class JsonlConfig(Section):
     timeout_s: float = Field(default=5.0, gt=0)
     """Processor time to grade one response, to a second; then it counts as wrong, and is
     reported. After 64 such responses in a row the rest of the batch is not tried."""
+
+    @field_validator("template")
+    @classmethod
+    def _asks(cls, value: str) -> str:
+        if PROMPT not in value:
+            raise ValueError("does not contain {prompt}, so no problem would be asked")
+        return value
+
+
+@dataclass(frozen=True)
+class Asked(Prompt):
+    """A problem as the model gets it."""
+
+    rendered: str
+    """What the model gets."""
+    demonstration: str
+    """An answer to learn from: what the assistant says in the row, or the reference answer."""
+    tokens: int
+    """Of ``rendered``."""
+
+    @property
+    def given(self) -> str:
+        return self.rendered
 
 
 class JsonlEnvironment(PromptEnvironment):
@@ -60,11 +86,25 @@ class JsonlEnvironment(PromptEnvironment):
 
     @classmethod
     def describe(cls, config: JsonlConfig) -> Spec:
+        require("math_verify", "math", "task.name: jsonl")
+        read = {}
         for key, path in (("train", config.train), ("test", config.test)):
-            read_problems(path, config.prompt_field, config.answer_field, f"task.{key}")
+            read[key] = read_problems(path, config.prompt_field, config.answer_field, f"task.{key}")
+        train, test = ({shown(p.messages) for p in read[split]} for split in ("train", "test"))
+        if train == test:
+            raise DataError(
+                f"task.test: {config.test} has the same problems as task.train; held-out ones must "
+                "be others"
+            )
         return {}
 
-    def prompts(self, episodes: Episodes) -> list[Prompt]:
+    @classmethod
+    def extent(cls, config: JsonlConfig, processor: Any) -> Extent:
+        made = cls(config, processor)
+        longest = max(p.tokens for problems in made._problems.values() for p in problems)
+        return Extent(len(made._problems["train"]), len(made._problems["test"]), longest)
+
+    def prompts(self, episodes: Episodes) -> Sequence[Prompt]:
         """Training problems without replacement, in an order drawn anew for each epoch; the first
         test problems."""
         problems = self._problems[episodes.split]
@@ -76,24 +116,13 @@ class JsonlEnvironment(PromptEnvironment):
             chosen.append(problems[self._order(episodes.seed, epoch)[place]])
         return chosen
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            return super().encode(texts)
-        rendered = [
-            self.tokenizer.apply_chat_template(
-                self._messages(text), tokenize=False, add_generation_prompt=True
-            )
-            for text in texts
-        ]
-        return super().encode(rendered)
-
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         problems = self._problems["train"]
         chosen = generator(seed, "jsonl", "demonstration", step).integers(len(problems), size=count)
         prompts = [problems[int(i)] for i in chosen]
         stop = self.tokenizer.eos_token_id
-        questions = self.contexts([prompt.text for prompt in prompts])
-        replies = super().encode([prompt.answer for prompt in prompts])
+        questions = self.contexts([prompt.given for prompt in prompts])
+        replies = self.encode([prompt.demonstration for prompt in prompts])
         return [
             Record(Identity(step, i), {"actions": np.append(reply, stop)}, {"prompt": question})
             for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
@@ -118,22 +147,29 @@ class JsonlEnvironment(PromptEnvironment):
             self._grader.close()
             self._grader = None
 
-    def _load(self, path: Path, key: str) -> list[Prompt]:
+    def _load(self, path: Path, key: str) -> list[Asked]:
         """The problems whose prompts are short enough.
 
         Raises:
-            DataError: none is.
+            DataError: none is; a problem or setting needs a chat template; the template fails, or
+                leaves out what it was given.
         """
         config = self.config
-        problems = read_problems(path, config.prompt_field, config.answer_field, key)
         problems = [
-            Prompt(config.template.replace("{prompt}", problem.text), problem.answer)
-            for problem in problems
+            problem.asked(config.template)
+            for problem in read_problems(path, config.prompt_field, config.answer_field, key)
         ]
-        lengths = [len(ids) for ids in self.encode([problem.text for problem in problems])]
+        given = self._given(problems, path, key)
+        lengths = [len(ids) for ids in self.encode(given)]
         kept = [
-            problem
-            for problem, length in zip(problems, lengths, strict=True)
+            Asked(
+                shown(problem.messages),
+                problem.answer,
+                text,
+                problem.demonstration or problem.answer,
+                length,
+            )
+            for problem, text, length in zip(problems, given, lengths, strict=True)
             if length <= config.max_prompt_tokens
         ]
         if not kept:
@@ -141,7 +177,43 @@ class JsonlEnvironment(PromptEnvironment):
                 f"{key}: all {len(problems)} prompts of {path} are longer than "
                 f"task.max_prompt_tokens={config.max_prompt_tokens}"
             )
+        empty = next((i for i, length in enumerate(lengths) if not length), None)
+        if empty is not None:
+            raise DataError(f"{key}: {path}, line {problems[empty].line}: the prompt has no tokens")
         return kept
+
+    def _given(self, problems: Sequence[Problem], path: Path, key: str) -> list[str]:
+        """What the model gets to read."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            if self.config.system:
+                raise ConfigError(
+                    "task.system: the tokenizer of model.path has no chat template to put a system "
+                    "message into; write it into task.template"
+                )
+            several = next((problem for problem in problems if len(problem.messages) > 1), None)
+            if several is not None:
+                raise DataError(
+                    f"{key}: {path}, line {several.line}: several messages need a tokenizer with a "
+                    "chat template, and that of model.path has none"
+                )
+            return [problem.messages[0]["content"] for problem in problems]
+        where = "model.path"
+        if not isinstance(template, str):
+            raise DataError(f"{where}: the tokenizer has several chat templates; keep one")
+        names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
+        conversations = [self._messages(problem) for problem in problems]
+        texts = render(template, conversations, names, where)
+        for problem, messages, text in zip(problems, conversations, texts, strict=True):
+            # Templates may trim what they are given.
+            lost = next((m["role"] for m in messages if m["content"].strip() not in text), None)
+            if lost is not None:
+                raise DataError(
+                    f"{where}: the chat template leaves out the {lost} message of {path}, line "
+                    f"{problem.line}; use a checkpoint (or a tokenizer_config.json) whose template "
+                    "keeps it"
+                )
+        return texts
 
     def _order(self, seed: int, epoch: int) -> list[int]:
         if self._epoch is None or self._epoch[0] != (seed, epoch):
@@ -150,52 +222,7 @@ class JsonlEnvironment(PromptEnvironment):
             self._epoch = ((seed, epoch), order)
         return self._epoch[1]
 
-    def _messages(self, text: str) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.config.system}] if self.config.system else []
-        return [*system, {"role": "user", "content": text}]
-
-
-def read_problems(path: Path, prompt_field: str, answer_field: str, key: str) -> list[Prompt]:
-    """All problems of a JSON-lines file.
-
-    Raises:
-        DataError: missing or empty file, a line that is not JSON, a field that is not there; names
-            the line.
-    """
-    try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{key}: cannot read {path}: {error.strerror}") from None
-    problems = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{key}: {path}, line {number}: not JSON ({error})") from None
-        if not isinstance(item, dict):
-            raise DataError(f"{key}: {path}, line {number}: expected an object")
-        for name, option in ((prompt_field, "prompt_field"), (answer_field, "answer_field")):
-            if name not in item:
-                raise DataError(
-                    f"{key}: {path}, line {number}: no field {name!r}{nearest(name, item)} "
-                    f"(set task.{option})"
-                )
-        answer = item[answer_field]
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise DataError(
-                f"{key}: {path}, line {number}: {answer_field!r} is {json.dumps(answer)[:40]}; "
-                "expected a text or a number"
-            )
-        prompt, answer = str(item[prompt_field]), str(answer)
-        for name, value in ((prompt_field, prompt), (answer_field, answer)):
-            if any("\ud800" <= character <= "\udfff" for character in value):
-                raise DataError(
-                    f"{key}: {path}, line {number}: {name!r} has half of a surrogate pair, which "
-                    "is no character"
-                )
-        problems.append(Prompt(prompt, answer))
-    if not problems:
-        raise DataError(f"{key}: {path} is empty")
-    return problems
+    def _messages(self, problem: Problem) -> list[Message]:
+        own = problem.messages[0]["role"] == "system"
+        system = self.config.system if not own else ""
+        return [*([{"role": "system", "content": system}] if system else []), *problem.messages]

@@ -13,6 +13,7 @@ import numpy as np
 from rlinf.channels.base import Channel
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import UNFINISHED, Environment, Episodes
+from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS
 
 
 @dataclass(frozen=True)
@@ -22,20 +23,27 @@ class Prompt:
     text: str
     answer: str
 
+    @property
+    def given(self) -> str:
+        """What the model gets; a task may format the question for it."""
+        return self.text
+
 
 class PromptEnvironment(Environment):
     """Asks prompts, collects responses. A task says which prompts and how a response is scored."""
+
+    offers = frozenset({PROMPTS, ANSWERS, DEMONSTRATIONS})
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.config = config
         self.tokenizer = processor
 
     @abstractmethod
-    def prompts(self, episodes: Episodes) -> list[Prompt]:
+    def prompts(self, episodes: Episodes) -> Sequence[Prompt]:
         """The prompts of ``episodes.starts``; equal arguments give equal prompts."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of texts, int64; a task may format them for the model first."""
+        """Token ids of texts, int64."""
         if not texts:
             return []
         ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -55,7 +63,7 @@ class PromptEnvironment(Environment):
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         prompts = self.prompts(episodes)
-        encoded = self.contexts([prompt.text for prompt in prompts])
+        encoded = self.contexts([prompt.given for prompt in prompts])
         samples = episodes.samples()
         row_of = {start: row for row, start in enumerate(episodes.starts)}
         rows = [row_of[sample // episodes.group_size] for sample in samples.tolist()]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import DataError
+from rlinf.fit import Part
 
 Spec = dict[str, Any]
 """What an environment tells a policy to be created: alphabet, observations, actions."""
@@ -39,19 +40,27 @@ class StepOutputs:
     """Value estimate of the state the action was taken in."""
 
 
-class Policy(ABC):
+class Policy(Part, ABC):
     """A trainable network with a folder format of its own."""
 
     Config: ClassVar[type[Section]]
     module: nn.Module
 
-    @classmethod  # noqa: B027
-    def check(cls, config: Any, spec: Spec) -> None:
+    @classmethod
+    def check(cls, config: Any, spec: Spec) -> Any:
         """See that a policy can be made, without making it.
+
+        Returns its :meth:`processor`, where that is there already, or None.
 
         Raises:
             DataError, ConfigError: as :meth:`create` would.
         """
+        return None
+
+    @classmethod
+    def positions(cls, config: Any) -> int | None:
+        """Most tokens of a prompt and its response together; None: no limit."""
+        return None
 
     @classmethod
     @abstractmethod
@@ -88,7 +97,7 @@ class Policy(ABC):
     observes: ClassVar[bool] = False
     """Whether :meth:`observe` does anything."""
 
-    def observe(self, records: Sequence[Record]) -> None:  # noqa: B027
+    def observe(self, records: Sequence[Record]) -> None:
         """Look at a whole batch after the update (to follow observation statistics, say)."""
 
     def cost(self, record: Record) -> int:

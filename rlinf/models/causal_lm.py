@@ -21,9 +21,11 @@ from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError, nearest
+from rlinf.fit import LANGUAGE_MODEL, PROMPTS
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting, pad
 from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
 from rlinf.models.folder import check_links
+from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
 from rlinf.models.linear import use_onednn
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import TensorFile, load_tensors
@@ -53,24 +55,24 @@ class CausalLM(Policy):
     """A policy whose steps are the tokens of a response."""
 
     Config = CausalLMConfig
+    needs = frozenset({PROMPTS})
+    offers = frozenset({LANGUAGE_MODEL})
 
     def __init__(self, module: nn.Module, folder: Path) -> None:
         self.module = module
         self._folder = folder
 
     @classmethod
-    def check(cls, config: CausalLMConfig, spec: Spec) -> None:
+    def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
         if config.path is not None:
             folder = config.path.expanduser()
             check_checkpoint(folder, config.trust_remote_code)
-            if not weight_files(folder):
-                raise DataError(
-                    f"model.path: {folder} has no *.safetensors; convert the weights first "
-                    "(pickled weights are not loaded)"
-                )
-            load_tokenizer(folder, config.trust_remote_code)
+            check_family(folder, config)
+            check_headers(folder)
+            tokenizer = load_tokenizer(folder, config.trust_remote_code)
+            check_vocabulary(folder, tokenizer)
             check_weights(folder)
-            return
+            return tokenizer
         if "alphabet" not in spec:
             raise ConfigError(
                 "model.path: this task brings no alphabet to build a tokenizer from; "
@@ -81,6 +83,18 @@ class CausalLM(Policy):
                 f"model.heads: {config.heads} must divide model.hidden {config.hidden} and be a "
                 f"multiple of model.kv_heads {config.kv_heads}"
             )
+        if config.hidden // config.heads % 2:
+            raise ConfigError(
+                f"model.heads: model.hidden {config.hidden} / {config.heads} heads makes heads of "
+                f"{config.hidden // config.heads}; rotary positions need an even size"
+            )
+        return None
+
+    @classmethod
+    def positions(cls, config: CausalLMConfig) -> int | None:
+        if config.path is None:
+            return config.max_positions
+        return positions(read_settings(config.path.expanduser()))
 
     @classmethod
     def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
@@ -311,9 +325,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(
                 small, local_files_only=True, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"model.path: {folder}: cannot load a tokenizer ({error})") from None
-    size = json.loads(read_text(folder / "config.json")).get("vocab_size")
+    except Exception as error:  # the tokenizer library raises plain Exception
+        raise DataError(f"model.path: {folder}: cannot load a tokenizer ({brief(error)})") from None
+    size = vocabulary(read_settings(folder))
     # A tokenizer class may make up an end token that the model was never given.
     if tokenizer.eos_token_id is None or (size and tokenizer.eos_token_id >= size):
         raise DataError(
@@ -325,12 +339,58 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
+def check_family(folder: Path, config: CausalLMConfig) -> None:
+    """See that ``transformers`` knows a causal language model of this type.
+
+    Raises:
+        DataError: it does not.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.trust_remote_code and "auto_map" in read_settings(folder):
+        return
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever its settings make the library raise
+        raise DataError(
+            f"model.path: {folder / 'config.json'} cannot be used ({brief(error)})"
+        ) from None
+    if type(settings) not in AutoModelForCausalLM._model_mapping:
+        raise DataError(
+            f"model.path: {folder} is a {settings.model_type!r} model, which is no causal language "
+            "model"
+        )
+
+
+def check_vocabulary(folder: Path, tokenizer: Any) -> None:
+    """See that the model knows all tokens of its tokenizer.
+
+    Raises:
+        DataError: it does not.
+    """
+    size = vocabulary(read_settings(folder))
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if size is not None and highest >= size:
+        raise DataError(
+            f"model.path: the tokenizer of {folder} has tokens up to number {highest}, the model "
+            f"knows {size} (vocab_size in config.json); they do not belong together"
+        )
+
+
+def brief(error: BaseException, most: int = 200) -> str:
+    """The message of a library's error on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
     """See that a folder holds a model this process may load.
 
     Raises:
         DataError: it does not.
     """
+    if folder.is_file():
+        raise DataError(f"model.path: {folder} is a file; give the folder it is in")
     if not folder.is_dir():
         parent = folder.parent
         beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
@@ -340,7 +400,7 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
     settings = folder / "config.json"
     if not settings.is_file():
         raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
-    if not trust_remote_code and "auto_map" in json.loads(read_text(settings)):
+    if not trust_remote_code and "auto_map" in read_settings(folder):
         raise DataError(
             f"model.path: {folder} brings its own Python code (auto_map in config.json); "
             "to run it set model.trust_remote_code=true"

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from rlinf.checked import read_text
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.errors import ConfigError, DataError
+from rlinf.errors import DataError
+from rlinf.fit import ACTOR_CRITIC, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
 from rlinf.models.fit import check_fit
 from rlinf.tensors import load_tensors
@@ -83,6 +84,8 @@ class MLPPolicy(Policy):
     """A policy whose steps are the actions of an episode."""
 
     Config = MLPConfig
+    needs = frozenset({OBSERVATIONS})
+    offers = frozenset({ACTOR_CRITIC, VALUES})
     module: ActorCritic
     observes = True
 
@@ -91,16 +94,7 @@ class MLPPolicy(Policy):
         self.settings = settings
 
     @classmethod
-    def check(cls, config: MLPConfig, spec: Spec) -> None:
-        if "observation" not in spec:
-            raise ConfigError(
-                "model.name: 'mlp' needs a task with observation vectors; this is a text task, "
-                "use a language model"
-            )
-
-    @classmethod
     def create(cls, config: MLPConfig, spec: Spec, seed: int, folder: Path) -> None:
-        cls.check(config, spec)
         settings = {**spec, **config.model_dump(mode="json")}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -10,9 +10,10 @@ import numpy as np
 
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.fit import Part
 
 
-class Reward(ABC):
+class Reward(Part, ABC):
     """Turns the task's scores into the rewards the algorithm maximises."""
 
     Config: ClassVar[type[Section]]

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.fit import ANSWERS
 from rlinf.rewards.base import Reward
 
 
@@ -22,6 +23,7 @@ class DigitsReward(Reward):
     """A denser signal than exact match for short answers with a fixed form."""
 
     Config = DigitsConfig
+    needs = frozenset({ANSWERS})
     config: DigitsConfig
 
     def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:

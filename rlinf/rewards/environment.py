@@ -8,7 +8,7 @@ import numpy as np
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.errors import ConfigError
+from rlinf.fit import STEP_REWARDS
 from rlinf.rewards.base import Reward
 
 
@@ -19,20 +19,13 @@ class EnvironmentConfig(Section):
 
 
 class EnvironmentReward(Reward):
-    """See the module.
-
-    Raises:
-        ConfigError: the trajectories carry no rewards (a text task).
-    """
+    """See the module."""
 
     Config = EnvironmentConfig
+    needs = frozenset({STEP_REWARDS})
     config: EnvironmentConfig
 
     def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        if trajectories and "rewards" not in trajectories[0].steps:
-            raise ConfigError(
-                "reward.name: this task gives no rewards while it runs; use reward=score"
-            )
         return [
             np.asarray(trajectory.steps["rewards"], np.float32) * self.config.scale
             for trajectory in trajectories

@@ -14,6 +14,8 @@ from rlinf.track.base import identified
 class MLflow:
     """One MLflow run per run directory, found again by the id of ``run.json``."""
 
+    package = ("mlflow", "mlflow")
+
     def __init__(self, run: Path, config: RunConfig) -> None:
         try:
             import mlflow

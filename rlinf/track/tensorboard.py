@@ -13,6 +13,8 @@ from rlinf.errors import MissingPackageError
 class TensorBoard:
     """Writes scalars; steps written before an interruption are purged when they come again."""
 
+    package = ("tensorboard", "track")
+
     def __init__(self, run: Path, config: RunConfig) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter

@@ -14,6 +14,8 @@ from rlinf.track.base import identified
 class WeightsAndBiases:
     """One W&B run per run directory: its id is that of ``run.json``, so a resumed run goes on."""
 
+    package = ("wandb", "wandb")
+
     def __init__(self, run: Path, config: RunConfig) -> None:
         try:
             import wandb

@@ -21,7 +21,7 @@ from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.config import Section
 from rlinf.data.packing import balance, even_batches, micro_batches
 from rlinf.data.record import Record
-from rlinf.device import local_device
+from rlinf.device import DeviceName, local_device
 from rlinf.errors import StageError
 from rlinf.models.base import Policy, StepOutputs
 from rlinf.residency import placed
@@ -41,7 +41,7 @@ class FSDPConfig(Section):
     threads: int = Field(default=1, gt=0)
     """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
     processes of a sharded model split every product. Part of the result: the order of sums."""
-    device: str = "auto"
+    device: DeviceName = "auto"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of parameters in forward and backward; gradients are reduced in float32."""
     reshard_after_forward: bool = True

@@ -36,11 +36,13 @@ def test_problems_from_a_file_with_a_local_checkpoint(compose: Compose, tmp_path
         for i in range(12)
     ]
     problems.write_text("\n".join(map(json.dumps, lines)))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(map(json.dumps, lines[:8])))
     small = [word for word in TINY if "model." not in word and "warm_start" not in word]
     values = compose(
         "iterations=1",
         f"task.train={problems}",
-        f"task.test={problems}",
+        f"task.test={held_out}",
         f"model.path={model}",
         *(word.removeprefix("++") for word in small if "iterations" not in word),
         "rollout.horizon=8",

@@ -113,7 +113,7 @@ def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(said: dict
 def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("stages: [")
-    with pytest.raises(PlanError, match=r"plan\.yaml is not valid YAML"):
+    with pytest.raises(PlanError, match=r"plan\.yaml, line 2: not valid YAML"):
         read_plan(path)
     with pytest.raises(PlanError, match="no file"):
         read_plan(tmp_path / "none.yaml")

@@ -91,11 +91,6 @@ def test_an_unknown_environment_is_a_configuration_error() -> None:
         GymEnvironment.describe(GymConfig(id="CartPoel-v1"))
 
 
-def test_a_text_task_does_not_fit_an_mlp() -> None:
-    with pytest.raises(ConfigError, match="observation vectors"):
-        MLPPolicy.check(POLICY, {"alphabet": "01"})
-
-
 def test_observation_statistics_follow_all_batches() -> None:
     policy_settings = {"observation": 3, "action": {"kind": "discrete", "size": 2}}
     from rlinf.models.mlp import ActorCritic

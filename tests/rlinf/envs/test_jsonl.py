@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from rlinf.envs.base import Episodes
-from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment, read_problems
+from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
+from rlinf.envs.problems import read_problems
 from rlinf.errors import DataError
+
+CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
 
 
 class Words:
@@ -18,12 +21,10 @@ class Words:
 
     chat_template: str | None = None
     eos_token_id = 1
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[len(w) for w in text.split()] for text in texts]}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return " ".join(f"<{m['role']}> {m['content']}" for m in messages) + " <assistant>"
 
 
 def write(path: Path, count: int = 5) -> Path:
@@ -53,11 +54,38 @@ def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
     (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.text == "Solve: q 0"
     chat = Words()
-    chat.chat_template = "yes"
+    chat.chat_template = CHAT
     task = make(tmp_path, chat, system="be brief")
-    assert len(task.encode(["q 0"])[0]) == len(
-        ["<system>", "be", "brief", "<user>", "q", "0", "<assistant>"]
+    (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
+    assert prompt.text == "q 0"
+    assert prompt.given == "<system> be brief <user> q 0 <assistant>"
+
+
+def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Path) -> None:
+    chat = Words()
+    chat.chat_template = CHAT
+    path = tmp_path / "chat.jsonl"
+    talk = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2?"},
+    ]
+    reply = {"role": "assistant", "content": "It is 4"}
+    rows = [{"messages": [*talk, reply]}, {"messages": [*talk, reply], "answer": "4"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = JsonlConfig(
+        train=path, test=path, prompt_field="messages", template="Q: {prompt}", system="unused"
     )
+    task = JsonlEnvironment(config, chat)
+    prompts = task.prompts(Episodes(0, 0, "test", [0, 1], 2, 1, 8, 1.0))
+    assert [prompt.answer for prompt in prompts] == ["It is 4", "4"]
+    assert {prompt.given for prompt in prompts} == {
+        "<system> be kind <user> 1+1? <assistant> 2 <user> Q: 2+2? <assistant>"
+    }
+    assert prompts[0].text.splitlines()[-1] == "user: Q: 2+2?"
+    for record in task.demonstrations(0, 0, 3):
+        assert record.steps["actions"].tolist() == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +105,7 @@ def test_a_bad_file_is_refused_by_line(tmp_path: Path, text: str, message: str) 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"task\.test: cannot read .*none\.jsonl"):
+    with pytest.raises(DataError, match=r"task\.test: no file .*none\.jsonl"):
         read_problems(tmp_path / "none.jsonl", "question", "answer", "task.test")
 
 

@@ -1,0 +1,152 @@
+"""Chat templates, rendered in a process of their own with limits of time and memory.
+
+A template comes with a checkpoint and may be anybody's program. The sandbox of Jinja keeps it from
+files and from Python's internals, not from running for ever or filling the memory; a process that
+can be ended does. One process renders all conversations of a file, without loading any library but
+Jinja, in the environment that templates are written for (that of ``transformers``: blocks trimmed,
+loop controls, ``raise_exception``, ``tojson``, ``strftime_now``). The date is always the same one:
+prompts must not change when a run goes on the next day.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlinf.errors import DataError
+from rlinf.tree import python_path
+
+Message = Mapping[str, str]
+START_S, EACH_S = 10.0, 0.05
+"""Longest time to render: for the first conversation, and for each further one."""
+MEMORY_BYTES = 2 << 30
+TODAY = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
+
+
+def render(
+    template: str,
+    conversations: Sequence[Sequence[Message]],
+    variables: Mapping[str, str],
+    key: str,
+) -> list[str]:
+    """The text of each conversation, up to where the assistant is to answer.
+
+    Args:
+        variables: further names of the template: ``bos_token`` and the like.
+        key: what the user would change, for errors.
+
+    Raises:
+        DataError: the template is malformed, refuses a conversation, or takes too much time or
+            memory.
+    """
+    if not conversations:
+        return []
+    limit_s = START_S + EACH_S * len(conversations)
+    task = {
+        "template": template,
+        "variables": dict(variables),
+        "conversations": [list(map(dict, messages)) for messages in conversations],
+        "limit_s": limit_s,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "from rlinf.envs.chat import serve; serve()"],
+            input=json.dumps(task).encode(),
+            capture_output=True,
+            check=False,
+            timeout=limit_s,
+            env={"PYTHONPATH": python_path(), "PATH": ""},
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(_too_much(key, limit_s)) from None
+    if done.returncode < 0:
+        raise DataError(_too_much(key, limit_s))
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        tail = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(f"{key}: the chat template cannot be rendered ({tail[:200]})") from None
+    if "error" in answer:
+        raise DataError(f"{key}: the chat template cannot be used: {answer['error']}")
+    texts: list[str] = answer["texts"]
+    return texts
+
+
+def _too_much(key: str, limit_s: float) -> str:
+    return (
+        f"{key}: the chat template did not end within {limit_s:.0f} s and "
+        f"{MEMORY_BYTES >> 30} GiB; use a checkpoint whose template you trust"
+    )
+
+
+def serve() -> None:
+    """In the child: render what standard input asks for."""
+    task = json.loads(sys.stdin.buffer.read())
+    limit_s = int(task["limit_s"]) + 1
+    from jinja2.exceptions import TemplateError
+
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        compiled = environment().from_string(task["template"])
+        texts = [
+            compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **task["variables"],
+            )
+            for messages in task["conversations"]
+        ]
+        answer: dict[str, Any] = {"texts": texts}
+    except MemoryError:
+        answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        at = f" (line {line})" if line else ""
+        answer = {"error": f"{str(error)[:200]}{at}"}
+    except Exception as error:  # whatever a stranger's program may raise
+        answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    sys.stdout.write(json.dumps(answer))
+
+
+def environment() -> Any:
+    """The Jinja environment that chat templates expect."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what the assistant wrote; here it is passed through."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = TODAY.strftime
+    return made

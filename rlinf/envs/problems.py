@@ -1,0 +1,135 @@
+"""Problems of a JSON-lines file: a question or a conversation, and a reference answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlinf.errors import DataError, nearest
+from rlinf.yaml_file import read_text
+
+ROLES = ("system", "user", "assistant")
+PROMPT = "{prompt}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row of a file."""
+
+    messages: tuple[Mapping[str, str], ...]
+    """Roles and contents; the last one is the user's. Of a plain question that is all there is."""
+    answer: str
+    line: int
+    """Of the file, from 1."""
+    demonstration: str | None = None
+    """What the assistant said last, where the row goes on so far."""
+
+    def asked(self, template: str) -> Problem:
+        """The same, with the last message put into a template."""
+        *before, last = self.messages
+        content = template.replace(PROMPT, last["content"])
+        return replace(self, messages=(*before, {**last, "content": content}))
+
+
+def read_problems(path: Path, prompt_field: str, answer_field: str, key: str) -> list[Problem]:
+    """All problems of a JSON-lines file.
+
+    The prompt is a text or a list of messages (``role`` and ``content``). Where that ends with the
+    assistant, what it says is a demonstration, and the answer of rows without ``answer_field``.
+
+    Raises:
+        DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is not
+            there, empty or of another type; names the line.
+    """
+    text = read_text(path, key, DataError)
+    problems = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{key}: {path}, line {number}"
+        try:
+            item = json.loads(line, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({str(error)[:100]})") from None
+        if not isinstance(item, dict):
+            raise DataError(f'{where}: expected an object, such as {{"{prompt_field}": ...}}')
+        problems.append(_problem(item, prompt_field, answer_field, where, number))
+    if not problems:
+        raise DataError(f"{key}: {path} is empty")
+    return problems
+
+
+def _problem(
+    item: dict[str, Any], prompt_field: str, answer_field: str, where: str, line: int
+) -> Problem:
+    messages = _messages(_field(item, prompt_field, "prompt_field", where), where, prompt_field)
+    demonstration = None
+    if messages[-1]["role"] == "assistant":
+        demonstration = messages.pop()["content"]
+    if not messages or messages[-1]["role"] != "user":
+        raise DataError(f"{where}: {prompt_field!r} holds no message of the user to answer")
+    if answer_field not in item and demonstration is not None:
+        return Problem(tuple(messages), demonstration, line, demonstration)
+    answer = _field(item, answer_field, "answer_field", where)
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+        raise DataError(
+            f"{where}: {answer_field!r} is {_short(answer)}; expected a text or a number"
+        )
+    return Problem(tuple(messages), _text(str(answer), where, answer_field), line, demonstration)
+
+
+def _field(item: dict[str, Any], name: str, option: str, where: str) -> Any:
+    if name not in item:
+        raise DataError(f"{where}: no field {name!r}{nearest(name, item)} (set task.{option})")
+    return item[name]
+
+
+def _messages(value: Any, where: str, field: str) -> list[Mapping[str, str]]:
+    """A question, or a conversation as it stands in a file, as messages."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": _text(value, where, field)}]
+    if not isinstance(value, list):
+        raise DataError(f"{where}: {field!r} is {_short(value)}; expected a text or messages")
+    if not value:
+        raise DataError(f"{where}: {field!r} is empty")
+    messages: list[Mapping[str, str]] = []
+    for i, message in enumerate(value):
+        place = f"{field}[{i}]"
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{where}: {place!r} is {_short(message)}; expected role and content")
+        role, content = message["role"], message["content"]
+        if role not in ROLES or (role == "system" and i):
+            raise DataError(
+                f"{where}: {place!r} has the role {_short(role)}; expected user or assistant, or "
+                "system for the first"
+            )
+        if not isinstance(content, str):
+            raise DataError(f"{where}: the content of {place!r} is {_short(content)}, not a text")
+        messages.append({"role": role, "content": _text(content, where, place)})
+    return messages
+
+
+def _text(value: str, where: str, field: str) -> str:
+    if not value.strip():
+        raise DataError(f"{where}: {field!r} is empty")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise DataError(f"{where}: {field!r} has half of a surrogate pair, which is no character")
+    return value
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value)[:40]
+
+
+def shown(messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation as a transcript; a single message is its text."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

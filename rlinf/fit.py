@@ -1,0 +1,29 @@
+"""What the parts of a run need of each other: declared by each class, checked before a run begins.
+
+A part says in ``needs`` what others must give, and in ``offers`` what it gives itself. The words
+are free: a part from outside may bring its own, as long as another part offers it. Those of the
+parts here follow; error messages quote them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+PROMPTS = "prompts of text"
+ANSWERS = "reference answers"
+OBSERVATIONS = "observation vectors"
+STEP_REWARDS = "rewards given while an episode runs"
+LANGUAGE_MODEL = "a causal language model"
+ACTOR_CRITIC = "an actor-critic network"
+VALUES = "value estimates"
+DEMONSTRATIONS = "demonstrations"
+GROUPS = "several samples of each start (rollout.group_size above 1)"
+
+
+class Part:
+    """Base of environments, policies, engines, rewards and algorithms."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What other parts must offer."""
+    offers: ClassVar[frozenset[str]] = frozenset()
+    """What other parts may need."""

@@ -1,0 +1,88 @@
+"""Reading YAML files that people write: plans, sites, scenarios, problems."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf.errors import InputError
+
+MOST_BYTES = 16 << 20
+"""Of a file that a person wrote."""
+_INT = re.compile(r"[-+]?(0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?"
+    r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+)
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Safe YAML in which a key stands once, and ``1:30`` is no number (YAML 1.1 reads it as 90)."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key.value, str):
+                continue
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} stands there twice",
+                    problem_mark=key.start_mark,
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in entries if tag not in _NUMBERS]
+    for first, entries in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
+
+
+def read_text(path: Path, key: str, error: type[InputError]) -> str:
+    """The text of a file that the user names under ``key``.
+
+    Raises:
+        InputError: of the type given; no file, a folder, not readable, or not UTF-8.
+    """
+    path = path.expanduser()
+    try:
+        if path.is_dir():
+            raise error(f"{key}: {path} is a folder; name a file")
+        if not path.exists():
+            raise error(f"{key}: no file {path}")
+        if not path.is_file():
+            raise error(f"{key}: {path} is not a regular file")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as problem:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        what = "compressed (gzip); unpack it first" if packed else "not UTF-8 text"
+        raise error(f"{key}: {path} is {what} (byte {problem.start})") from None
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or str(problem)
+        raise error(f"{key}: cannot read {path}: {reason}") from None
+
+
+def read_yaml(path: Path, key: str, error: type[InputError]) -> Any:
+    """The values of a YAML file that the user names under ``key``; None if it is empty.
+
+    Raises:
+        InputError: of the type given; as :func:`read_text`, or not YAML, or a key stands twice.
+    """
+    text = read_text(path, key, error)
+    if len(text) > MOST_BYTES:
+        raise error(f"{key}: {path} is too large for a file of settings ({len(text)} characters)")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        mark = getattr(problem, "problem_mark", None)
+        at = f", line {mark.line + 1}" if mark is not None else ""
+        what = getattr(problem, "problem", None) or getattr(problem, "reason", None) or problem
+        raise error(f"{key}: {path}{at}: not valid YAML ({what})") from None

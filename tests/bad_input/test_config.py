@@ -1,0 +1,234 @@
+"""Bad values of configuration keys, and parts that do not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.bad_input.door import GONE, Base, refused
+
+VALUES: dict[str, list[Any]] = {
+    "seed": [-1, 2**32, 1.5, True, "0", None, []],
+    "iterations": [0, -3, 2.5, True, "10", None, "many"],
+    "flow": ["off_policy", 3],
+    "run.name": ["", "../escape", "a/b", 7, None, "-x", ".hidden"],
+    "run.root": [5, None],
+    "rollout.batch": [0, -1, 1.5, True, "8", None, [], {}],
+    "rollout.group_size": [0, -2, 2.5, True, "4", None],
+    "rollout.horizon": [0, -1, 3.5, True, "12", None],
+    "rollout.temperature": [-0.1, True, "1.0", None, float("nan"), float("inf")],
+    "rollout.staleness": [-1, 65, 1.5, True, "1"],
+    "rollout.in_flight_updates": [1, "true", True],
+    "warm_start.max_steps": [-1, 1.5, True, "3"],
+    "warm_start.batch": [0, True, "16"],
+    "warm_start.lr": [0, -1e-3, "1e-3", True, float("nan")],
+    "warm_start.evaluate_every": [0, True],
+    "warm_start.stop_at": [-0.1, 1.1, True, "0.5"],
+    "evaluate.every": [-1, 1.5, True, "10"],
+    "evaluate.samples": [0, -1, True, "512"],
+    "evaluate.horizon": [0, True, "12"],
+    "evaluate.temperature": [-1, True, "0"],
+    "retention.last": [0, True, "2"],
+    "retention.every": [-1, True],
+    "retention.trajectories": [0, True],
+    "device_memory_gib": [0, -1, True, "8", "8GB"],
+    "algorithm.name": ["gpro", "sac", 3, None],
+    "algorithm.lr": [0, -1e-4, "1e-4", True, None, float("inf")],
+    "algorithm.schedule": ["cosin", True, None],
+    "algorithm.lr_warmup": [-1, 2.5, True],
+    "algorithm.lr_final": [-0.1, 1.5, True],
+    "algorithm.betas": [[0.9], [0.9, 1.0], [1.5, 0.9], [-0.1, 0.9], 0.9, ["a", "b"], [True, 0.9]],
+    "algorithm.eps": [0, -1e-8, True],
+    "algorithm.weight_decay": [-0.1, True],
+    "algorithm.clip_grad": [0, -1, True],
+    "algorithm.epochs": [0, 1.5, True],
+    "algorithm.minibatches": [0, 3, True, "2"],
+    "algorithm.old_logprobs": ["rolout", True],
+    "algorithm.behaviour_weight_cap": [0, -1, True],
+    "algorithm.aggregation": ["mean", True],
+    "algorithm.clip_low": [5, 0, -0.2, True],
+    "algorithm.clip_high": [0, -0.2, True],
+    "algorithm.entropy_bonus": [-0.1, True],
+    "algorithm.kl_coefficient": [-0.1, True],
+    "algorithm.normalise": [1, "yes"],
+    "algorithm.drop_equal_groups": [0, "no"],
+    "model.name": ["causal", "mlpp", None],
+    "model.architecture": ["qwen9", True],
+    "model.hidden": [0, -32, 33, True, "32"],
+    "model.layers": [0, True, "2"],
+    "model.heads": [0, 3, 32, True],
+    "model.kv_heads": [0, 3, True],
+    "model.intermediate": [0, True],
+    "model.max_positions": [0, 8, True],
+    "model.dtype": ["float16", "fp32", True],
+    "model.gradient_checkpointing": [1, "true"],
+    "model.trust_remote_code": [1, "true"],
+    "task.name": ["arithmetc", "gsm8k", None],
+    "task.operations": ["/", "", True],
+    "task.digits": [[], [0], [7], 2, ["1"], [True]],
+    "task.weights": [[1.0], [1.0, -1.0], [0.0, 0.0], [True, 1.0]],
+    "task.rambling": [1.0, -0.1, True],
+    "task.test_seed": [-1, True],
+    "reward.name": ["scores", None],
+    "reward.scale": [True, "1", None],
+    "engine.name": ["transformer", "vllm9", None],
+    "engine.max_rows": [0, True],
+    "engine.threads": [0, True],
+    "engine.device": ["cuda:99", "gpu", "mps", "cuda:x", 0, True],
+    "engine.dtype": ["float16", True],
+    "engine.ignore_eos": [1],
+    "trainer.name": ["fsdp2", None],
+    "trainer.token_budget": [0, True, "8192"],
+    "trainer.threads": [0, True],
+    "trainer.device": ["cuda:99", "tpu", 1],
+    "trainer.param_dtype": ["float16", True],
+    "trainer.unit_mb": [-1, True],
+    "cluster": [[], "local", None, 3],
+    "cluster.launcher": ["slrum", "Slurm", None, True],
+    "cluster.poll_s": [0, -1, True, "1"],
+    "cluster.retries": [-1, True],
+    "cluster.env": [["A=1"], {"A": 1}],
+    "cluster.site": ["/no/site.yaml", True],
+    "log": [[], "tensorboard"],
+    "log.trackers": ["tensorboard", ["wandbb"], ["tensorboards"], [1]],
+    "plan": [5, [], True],
+    "task": [None, [], "arithmetic"],
+    "rollout": [None, []],
+    "algorithm": [GONE],
+    "run": [GONE],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        pytest.param(key, value, id=f"{key}={'missing' if value is GONE else repr(value)}")
+        for key, values in VALUES.items()
+        for value in values
+    ],
+)
+def test_a_bad_value_is_refused_by_its_key(base: Base, key: str, value: Any) -> None:
+    refused(base("arithmetic", {key: value}), key)
+
+
+UNKNOWN = [
+    ("sede", "seed"),
+    ("iteration", "iterations"),
+    ("rollouts", "rollout"),
+    ("run.nam", "name"),
+    ("rollout.batchsize", "batch"),
+    ("warm_start.steps", "max_steps"),
+    ("evaluate.sample", "samples"),
+    ("retention.lasts", "last"),
+    ("algorithm.lrr", "lr"),
+    ("model.hiden", "hidden"),
+    ("task.digit", "digits"),
+    ("reward.scal", "scale"),
+    ("engine.max_row", "max_rows"),
+    ("trainer.token_budgets", "token_budget"),
+    ("cluster.launch", "launcher"),
+    ("log.tracker", "trackers"),
+]
+
+
+@pytest.mark.parametrize(("key", "meant"), UNKNOWN, ids=[key for key, _ in UNKNOWN])
+def test_an_unknown_key_gets_the_nearest(base: Base, key: str, meant: str) -> None:
+    refused(base("arithmetic", {key: 1}), key, f"did you mean {meant!r}")
+
+
+GREEDY = {"rollout.temperature": 0}
+DIRECT = {"engine": {"name": "direct"}}
+MLP = {"model": {"name": "mlp"}}
+LANGUAGE = {"model": {"name": "causal_lm", "hidden": 32, "heads": 2}}
+DECODING = {"engine": {"name": "transformers"}}
+TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
+    ("greedy-groups", "arithmetic", GREEDY, ["rollout.temperature 0", "group_size"]),
+    ("cut", "arithmetic", {"algorithm.minibatches": 5}, ["algorithm.minibatches", "5 equal"]),
+    (
+        "in-flight",
+        "arithmetic",
+        {"rollout.in_flight_updates": True},
+        ["rollout.in_flight_updates", "staleness is 0"],
+    ),
+    (
+        "cap",
+        "arithmetic",
+        {"algorithm.behaviour_weight_cap": 2.0, "algorithm.old_logprobs": "rollout"},
+        ["algorithm", "old_logprobs: recompute"],
+    ),
+    (
+        "ppo-text",
+        "arithmetic",
+        {"algorithm": {"name": "ppo"}},
+        ["algorithm.name: 'ppo' needs value estimates", "here fits", "grpo"],
+    ),
+    (
+        "environment-text",
+        "arithmetic",
+        {"reward": {"name": "environment"}},
+        ["reward.name: 'environment' needs rewards", "score"],
+    ),
+    ("direct-text", "arithmetic", DIRECT, ["engine.name: 'direct'", "here fits: transformers"]),
+    ("mlp-text", "arithmetic", MLP, ["model.name: 'mlp' needs observation", "causal_lm"]),
+    ("mlp-direct-text", "arithmetic", {**MLP, **DIRECT}, ["model.name: 'mlp'"]),
+    ("lm-simulator", "cartpole", LANGUAGE, ["model.name: 'causal_lm'", "fits: mlp"]),
+    ("decoding-simulator", "cartpole", DECODING, ["engine.name: 'transformers'", "direct"]),
+    (
+        "digits-simulator",
+        "cartpole",
+        {"reward": {"name": "digits"}},
+        ["reward.name: 'digits' needs reference answers", "environment"],
+    ),
+    ("sft-simulator", "cartpole", {"warm_start.max_steps": 5}, ["warm_start.max_steps"]),
+    ("no-environment", "cartpole", {"task.id": "CartPoel-v1"}, ["task.id", "CartPoel-v1"]),
+    ("no-id", "cartpole", {"task.id": ""}, ["task.id"]),
+    ("no-module", "cartpole", {"task.id": "nowhere:Thing-v0"}, ["task.id", "nowhere"]),
+    ("bad-kwargs", "cartpole", {"task.kwargs": {"wind": 3}}, ["task.id", "wind"]),
+    ("grid-observations", "cartpole", {"task.id": "Blackjack-v1"}, ["task.id", "observations"]),
+    ("kwargs-list", "cartpole", {"task.kwargs": []}, ["task.kwargs"]),
+    ("processes", "cartpole", {"task.processes": -1}, ["task.processes"]),
+    ("halves", "cartpole", {"task.halves": 3}, ["task.halves"]),
+    ("hidden", "cartpole", {"model.hidden": [64, 0]}, ["model.hidden.1"]),
+    ("hidden-text", "cartpole", {"model.hidden": ["64"]}, ["model.hidden.0"]),
+    ("gamma", "cartpole", {"algorithm.gamma": 1.5}, ["algorithm.gamma"]),
+    ("lambda", "cartpole", {"algorithm.gae_lambda": -1}, ["algorithm.gae_lambda"]),
+    ("value-clip", "cartpole", {"algorithm.value_clip": 0}, ["algorithm.value_clip"]),
+    ("ppo-normalise", "cartpole", {"algorithm.normalise": True}, ["algorithm.normalise"]),
+    ("horizon", "arithmetic", {"rollout.horizon": 600}, ["rollout.horizon", "512 positions"]),
+    ("evaluated", "arithmetic", {"evaluate.horizon": 600}, ["evaluate.horizon", "512 positions"]),
+    ("edge", "arithmetic", {"rollout.horizon": 507}, ["rollout.horizon", "up to 6 tokens"]),
+    ("wandb", "arithmetic", {"log.trackers": ["wandb"]}, ["log.trackers", "rlinf-slurm[wandb]"]),
+    ("mlflow", "arithmetic", {"log.trackers": ["mlflow"]}, ["log.trackers", "rlinf-slurm[mlflow]"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "changes", "words"),
+    [pytest.param(*row[1:], id=row[0]) for row in TOGETHER],
+)
+def test_what_does_not_go_together_is_refused(
+    base: Base,
+    experiment: str,
+    changes: dict[str, Any],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "log.trackers" in changes:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused(base(experiment, changes), *words)
+
+
+@pytest.mark.parametrize("experiment", ["arithmetic", "cartpole", "jsonl"])
+def test_what_the_rows_change_is_accepted_as_it_is(base: Base, experiment: str) -> None:
+    from pipeline.experiment import prepare
+
+    assert prepare(base(experiment, {})).folder.is_dir()
+
+
+def test_a_root_that_cannot_be_written(base: Base) -> None:
+    refused(base("arithmetic", {"run.root": "/proc/runs"}), "run.root")
+
+
+def test_a_root_that_is_a_file(base: Base, files: Any) -> None:
+    refused(base("arithmetic", {"run.root": str(files / "train.jsonl")}), "run.root")

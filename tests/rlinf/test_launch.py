@@ -1,0 +1,34 @@
+"""Which words of a command line are overrides, and what the points of a sweep are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlinf.launch import forced, suffix
+
+
+def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
+    words = ["-m", "algorithm.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch=choice(2,4)"]
+    assert suffix(words) == ["++run.suffix='-lr-${algorithm.lr}-batch-${rollout.batch}'"]
+    assert suffix([*words, "run.name=mine"]) == suffix(words)
+    assert suffix([*words, "run.name=lr-${algorithm.lr}"]) == []
+    assert suffix([*words, "run.name=a,b"]) == []
+    assert suffix([*words, "run.suffix=-mine"]) == []
+    assert suffix(words[1:]) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "want"),
+    [
+        ("algorithm.lr=1", "++algorithm.lr=1"),
+        ("iterations=3", "++iterations=3"),
+        ("experiment=x", "experiment=x"),
+        ("algorithm=dapo", "algorithm=dapo"),
+        ("hydra.sweep.dir=x", "hydra.sweep.dir=x"),
+        ("hydra/launcher=basic", "hydra/launcher=basic"),
+        ("~task.digits", "~task.digits"),
+        ("-m", "-m"),
+    ],
+)
+def test_keys_are_judged_by_our_own_validation(word: str, want: str) -> None:
+    assert forced(word) == want
