@@ -42,8 +42,8 @@ class Owner:
     token: str
     boot: str = ""
     space: int = 0
-    started: int = 0
-    """In ticks since boot."""
+    ticks: int = 0
+    """When it began, since boot."""
     job: str = ""
     """Id of the Slurm job it is, if it is one."""
 
@@ -66,10 +66,10 @@ class Owner:
         if not isinstance(values, dict):
             raise ValueError("no table")
         known: dict[str, Any] = {name: values.get(name) for name in ("host", "pid", "token")}
-        for name in ("boot", "space", "started", "job"):
-            known[name] = values.get(name, getattr(cls, name))
+        for name in ("boot", "space", "ticks", "job"):
+            known[name] = values.get(name) or getattr(cls, name)
         for name, value in known.items():
-            kind = int if name in ("pid", "space", "started") else str
+            kind = int if name in ("pid", "space", "ticks") else str
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}")
         return cls(**known)
@@ -269,8 +269,8 @@ def _gone(path: Path, token: str | None = None) -> bool:
 def _alive(path: Path, owner: Owner) -> bool:
     if owner.job and owner.job == own_id() and owner.pid != os.getpid():
         return False  # Slurm started this job again: its former life is over
-    if owner.started and (owner.boot, owner.space) == (boot(), space()):
-        return is_alive(owner.pid, owner.started)
+    if owner.ticks and (owner.boot, owner.space) == (boot(), space()):
+        return is_alive(owner.pid, owner.ticks)
     try:
         return age_s(path) < STALE_S
     except FileNotFoundError:

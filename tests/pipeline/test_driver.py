@@ -149,7 +149,7 @@ def test_a_second_driver_is_refused(compose: Compose) -> None:
 
 def test_the_lock_of_a_dead_driver_does_not_hold(compose: Compose) -> None:
     run = prepare(compose())
-    gone = asdict(Owner.this()) | {"started": 1, "token": "of a dead one"}
+    gone = asdict(Owner.this()) | {"ticks": 1, "token": "of a dead one"}
     (run.folder / LOCK).write_text(json.dumps(gone))
     with run.driven():
         assert Owner.read(run.folder / LOCK).pid == os.getpid()

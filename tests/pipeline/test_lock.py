@@ -50,7 +50,7 @@ def start(folder: Path, number: int, together: Barrier) -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "a dead one's", "a damaged one", "a dead claim"])
 def test_of_eight_that_start_at_once_one_is_the_driver(tmp_path: Path, before: str) -> None:
-    dead = replace(Owner.this(), started=1, token="dead")
+    dead = replace(Owner.this(), ticks=1, token="dead")
     for turn in range(ROUNDS):
         folder = tmp_path / str(turn)
         folder.mkdir()
@@ -78,7 +78,7 @@ def test_of_eight_that_start_at_once_one_is_the_driver(tmp_path: Path, before: s
 
 
 def test_a_process_that_has_the_number_of_a_dead_driver_is_none(tmp_path: Path) -> None:
-    path = note(tmp_path, replace(Owner.this(), started=Owner.this().started - 1))
+    path = note(tmp_path, replace(Owner.this(), ticks=Owner.this().ticks - 1))
     assert is_driven(path) is None
     Lock(path).release()
     assert not path.exists()
@@ -99,7 +99,7 @@ def test_a_driver_of_another_machine_lives_while_it_touches_the_file(
 
 
 def test_the_same_number_in_another_space_of_numbers_is_another_process(tmp_path: Path) -> None:
-    path = note(tmp_path, replace(Owner.this(), space=1, started=5))
+    path = note(tmp_path, replace(Owner.this(), space=1, ticks=5))
     assert is_driven(path) is not None, "its file was just touched"
 
 
@@ -133,7 +133,7 @@ def test_who_was_replaced_leaves_the_others_lock(
 
 
 def test_what_dead_drivers_left_is_found_and_what_living_ones_have_is_not(tmp_path: Path) -> None:
-    dead = asdict(replace(Owner.this(), started=1))
+    dead = asdict(replace(Owner.this(), ticks=1))
     for name in (f".{LOCK}.new-1", f".{LOCK}.token", f"{LOCK}.stale"):
         (tmp_path / name).write_text(json.dumps(dead))
     (tmp_path / f".{LOCK}.new-2").write_text(json.dumps(asdict(Owner.this())))
