@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipeline.experiment import checked, compose
+from pipeline.report.comparison import Compared, write_comparison
 from pipeline.status import RunStatus, read_status
 from pipeline.terminal import terminal
 from rlinf.errors import ConfigError, InputError, RlinfError
@@ -26,6 +27,13 @@ class Point:
     folder: Path
     varied: str
     """The overrides in which it differs from other points."""
+    name: str = "runs"
+    """``run.name``, of which the folder's name is made."""
+
+    @property
+    def page(self) -> Path:
+        """Where a sweep that begins with this point is compared, beside what Hydra keeps of it."""
+        return self.folder.parent / "sweeps" / self.name / "comparison.html"
 
 
 def points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[Point]:
@@ -66,37 +74,46 @@ def points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[Point]:
                 "run.suffix='-${seed}'"
             )
         taken[folder] = number
-        found.append(Point(folder, shown))
+        found.append(Point(folder, shown, config.run.name))
     return found
 
 
-def compared(swept: Sequence[Point]) -> Table:
-    """A row for each point: what was varied, how far it came, its scores."""
-    out = Table(title=f"sweep of {len(swept)} runs", title_justify="left", box=SIMPLE_HEAD)
+def compared(swept: Sequence[Point]) -> list[Compared]:
+    """What is to be said of each point: what was varied, how far it came, its scores."""
+    found = []
+    for point in swept:
+        status = _status(point.folder)
+        found.append(
+            Compared(
+                point.folder,
+                point.varied,
+                "not started" if status is None else f"{status.finished} of {status.total}",
+                _number(None if status is None else status.reward),
+                _number(None if status is None else status.score),
+            )
+        )
+    return found
+
+
+def show(swept: Sequence[Point]) -> None:
+    """Print a table of the runs, where each one's report is, and write the page of all."""
+    console, runs = terminal(), compared(swept)
+    out = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
     out.add_column("run", justify="right")
     out.add_column("varied", overflow="fold")
     for name in ("iterations", "reward", "held-out"):
         out.add_column(name, justify="right")
-    for number, point in enumerate(swept):
-        status = _status(point.folder)
-        out.add_row(
-            str(number),
-            point.varied,
-            "not started" if status is None else f"{status.finished} of {status.total}",
-            _number(None if status is None else status.reward),
-            _number(None if status is None else status.score),
-        )
-    return out
-
-
-def show(swept: Sequence[Point]) -> None:
-    """Print the table, and where each run's report is."""
-    console = terminal()
-    console.print(compared(swept))
-    for number, point in enumerate(swept):
-        report = point.folder / "report" / "report.html"
-        where = report if report.exists() else f"{point.folder} (no report)"
+    for number, run in enumerate(runs):
+        out.add_row(str(number), run.varied, run.iterations, run.reward, run.score)
+    console.print(out)
+    for number, run in enumerate(runs):
+        report = run.folder / "report" / "report.html"
+        where = report if report.exists() else f"{run.folder} (no report)"
         console.print(f"{number}: {where}", soft_wrap=True)
+    started = [run for run in runs if run.folder.is_dir()]
+    if started:
+        page = write_comparison(swept[0].page, "Comparison of runs", started)
+        console.print(f"comparison: {page}", soft_wrap=True)
 
 
 def _split(overrides: Sequence[str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,6 @@ def html(data: ReportData) -> str:
     """The page as text."""
     run = data.run.folder
     plan = (run / PLAN).read_text(encoding="utf-8") if (run / PLAN).exists() else ""
-    library, style, licence = ((ASSETS / name).read_text(encoding="utf-8") for name in LIBRARY)
-    ours = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    scripts = [library, f'"use strict";\n(() => {{\n{ours}}})();\n']
     content = {
         "name": run.name,
         **plots(data),
@@ -63,16 +61,11 @@ def html(data: ReportData) -> str:
         record = read_record(run)
     except ConfigError:
         record = None
-    return render(
+    return interactive(
         "report.html.jinja",
-        name=run.name,
-        scripts=scripts,
-        policy=" ".join(f"'{_hash(script)}'" for script in scripts),
-        styles=[style, (ASSETS / "page.css").read_text(encoding="utf-8")],
-        licence=licence,
+        content,
+        SCRIPTS,
         colours={"light": COLOURS, "dark": DARK},
-        data=embedded(content),
-        groups=content["groups"],
         notices=notices(data.run),
         tiles=tiles(data),
         stages=stage_table(data),
@@ -85,6 +78,31 @@ def html(data: ReportData) -> str:
         ),
         config=(run / CONFIG).read_text(encoding="utf-8"),
         plan=plan,
+    )
+
+
+def interactive(template: str, content: Mapping[str, Any], ours: Sequence[str], **more: Any) -> str:
+    """A page that draws the plots of its content.
+
+    Args:
+        content: ``name``, ``xs`` and ``groups`` as of :func:`pipeline.report.plots.plots`, and what
+            its scripts read besides.
+        ours: the scripts, in the order in which they run.
+        more: values of the template.
+    """
+    library, style, licence = ((ASSETS / name).read_text(encoding="utf-8") for name in LIBRARY)
+    own = "".join((ASSETS / name).read_text(encoding="utf-8") for name in ours)
+    scripts = [library, f'"use strict";\n(() => {{\n{own}}})();\n']
+    return render(
+        template,
+        name=content["name"],
+        scripts=scripts,
+        policy=" ".join(f"'{_hash(script)}'" for script in scripts),
+        styles=[style, (ASSETS / "page.css").read_text(encoding="utf-8")],
+        licence=licence,
+        data=embedded(content),
+        groups=content["groups"],
+        **more,
     )
 
 

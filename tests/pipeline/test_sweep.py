@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from pipeline.report.comparison import Compared, write_comparison
 from pipeline.sweep import Point, points, show
 from rlinf.errors import ConfigError
 from rlinf.launch import main, suffix
@@ -62,3 +65,24 @@ def test_the_table_has_every_run_and_where_its_report_is(tiny_run: Path, tmp_pat
     assert "2 of 2" in said
     assert "not started" in said
     assert str(tiny_run / "report" / "report.html") in said
+
+
+def test_one_page_compares_the_runs(tiny_run: Path, tmp_path: Path) -> None:
+    """Every metric of each run, in charts that share their axes; names are text, not markup."""
+    runs = [Compared(tiny_run, f"lr={i}</script><b>", "2 of 2", "0.1", "0.2") for i in range(3)]
+    page = write_comparison(tmp_path / "sweeps" / "comparison.html", "Comparison", runs)
+    text = page.read_text()
+    content = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert [plot["name"] for plot in content["groups"][0]["plots"]][:2] == [
+        "evaluate/score",
+        "reward/mean",
+    ]
+    rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
+    drawn = {plot["name"]: plot["series"] for group in content["groups"] for plot in group["plots"]}
+    assert drawn.keys() == (rows[0].keys() - {"iteration"}) | {"evaluate/score"}
+    assert [series["y"] for series in drawn["train/lr"]] == 3 * [
+        [pytest.approx(row["train/lr"], rel=1e-5) for row in rows]
+    ]
+    assert "<b>" not in text.replace("<b>{{", "")
+    (link,) = set(re.findall(r'<a href="([^"]*report.html)"', text))
+    assert (page.parent / link).resolve() == (tiny_run / "report" / "report.html").resolve()

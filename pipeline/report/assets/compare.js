@@ -1,0 +1,5 @@
+showTheme(storage.get("theme"));
+makePlots();
+requestAnimationFrame(() => requestAnimationFrame(() => {
+  document.documentElement.dataset.ready = String(Math.round(performance.now()));
+}));

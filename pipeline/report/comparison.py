@@ -1,0 +1,114 @@
+"""Runs side by side: every metric of each in one chart, on a page like that of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.metrics import collect, manifest_of
+from pipeline.report.page import interactive
+from pipeline.report.plots import HEADLINES, TITLES, numbers
+from rlinf.artifacts import write_atomic
+
+SCRIPTS = ("page.js", "plots.js", "compare.js")
+GOLDEN_DEG = 137.508
+"""Hues so far apart stay distinct, however many there are."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run and what a table says of it."""
+
+    folder: Path
+    varied: str
+    iterations: str
+    reward: str
+    score: str
+
+
+def write_comparison(page: Path, name: str, runs: Sequence[Compared]) -> Path:
+    """Write the page; its folder is made. Returns its path."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, html(page.parent, name, runs))
+    return page
+
+
+def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
+    """The page as text; it refers to reports from ``folder``."""
+    rows = [{row["iteration"] + 1: row for row in collect(run.folder)} for run in runs]
+    scores = [_held_out(run.folder) for run in runs]
+    xs = {
+        "rows": sorted({i for table in rows for i in table}),
+        "versions": sorted({version for known in scores for version in known}),
+    }
+    labels = [run.varied or run.folder.name for run in runs]
+
+    def plot(key: str, title: str, x: str, values: Callable[[int, int], Any], **more: Any) -> Any:
+        kind = "points" if x == "versions" else "metric"
+        series = [
+            {
+                "label": label,
+                "colour": f"run-{number}",
+                "y": numbers(values(number, at) for at in xs[x]),
+                "kind": kind,
+            }
+            for number, label in enumerate(labels)
+        ]
+        about = {"id": key.replace("/", "-"), "name": key, "title": title, "x": x}
+        return {**about, "series": series, "linked": True, **more}
+
+    names = {name for table in rows for row in table.values() for name in row} - {"iteration"}
+    first = [name for name in HEADLINES if name in names]
+    every = [
+        plot(
+            key,
+            TITLES.get(key, key.partition("/")[2].replace("_", " ")),
+            "rows",
+            lambda number, at, key=key: rows[number].get(at, {}).get(key),
+        )
+        for key in [*first, *sorted(names - {*first})]
+    ]
+    held_out = plot(
+        "evaluate/score", "Held-out score", "versions", lambda n, at: scores[n].get(at), wide=True
+    )
+    groups = [
+        {"title": "Learning", "plots": [held_out, *every[: len(first)]]},
+        {"title": "All metrics", "plots": every[len(first) :]},
+    ]
+    hues = [round(number * GOLDEN_DEG) % 360 for number in range(len(runs))]
+    colours = {
+        theme: {f"run-{number}": f"hsl({hue} 62% {light}%)" for number, hue in enumerate(hues)}
+        for theme, light in (("light", 42), ("dark", 68))
+    }
+    table = [
+        {
+            "name": run.folder.name,
+            "colour": f"run-{number}",
+            "report": _report(folder, run.folder),
+            "varied": run.varied,
+            "iterations": run.iterations,
+            "reward": run.reward,
+            "score": run.score,
+        }
+        for number, run in enumerate(runs)
+    ]
+    content = {"name": name, "xs": xs, "groups": groups}
+    return interactive("comparison.html.jinja", content, SCRIPTS, colours=colours, runs=table)
+
+
+def _held_out(run: Path) -> dict[int, float]:
+    """Score by version of the weights."""
+    found = {}
+    for folder in sorted((run / "evaluate").glob("[0-9]*")):
+        manifest = manifest_of(run, "evaluate", int(folder.name))
+        if manifest is not None and "score" in manifest.metrics:
+            found[int(folder.name)] = manifest.metrics["score"]
+    return found
+
+
+def _report(folder: Path, run: Path) -> str:
+    page = run / "report" / "report.html"
+    return os.path.relpath(page, folder) if page.exists() else ""
