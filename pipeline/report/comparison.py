@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from pipeline.report.plots import HEADLINES, TITLES, numbers
 from rlinf.artifacts import write_atomic
 
 SCRIPTS = ("page.js", "plots.js", "compare.js")
-GOLDEN_DEG = 137.508
-"""Hues so far apart stay distinct, however many there are."""
+GOLDEN = 0.381966
+"""Hues so far apart, as shares of the circle, stay distinct however many there are."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,9 @@ def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
         {"title": "Learning", "plots": [held_out, *every[: len(first)]]},
         {"title": "All metrics", "plots": every[len(first) :]},
     ]
-    hues = [round(number * GOLDEN_DEG) % 360 for number in range(len(runs))]
     colours = {
-        theme: {f"run-{number}": f"hsl({hue} 62% {light}%)" for number, hue in enumerate(hues)}
-        for theme, light in (("light", 42), ("dark", 68))
+        theme: {f"run-{number}": hue(number, light) for number in range(len(runs))}
+        for theme, light in (("light", 0.42), ("dark", 0.68))
     }
     table = [
         {
@@ -97,6 +97,12 @@ def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
     ]
     content = {"name": name, "xs": xs, "groups": groups}
     return interactive("comparison.html.jinja", content, SCRIPTS, colours=colours, runs=table)
+
+
+def hue(number: int, light: float) -> str:
+    """The colour of a run, ``#rrggbb``."""
+    parts = colorsys.hls_to_rgb(number * GOLDEN % 1, light, 0.62)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def _held_out(run: Path) -> dict[int, float]:
