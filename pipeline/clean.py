@@ -46,6 +46,12 @@ def temporary(run: Path) -> Iterator[Path]:
                 yield path
 
 
+def sweep(run: Path) -> None:
+    """Remove what earlier drivers of a run never finished; for the one that has its lock."""
+    for path in [*lock.sweep(run), *temporary(run)]:
+        path.unlink(missing_ok=True)
+
+
 def clean(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
     """Remove it, or only say what would be removed; returns a line for each."""
     lines, total = [], 0

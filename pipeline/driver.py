@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipeline.clean import sweep
 from pipeline.committed import Committed
 from pipeline.flow import Graph, Node
 from pipeline.lock import Lock
@@ -174,6 +175,7 @@ class Driver:
                 self.executor.stop(leave=leave)
 
     def _recover(self) -> None:
+        sweep(self.run.folder)
         settle_frozen(self._committed, self.choice)
         if self._done:
             count = len({n.iteration for n in self._done if n.stage == "sync"})

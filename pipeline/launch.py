@@ -91,6 +91,10 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
 
     client = SlurmClient(poll_s=cluster.poll_s)
     partitions, quotas = client.partitions(), read_quotas(client)
+    if cluster.site is not None:
+        from slurm.site import load_site
+
+        load_site(cluster.site).check(partitions, cluster.site)
     asked = {f"stages.{stage}": plan.of(stage) for stage in SECTIONS}
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,6 +109,19 @@ class Site(Section):
                     "Make them alike or name one partition"
                 )
         return found
+
+    def check(self, partitions: Collection[str], path: Path) -> None:
+        """See that the cluster has every partition that is spoken of.
+
+        Raises:
+            PlanError: names the first that it has not, and the nearest.
+        """
+        for name in self.partitions:
+            if name not in partitions:
+                raise PlanError(
+                    f"cluster.site: {path}: partitions.{name}: this cluster has no partition "
+                    f"{name!r}{nearest(name, partitions)}"
+                )
 
     def _of(self, partition: str) -> PartitionSite:
         own = self.partitions.get(partition)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pipeline.clean import sweep as sweep_run
 from pipeline.experiment import prepare
 from rlinf import leftovers
 from rlinf.alive import space
@@ -111,6 +112,25 @@ def test_clean_lists_and_then_removes(
     assert not any(path.exists() for path in [dead, *litter])
     assert living.exists()
     assert (run / "config.yaml").exists()
+
+
+def test_the_next_driver_sweeps_what_killed_ones_never_finished(
+    compose: Callable[..., dict[str, Any]],
+) -> None:
+    run = prepare(compose("iterations=1"))
+    (run.folder / "it").mkdir()
+    old = run.folder / "it" / ".manifest.json.0badc0de"
+    young = run.folder / ".metrics.jsonl.12.0badc0de"
+    for path in (old, young):
+        path.touch()
+    stale = run.folder / "driver.json.stale"
+    stale.write_text("{}")
+    for path in (old, stale):
+        os.utime(path, (1, 1))
+    sweep_run(run.folder)
+    assert not old.exists()
+    assert young.exists(), "it may still be written"
+    assert not stale.exists()
 
 
 def test_clean_wants_run_directories(tmp_path: Path) -> None:
