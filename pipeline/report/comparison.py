@@ -61,6 +61,9 @@ def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
         about = {"id": key.replace("/", "-"), "name": key, "title": title, "x": x}
         return {**about, "series": series, "linked": True, **more}
 
+    def of(key: str) -> Callable[[int, int], Any]:
+        return lambda number, at: rows[number].get(at, {}).get(key)
+
     names = {name for table in rows for row in table.values() for name in row} - {"iteration"}
     first = [name for name in HEADLINES if name in names]
     every = [
@@ -68,7 +71,7 @@ def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
             key,
             TITLES.get(key, key.partition("/")[2].replace("_", " ")),
             "rows",
-            lambda number, at, key=key: rows[number].get(at, {}).get(key),
+            of(key),
         )
         for key in [*first, *sorted(names - {*first})]
     ]
