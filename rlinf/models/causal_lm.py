@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.errors import ConfigError, DataError, nearest
+from rlinf.errors import ArtifactError, ConfigError, DataError, nearest
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting, pad
 from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
@@ -325,6 +325,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(
                 small, local_files_only=True, trust_remote_code=trust_remote_code
             )
+    except ArtifactError:
+        raise
     except Exception as error:  # the tokenizer library raises plain Exception
         raise DataError(f"model.path: {folder}: cannot load a tokenizer ({brief(error)})") from None
     size = vocabulary(read_settings(folder))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlinf.checked import read_text
 from rlinf.errors import DataError
 
 INDEX = "model.safetensors.index.json"
@@ -115,7 +116,7 @@ def _check_file(path: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except OSError as error:
         raise DataError(f"model.path: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -77,7 +77,8 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     iteration(run, 17)
     assert f"job {job} (driver) cancelled" in rlinf("stop", str(run))
     assert not queued(run)
-    assert not (tmp_path / "told").exists(), "who stops a run knows that it ended"
+    told = tmp_path / "told"
+    assert not told.exists(), f"who stops a run knows that it ended: {told.read_text()}"
     rlinf("submit", str(run), "--partition", "cpu")
     run_here(words(tmp_path / "reference", LONGER))
     wait_until(tmp_path / "told", 150)
@@ -117,7 +118,7 @@ def test_a_dry_run_writes_what_slurm_would_take(cluster: Path, tmp_path: Path) -
     assert {path.stem for path in scripts} >= {"warm_start", "rollout", "train", "evaluate"}
 
 
-@pytest.mark.parametrize("option", [["--partition", "cpus"], ["--time-min", "99999999"]])
+@pytest.mark.parametrize("option", [["--partition", "cpus"], ["--mem-mb", "99999999"]])
 def test_a_driver_that_cannot_be_had_is_refused_before_anything_is_written(
     cluster: Path, tmp_path: Path, option: list[str]
 ) -> None:

@@ -69,7 +69,7 @@ def test_a_notice_says_which_iterations() -> None:
     assert found[0].text.startswith("since iteration 2 the gradient is zero")
 
 
-@pytest.mark.parametrize("name", ["timeouts", "parse_failures", "deaths"])
+@pytest.mark.parametrize("name", ["timeouts", "parse_failures", "grader_deaths"])
 def test_what_the_grader_could_not_do_is_a_notice_at_once(name: str) -> None:
     assert kinds({}, {f"reward/{name}": 2.0}, {}) == [name]
 
@@ -79,7 +79,9 @@ def test_groups_of_one_are_refused_where_samples_are_compared(
     compose: Compose, algorithm: str
 ) -> None:
     values = compose("rollout.group_size=1", f"algorithm={algorithm}")
-    with pytest.raises(ConfigError, match=r"rollout\.group_size: 1 under .*set it to 2 or more"):
+    with pytest.raises(
+        ConfigError, match=r"needs several samples of each start \(rollout\.group_size above 1\)"
+    ):
         check(validate(RunConfig, values))
 
 

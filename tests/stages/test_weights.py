@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.artifacts import Manifest, commit
+from rlinf.artifacts import Manifest, commit, content_digest
 from rlinf.data.record import Identity, Record
 from rlinf.errors import RequeueRequested
 from stages.board import Board
@@ -339,7 +339,7 @@ def manifest(data: str) -> Manifest:
         stage="sync",
         iteration=0,
         key="k",
-        content="c",
+        content=content_digest({}, {}),
         data=data,
         files={},
         inputs={},

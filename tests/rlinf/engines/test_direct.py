@@ -135,7 +135,8 @@ def test_temperature_zero_takes_the_mode(engine: DirectEngine) -> None:
     with torch.no_grad():
         out = engine._policy.module(torch.from_numpy(seen(5)))[0]
     expected = out.argmax(-1) if engine._policy.discrete else out
-    np.testing.assert_array_equal(got["action"], expected.numpy())
+    # A batch of another size is summed in another order on some processors.
+    np.testing.assert_allclose(got["action"], expected.numpy(), rtol=0, atol=1e-6)
 
 
 def test_loading_changes_what_is_served(tmp_path: Path) -> None:

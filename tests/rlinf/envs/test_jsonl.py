@@ -20,6 +20,7 @@ class Words:
     """A tokenizer that makes a token of each word."""
 
     chat_template: str | None = None
+    bos_token_id = None
     eos_token_id = 1
     special_tokens_map: ClassVar[dict[str, str]] = {}
 

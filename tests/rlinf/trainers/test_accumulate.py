@@ -28,10 +28,12 @@ def weights(made: FSDPTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in made.full_state().items()}
 
 
-def assert_close(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_close(
+    some: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 1e-6
+) -> None:
     assert some.keys() == other.keys()
     for name, tensor in some.items():
-        torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -45,7 +47,9 @@ def test_parts_have_the_gradient_and_the_metrics_of_the_whole(folder: Path, thre
     assert_close(gradients(parts), gradients(whole))
     one, several = whole.update(lr=LR), parts.update(lr=LR)
     assert several == pytest.approx(one, rel=1e-5)
-    assert_close(weights(parts), weights(whole))
+    # The first step of Adam has a length near LR whatever the gradient's; of one near its epsilon
+    # the rounding, which differs between processors, shows as a part of that.
+    assert_close(weights(parts), weights(whole), atol=LR / 50)
 
 
 def test_the_scale_is_that_of_the_loss(folder: Path) -> None:

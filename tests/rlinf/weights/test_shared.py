@@ -250,6 +250,7 @@ def test_memory_of_others_is_refused(name: str) -> None:
     with pytest.raises(TransferError, match="is their writer on this node"):
         SharedReader(name)
     path = Path(f"/dev/shm/{name}-0")
+    path.touch(mode=0o600)
     path.write_bytes(b"x" * 100)
     try:
         with pytest.raises(TransferError, match="holds no weights"):
@@ -273,6 +274,7 @@ def test_memory_of_a_gpu_that_is_not_here_is_refused(name: str) -> None:
         header(handle.replace(b'"offset": 0', b'"offset": 8')): "damaged handle",
         header(handle)[:4000]: "smaller than its layout",
     }
+    path.touch(mode=0o600)
     try:
         for written, reason in reasons.items():
             path.write_bytes(written)
