@@ -32,11 +32,10 @@ def test_children_count_and_what_they_used_stays_when_they_end() -> None:
 
 def test_a_peak_between_beginning_and_end_is_seen() -> None:
     meter, found = Meter(every_s=0.01), list[dict[str, Any]]()
-    with meter.measuring(found, rank=3):
-        # Not from the heap, which may have room that is resident already.
-        with mmap.mmap(-1, 64 << 20) as held:
-            held.write(b"1" * (64 << 20))
-            time.sleep(0.2)
+    # Not from the heap, which may have room that is resident already.
+    with meter.measuring(found, rank=3), mmap.mmap(-1, 64 << 20) as held:
+        held.write(b"1" * (64 << 20))
+        time.sleep(0.2)
     (entry,) = found
     assert entry["rank"] == 3
     assert entry["seconds"] >= 0.2
