@@ -124,7 +124,15 @@ class Workflow:
                 "the plan has pools (grain: segment), which Snakemake does not use: every stage "
                 "becomes a job; rlinf run gives them to the pools"
             )
-        settle_frozen(Committed(self._run, self._graph), self._choice)
+        committed = Committed(self._run, self._graph)
+        settle_frozen(committed, self._choice)
+        if self._choice is Choice.REDO:
+            # Snakemake looks at files alone, and would take these for finished.
+            for node in list(committed.waiting):
+                committed.set_aside(node)
+        if not all(Path(target).exists() for target in self.targets()):
+            # Nor does it make what a file that is there was made of.
+            Path(self.report).unlink(missing_ok=True)
 
     def own(self) -> None:
         """Be the run's driver until this process ends.
