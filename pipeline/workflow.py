@@ -91,7 +91,6 @@ class Workflow:
             PlanError: a stage has several processes, which one job of one process cannot be.
         """
         self._run, self._choice = run, choice
-        self._by_iteration = by_iteration
         self.folder = run.folder
         self._graph = Graph(run.config)
         self._plan = Plan.read(run.folder)

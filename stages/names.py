@@ -12,5 +12,5 @@ def worker_name(pool: str, rank: int) -> str:
 
 
 def unfinished(claim: str) -> str:
-    """The channel of what a worker leaves of a claim to its heir."""
+    """The channel of the part of a claim that a worker hands to its successor."""
     return f"unfinished-{claim}"

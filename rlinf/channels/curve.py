@@ -122,7 +122,7 @@ class Door:
         self._questions.send_multipart([version, request, *status, b"", b""])
 
     def _note(self) -> None:
-        """Note who came; drop those who are still unknown and longest there."""
+        """Note a new connection; drop the oldest of those that have shown no key."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event, _ = self._accepted.recv_multipart(zmq.NOBLOCK)
