@@ -1,8 +1,8 @@
 """The right to drive a run: a file in its folder that says which process has it.
 
 The file is created whole, by ``link``, and only its holder, or the process that takes over from a
-dead one, changes it. Whether a holder lives is asked of the system where it runs in the same boot of
-the same machine; elsewhere it is alive as long as it touches the file. How long ago that was is
+dead one, changes it. Whether a holder lives is asked of the system where it runs in the same boot
+of the same machine; elsewhere it is alive as long as it touches the file. How long ago that was is
 told by the filesystem's clock: a file is made there, and the two times are compared.
 """
 
