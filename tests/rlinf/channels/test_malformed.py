@@ -139,8 +139,11 @@ def test_and_numbers_that_do_not_fit_end_nothing(ends: Ends) -> None:
             assert member.do("value", "n") == b"%d" % 2**62
 
 
+NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a record with larger ones is never sent
+
+
 @settings(max_examples=60)
-@given(st.dictionaries(st.sampled_from([TO, FROM, RANK, RANKS, COUNT]), st.text() | st.integers()))
+@given(st.dictionaries(st.sampled_from([TO, FROM, RANK, RANKS, COUNT]), st.text() | NUMBERS))
 def test_an_inbox_goes_on(inbox: tuple[Inbox, SocketChannel, Board], info: dict[str, Any]) -> None:
     inbox[1].put(Record(Identity(0, 0), info=info))
 
