@@ -33,7 +33,15 @@ for _ in $(seq {count}); do
   wait -n && continue
   code=$?
   # What was asked to stop has said so by this code; so will the others, in their own time.
-  if [ $code != {stopped} ]; then kill $(jobs -p); break; fi
+  if [ $code != {stopped} ]; then
+    # Some time for what the others write, a trainer's checkpoint say; their driver ends them.
+    others=$(jobs -p)
+    ( sleep {patience_s}; kill $others ) 2> /dev/null &
+    timer=$!
+    wait $others
+    kill $timer
+    break
+  fi
 done
 wait
 exit $code
@@ -165,7 +173,8 @@ def together_script(jobs: Sequence[Job]) -> str:
         starts.append(f"srun {' : '.join(steps)} &")
     header = "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in options)
     body = "\n".join(starts)
-    end = _UNTIL_ONE_FAILS.format(count=len(jobs), stopped=EXIT_REQUEUE)
+    patience_s = max(job.resources.signal_delay_s for job in jobs)
+    end = _UNTIL_ONE_FAILS.format(count=len(jobs), stopped=EXIT_REQUEUE, patience_s=patience_s)
     return f"#!/bin/bash\n{header}\n\n{body}\n{end}"
 
 

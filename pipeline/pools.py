@@ -23,7 +23,7 @@ from launchers.base import Launcher, State, Status
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.generators import Generators
-from pipeline.launch import ClusterConfig, QueueLog
+from pipeline.launch import ClusterConfig, QueueLog, resources
 from pipeline.leases import Member, PoolState, pool_needs, rank_of
 from pipeline.metrics import busy_s
 from pipeline.plan import ELASTIC, FOR_WEIGHTS, SINGLE_PROCESS, Plan
@@ -32,6 +32,7 @@ from pipeline.pool_status import write_pools
 from pipeline.routes import tree
 from pipeline.run import Run
 from pipeline.scaling import automatic, put_down, wished
+from rlinf.artifacts import MANIFEST
 from rlinf.channels.control import Controller, Joined, Lost, Report
 from rlinf.errors import (
     EXIT_BAD_INPUT,
@@ -40,6 +41,7 @@ from rlinf.errors import (
     RequeueRequested,
     StageError,
 )
+from slurm.ids import whole_of
 from stages.inbox import SHARED_MEMORY, SOCKET
 from stages.layout import CHANNELS, POOLS, STATUS
 from stages.names import CLAIM
@@ -88,6 +90,8 @@ class PoolExecutor:
         """Of a stage that was ordered: inputs, who has been told to send them, and to whom."""
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
+        self._ending: list[tuple[Member, float]] = []
+        """Leases that were given up, and until when they may write."""
         self._looked = self._told = 0.0
         self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
         self._controller: Controller | None = None
@@ -137,6 +141,8 @@ class PoolExecutor:
         if time.monotonic() - self._looked > self.launcher.poll_s:
             self._looked = time.monotonic()
             self._look(ended)
+            self._committed_meanwhile(ended)
+        self._cancel_ended()
         self._keep_up()
         if time.monotonic() - self._told > STATUS_S:
             self._scale()
@@ -178,7 +184,8 @@ class PoolExecutor:
                     elif isinstance(event, Lost) and found is not None:
                         found[1].joined.pop(rank_of(event.worker), None)
         finally:
-            self.launcher.cancel([member.job for member in members])
+            ending = [member for member, _ in self._ending]
+            self.launcher.cancel([member.job for member in [*members, *ending]])
             (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
 
     # Orders
@@ -569,12 +576,11 @@ class PoolExecutor:
     ) -> None:
         """A member that cannot go on is cancelled and replaced."""
         self._hand_back(member, reason, ended)
-        self.launcher.cancel([member.job])
-        for worker in member.workers(member.size):
-            self._control.forget(worker)
+        leaving = member.leaving
+        self._end(pool, member)
         if member in pool.members:
             pool.members.remove(member)
-        if member.leaving:
+        if leaving:
             return
         log.warning("pool %s: %s", pool.name, reason)
         for other in self._pools:
@@ -591,6 +597,43 @@ class PoolExecutor:
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
         pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
         pool.resume = time.monotonic() + (pause if pool.failures else 0)
+
+    def _end(self, pool: PoolState, member: Member) -> None:
+        """End a lease that was given up.
+
+        Where all its workers are there, they end what they are writing first: a checkpoint, say,
+        when a pool that started together with the trainer's was lost.
+        """
+        patience_s = 0.0
+        if member.ready and not member.leaving:
+            patience_s = float(resources(pool.needs[0], self.cluster).signal_delay_s)
+            self._let_go(member, patience_s)
+        self._ending.append((member, time.monotonic() + patience_s))
+
+    def _cancel_ended(self) -> None:
+        """Cancel the jobs that were given up, and all of whose workers have left or had time to."""
+        seen, now = self._control.workers(), time.monotonic()
+        waits = {
+            whole_of(member.job)
+            for member, until in self._ending
+            if now < until and any(w in seen and seen[w].alive for w in member.workers(member.size))
+        }
+        over = [member for member, _ in self._ending if whole_of(member.job) not in waits]
+        if not over:
+            return
+        self._ending = [entry for entry in self._ending if entry[0] not in over]
+        self.launcher.cancel([member.job for member in over])
+        for member in over:
+            for worker in member.workers(member.size):
+                self._control.forget(worker)
+
+    def _committed_meanwhile(self, ended: dict[Node, Outcome]) -> None:
+        """What waits for a pool that is not there, and was committed by a lease that ended."""
+        for pool in [pool for pool in self._pools if pool.active is None]:
+            for node, call in list(pool.waiting.items()):
+                if (call.out / MANIFEST).exists():
+                    del pool.waiting[node]
+                    ended[node] = Outcome(0)
 
     def _look(self, ended: dict[Node, Outcome]) -> None:
         """Ask how the jobs are: one query for all pools."""
@@ -669,10 +712,11 @@ class PoolExecutor:
             self._generators.busy(worker) for worker in member.workers(member.size)
         )
 
-    def _let_go(self, member: Member) -> None:
+    def _let_go(self, member: Member, commits_s: float = 0.0) -> None:
+        """Have workers leave, which may take so long to end what they are writing."""
         member.leaving = True
         for worker in member.workers(member.size):
-            self._control.send(worker, {"do": "leave"})
+            self._control.send(worker, {"do": "leave", "commits_s": commits_s})
 
     def _submit(self, pools: Sequence[PoolState]) -> None:
         jobs = [pool_job(self.run, self.plan, self.cluster, pool) for pool in pools]

@@ -113,6 +113,8 @@ class Worker:
         self._resident: dict[str, Any] = {"progress": self._progress}
         self._board, self._turns, self._activity = Board(), Turns(), Activity()
         self._busy: dict[str, threading.Thread] = {}
+        self._commits: set[str] = set()
+        """Stages that are computed and not on disk yet."""
         self._leaving = threading.Event()
         self._moved = time.monotonic()
         self._lock = threading.Lock()
@@ -156,7 +158,7 @@ class Worker:
 
     def serve(self, orphan_s: float) -> int:
         """Carry out orders; returns the exit code."""
-        code, told = 0, 0.0
+        code, told, commits_s = 0, 0.0, 0.0
         try:
             while not self._stop.is_set():
                 if time.monotonic() - told > STATUS_S:
@@ -168,7 +170,9 @@ class Worker:
                 if self._inbox.failure is not None:
                     raise ChannelFailed(self._inbox.failure)
                 orders = self._link.orders(0.2)
-                if any(order["do"] == "leave" for order in orders):
+                leave = next((order for order in orders if order["do"] == "leave"), None)
+                if leave is not None:
+                    commits_s = float(leave.get("commits_s", 0.0))
                     break
                 for order in orders:
                     if order["do"] == "send":
@@ -190,7 +194,7 @@ class Worker:
         except ChannelFailed as error:
             log.warning("of no use any more: %s", error)
             code = 1
-        self._end(code)
+        self._end(code, commits_s)
         return code
 
     def _idle(self, seconds: float) -> bool:
@@ -200,14 +204,23 @@ class Worker:
     def _stopping(self) -> bool:
         return self._stop.is_set() or self._leaving.is_set()
 
-    def _end(self, code: int) -> None:
+    def _end(self, code: int, commits_s: float) -> None:
+        """Let what runs come to an end: soon, what is being written in ``commits_s``.
+
+        A stage that is computed but waits for the commit of an input does not get that time: the
+        worker that makes the input may be the one that was lost.
+        """
         self._leaving.set()
         with self._lock:
             # Those of a generator run in its thread and were never started.
-            running = [thread for thread in self._busy.values() if thread.is_alive()]
-        deadline = time.monotonic() + (STOP_S if code == EXIT_REQUEUE else LEAVE_S)
-        for thread in running:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            running = {node: thread for node, thread in self._busy.items() if thread.is_alive()}
+        began, patience_s = time.monotonic(), STOP_S if code == EXIT_REQUEUE else LEAVE_S
+        for node, thread in running.items():
+            while thread.is_alive():
+                longest = max(patience_s, commits_s) if node in self._commits else patience_s
+                if time.monotonic() - began > longest:
+                    break
+                thread.join(0.05)
         self._turns.close()
         self._generator.close()
         self._publisher.close()
@@ -272,6 +285,7 @@ class Worker:
                     if WEIGHTS in output.objects:
                         self._tell_of_weights(*made)
                     self._board.trim(2 + self._config.rollout.staleness)
+                    self._commits.add(str(order["node"]))
                 time.sleep(GIVE_WAY_S)
                 # It may wait for an input whose stage has to run here once more.
                 manifest = attempt.commit()
@@ -330,6 +344,7 @@ class Worker:
         node = str(order["node"])
         with self._lock:
             self._busy.pop(node, None)
+            self._commits.discard(node)
             self._board.release(node)
         self._moved = time.monotonic()
         self._activity.ended(node)

@@ -25,7 +25,7 @@ from rlinf.data.record import Record
 from rlinf.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, InputError, RunLockedError, StageError
 from stages.layout import CHANNELS, POOLS, STATUS
 from tests.conftest import TINY
-from tests.pipeline.helpers import budget_gib, contents, moves, start_driver
+from tests.pipeline.helpers import budget_gib, contents, moves, start_driver, until
 from tests.pipeline.test_driver import weights
 
 Compose = Callable[..., dict[str, Any]]
@@ -54,7 +54,7 @@ APART = {
     "pools": [{"stages": [stage], "gpus": {"local": 1}} for stage in ALL],
 }
 WHOLE = [{"stages": ALL, "gpus": {"local": 2}}]
-PLANS = {"collocated": ONE, "disaggregated": TWO}
+PLANS = {"collocated": ONE, "disaggregated": TWO, "together": TWO | {"together": True}}
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +211,43 @@ def test_killing_workers_anywhere_changes_nothing(
     assert all(samples(run, i) == list(range(16)) for i in range(2)), "none lost, none twice"
 
 
+SLOW_COMMIT = """
+import sys, time
+from pathlib import Path
+
+if "stages.pool" in sys.orig_argv:
+    import stages.runner as runner
+
+    commit, note = runner.commit, Path({note!r})
+
+    def slow(out, manifest):
+        if manifest.stage == "train" and not note.exists():
+            note.write_text(manifest.data)
+            time.sleep(4)
+        return commit(out, manifest)
+
+    runner.commit = slow
+"""
+
+
+def test_a_trainer_ends_its_checkpoint_when_a_pool_it_started_with_is_lost(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note, log, run = tmp_path / "note", tmp_path / "log", tmp_path / "tiny"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_COMMIT.format(note=str(note)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    driver = start_driver([*_words(tmp_path, "together"), "cluster.poll_s=0.2"], log)
+    until(note.exists, driver, log)
+    (generator,) = [one for one in workers(run) if "pool-0-0" in one.cmdline()]
+    generator.kill()
+    assert driver.wait(timeout=120) == 0, log.read_text()
+    assert read_manifest(run / "it/0000/train").data == note.read_text(), log.read_text()
+    assert "started together with pool 0" in log.read_text()
+    assert_like(run, reference)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", ["collocated", "disaggregated"])
 def test_killing_the_driver_anywhere_changes_nothing(
     reference: Path, tmp_path: Path, plan: str
 ) -> None:
