@@ -20,7 +20,7 @@ from launchers.job import ModuleCall
 from rlinf import machine
 from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError
 from rlinf.tree import python_path
-from slurm.client import run
+from slurm.client import blocked_signals, run
 from slurm.deadline import MARGIN
 from slurm.ids import COMPONENT
 
@@ -259,7 +259,7 @@ def _outside_of_jobs() -> Iterator[None]:
     from submitit.helpers import clean_env
 
     configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
-    with clean_env():
+    with clean_env(), blocked_signals():
         os.environ.update(configuration)
         yield
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from launchers.base import State, Status
@@ -20,6 +22,8 @@ QUEUE = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r"
 ACCOUNTING = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
 FILTERS = ("SQUEUE_", "SACCT_", "SINFO_")
 """Variables of a user's own that change what Slurm's commands show (``SQUEUE_PARTITION``)."""
+WARNINGS = (signal.SIGUSR2, signal.SIGTERM)
+"""Signals by which Slurm says that a job is to end."""
 _GONE = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
 
 
@@ -140,6 +144,19 @@ class SlurmClient:
         return run(command, errors=errors)
 
 
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Commands that are started within outlive the warning which Slurm sends to a whole step.
+
+    A child begins with the mask of the thread that starts it. This process sees the signal later.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run(command: Sequence[str], *, errors: bool = False) -> str:
     """See :meth:`SlurmClient.run`."""
     if shutil.which(command[0]) is None:
@@ -148,14 +165,15 @@ def run(command: Sequence[str], *, errors: bool = False) -> str:
             "Use cluster=local, or log in to the cluster's login node"
         )
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            env={k: v for k, v in os.environ.items() if not k.startswith(FILTERS)},
-        )
+        with blocked_signals():
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+                env={k: v for k, v in os.environ.items() if not k.startswith(FILTERS)},
+            )
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if done.returncode:

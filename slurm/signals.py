@@ -13,11 +13,10 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from slurm.client import WARNINGS
 from slurm.deadline import stop_in
 
 log = logging.getLogger("rlinf")
-
-WATCHED = (signal.SIGUSR2, signal.SIGTERM)
 
 
 class StopFlag:
@@ -45,7 +44,7 @@ class StopFlag:
         def handle(number: int, frame: FrameType | None) -> None:
             self._set = True
 
-        for number in WATCHED:
+        for number in WARNINGS:
             try:
                 self._previous[number] = signal.signal(number, handle)
             except ValueError:

@@ -87,6 +87,30 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     assert (run / "report" / "report.html").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_driver_at_the_end_of_its_time_is_requeued_and_goes_on(
+    cluster: Path, tmp_path: Path
+) -> None:
+    """A minute is the shortest limit of a job; its second life finds its pools as they were."""
+    run = tmp_path / "tiny"
+    rlinf("submit", *call(tmp_path, "iterations=400"), "--partition", "cpu", "--time-min", "1")
+    job = str(noted_job(Run.open(run)))
+    iteration(run, 2)
+    leases = sorted((run / "pools").glob("*/*/job.json"))
+    deadline = time.monotonic() + 120
+    while "Restarts=1" not in " ".join(shown("scontrol", "show", "job", job)):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    log = "".join(path.read_text() for path in (run / "logs" / "driver").glob("*.err"))
+    assert "asked to stop" in log
+    done = sum(1 for _ in run.glob("it/*/sync/manifest.json"))
+    assert done < 400, "there is something left to do"
+    iteration(run, done + 2)
+    assert sorted((run / "pools").glob("*/*/job.json")) == leases, "no pool was started again"
+    rlinf("stop", str(run))
+
+
 def test_pools_without_a_driver_end_when_their_grace_is_over(cluster: Path, tmp_path: Path) -> None:
     log, run = tmp_path / "log", tmp_path / "tiny"
     driver = start_driver(call(tmp_path, "iterations=2000", "cluster.pool_grace_s=6"), log)

@@ -66,11 +66,21 @@ def test_they_are_found_again(launcher: SubmititLauncher, tmp_path: Path) -> Non
 def test_when_one_fails_the_other_ends_and_both_are_failures(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
-    ids = launcher.submit_together(both(tmp_path, "sleep", "fail"))
+    jobs = both(tmp_path, "sleep", "fail")
+    patient = [replace(one, resources=replace(one.resources, signal_delay_s=2)) for one in jobs]
+    ids = launcher.submit_together(patient)
     first, second = finish_all(launcher, ids)
     assert first.state is State.FAILED
     assert (second.state, second.exit_code) == (State.FAILED, 65)
     assert "the reason of the failure" in second.reason
+
+
+def test_when_one_fails_the_other_may_end_what_it_does(
+    launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    ids = launcher.submit_together(both(tmp_path, "slow", "fail"))
+    finish_all(launcher, ids)
+    wait_until(tmp_path / "out-0" / "manifest.json")
 
 
 def test_one_that_waits_is_cancelled_with_the_other(

@@ -5,6 +5,7 @@ Which of the samples were recorded, and which written after manual pages: ``samp
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def test_recorded_partitions() -> None:
     assert found["gpu"].gpus == {"a100": 4, "h100": 4}, "a partition of unlike nodes"
     assert found["gpu"].nodes == 4
     assert found["a100"].time_limit_min is None
+
+
+def test_a_command_outlives_the_warning_that_a_whole_step_gets() -> None:
+    assert run(["sh", "-c", "kill -USR2 $$; kill -TERM $$; echo answered"]) == "answered\n"
+    assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def sections(version: str) -> dict[str, str]:
