@@ -34,7 +34,7 @@ for _ in $(seq {count}); do
   code=$?
   # What was asked to stop has said so by this code; so will the others, in their own time.
   if [ $code != {stopped} ]; then
-    # Some time for what the others write, a trainer's checkpoint say; their driver ends them.
+    # Time for what the others write, a checkpoint say; their driver ends them sooner.
     others=$(jobs -p)
     ( sleep {patience_s}; kill $others ) 2> /dev/null &
     timer=$!
