@@ -61,7 +61,7 @@ rule plan:
         folder=run.folder,
         plan=run.plan_file,
     shell:
-        "{params.python} -m rlinf.cli plan {params.folder:q} --profile {input:q}"
+        "{params.python} -m rlinf plan {params.folder:q} --profile {input:q}"
         " --out {params.plan:q} > {log:q} 2>&1"
 
 
@@ -123,7 +123,7 @@ rule profile:
         python=run.python,
         folder=run.folder,
     shell:
-        "{params.python} -m rlinf.cli profile {params.folder:q} --out {output:q} > {log:q} 2>&1"
+        "{params.python} -m rlinf profile {params.folder:q} --out {output:q} > {log:q} 2>&1"
 
 
 rule report:
@@ -139,4 +139,4 @@ rule report:
         python=run.python,
         folder=run.folder,
     shell:
-        "{params.python} -m rlinf.cli report {params.folder:q} > {log:q} 2>&1"
+        "{params.python} -m rlinf report {params.folder:q} > {log:q} 2>&1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from benchmarks.row import Row, median_row
-from tests.pipeline.cost.shapes import LLAMA_3_8B, LLAMA_3_70B, many_tables
+from tests.pipeline.planning.cost.shapes import LLAMA_3_8B, LLAMA_3_70B, many_tables
 
 
 def measure() -> list[Row]:

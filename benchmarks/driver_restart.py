@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks.row import Row, median_row
 from benchmarks.slurm_jobs import bring_up
-from pipeline.driver_job import noted_job
+from pipeline.commands.driver_job import noted_job
 from pipeline.run import Run
 from rlinf import tree
 from stages.layout import POOLS, STATUS
@@ -102,4 +102,4 @@ def _until(there: Any) -> None:
 
 
 def _rlinf(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "rlinf.cli", *words], cwd=tree.ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "rlinf", *words], cwd=tree.ROOT, check=True)

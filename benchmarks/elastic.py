@@ -24,9 +24,9 @@ import yaml
 from benchmarks.driver import LOG, start_driver
 from benchmarks.row import Row, median_row
 from benchmarks.slurm_jobs import bring_up
-from pipeline.generators import CLAIMS
+from pipeline.pools.generators import CLAIMS
+from pipeline.pools.scaling import scale
 from pipeline.run import Run
-from pipeline.scaling import scale
 from stages.layout import POOLS, STATUS
 
 T = TypeVar("T")

@@ -86,8 +86,8 @@ def steps(side: str, folder: Path, turn: int, threads: int, waiting: str) -> lis
 
 def run_ours(folder: Path, threads: int) -> list[float]:
     """The five stages in one process, committed to disk as always."""
+    from pipeline.commands.experiment import compose
     from pipeline.driver import InProcess
-    from pipeline.experiment import compose
     from pipeline.flow import Graph
     from pipeline.freeze import create_run
     from rlinf.config import RunConfig, validate

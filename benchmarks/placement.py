@@ -16,16 +16,16 @@ from pathlib import Path
 
 from benchmarks.row import Row
 from benchmarks.slurm_jobs import bring_up
-from pipeline.actuals import actual
+from pipeline.commands.experiment import named, warm_start
 from pipeline.driver import Driver
-from pipeline.experiment import named
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
 from pipeline.plan import Plan, Sources
-from pipeline.planner.jobs import plan_of, propose_jobs
-from pipeline.planner.options import Option
-from pipeline.planner.show import request
-from pipeline.profile.alone import like
-from pipeline.profile.measure import Options, profile
+from pipeline.planning.planner.jobs import plan_of, propose_jobs
+from pipeline.planning.planner.options import Option
+from pipeline.planning.planner.show import request
+from pipeline.planning.profile.alone import like
+from pipeline.planning.profile.measure import Options, profile
+from pipeline.pools.actuals import actual
 from pipeline.run import Run
 from rlinf import tree
 from rlinf.config import validate
@@ -52,7 +52,7 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         run = named([*SETTINGS, f"run.root={root}"])
-        measured = profile(run, Options(("a100", "h100"), minutes=4, processes=CORES))
+        measured = profile(run, Options(("a100", "h100"), minutes=4, processes=CORES), warm_start)
         measured.save(root / "profile.json")
         sources = Sources(profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu"))
         asked = request(run.config, sources)

@@ -6,9 +6,14 @@ import math
 import time
 
 from benchmarks.row import Row, median_row
-from pipeline.planner.problem import Problem
-from pipeline.planner.search import solve
-from tests.pipeline.planner.problems import OBJECTIVES, exhaustive, public_case, random_problem
+from pipeline.planning.planner.problem import Problem
+from pipeline.planning.planner.search import solve
+from tests.pipeline.planning.planner.problems import (
+    OBJECTIVES,
+    exhaustive,
+    public_case,
+    random_problem,
+)
 
 SIZES = ((16,), (8, 8), (5, 4), (3, 3, 3), (2, 2, 2, 2))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.row import Row, median_row
 from benchmarks.slurm_jobs import bring_up
-from pipeline.experiment import compose, drive, prepare
+from pipeline.commands.experiment import compose, drive, prepare
 from pipeline.metrics import manifest_of
 from stages.layout import PER_ITERATION
 

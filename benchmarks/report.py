@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.long_run import stretch
 from benchmarks.row import Row, median_row
-from pipeline.experiment import compose, execute
+from pipeline.commands.experiment import compose, execute
 from pipeline.report.data import read
 from tests.browser import browser
 from tests.conftest import QUIET, TINY

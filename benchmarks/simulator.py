@@ -7,11 +7,11 @@ import statistics
 import time
 
 from benchmarks.row import Row, median_row
-from pipeline.planner.predict import Predictor
-from pipeline.planner.search import solve
-from pipeline.simulator import simulate
-from pipeline.simulator.studies import STUDIES
-from tests.pipeline.planner.problems import random_placement, random_problem
+from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.search import solve
+from pipeline.planning.simulator import simulate
+from pipeline.planning.simulator.studies import STUDIES
+from tests.pipeline.planning.planner.problems import random_placement, random_problem
 
 
 def measure() -> list[Row]:

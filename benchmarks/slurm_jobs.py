@@ -39,9 +39,10 @@ def bring_up() -> None:
 
 def stage_overhead() -> tuple[list[float], list[float]]:
     """Seconds from submission to the first line of stage code, and to its imports being done."""
-    from launchers.base import Job, Resources
+    from launchers.base import Job
     from launchers.submitit import SubmititLauncher
     from slurm.client import SlurmClient
+    from slurm.jobs import Resources
 
     launcher = SubmititLauncher(SlurmClient(poll_s=0.1))
     first, imported = [], []

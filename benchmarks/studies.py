@@ -1,8 +1,8 @@
 """``python -m benchmarks.studies``: plans against each other on the studies, simulated.
 
 Prints the table of docs/simulator.md and draws its pictures. All speeds are derived from data
-sheets (``pipeline/simulator/studies.py``); the figures say how placements compare, not how fast a
-cluster is.
+sheets (``pipeline/planning/simulator/studies.py``); the figures say how placements compare, not how
+fast a cluster is.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from pipeline.planner.predict import Predictor
-from pipeline.planner.problem import Placement, Problem
-from pipeline.planner.search import solve
+from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.search import solve
+from pipeline.planning.simulator import Trace, simulate
+from pipeline.planning.simulator.charts import gantt
+from pipeline.planning.simulator.studies import SCENARIOS, STUDIES, Study
 from pipeline.report.colours import COLOURS
-from pipeline.simulator import Trace, simulate
-from pipeline.simulator.charts import gantt
-from pipeline.simulator.studies import SCENARIOS, STUDIES, Study
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 ITERATIONS, SEEDS = 100, range(5)

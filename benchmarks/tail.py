@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.pools import COMPUTE, DEMO, WARM, run, seconds
 from benchmarks.row import Row, median_row
-from pipeline.generators import CLAIMS
 from pipeline.metrics import manifest_of
+from pipeline.pools.generators import CLAIMS
 from stages.layout import PER_ITERATION, POOLS
 
 ROUNDS = 3

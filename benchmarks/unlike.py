@@ -83,7 +83,7 @@ class Step:
 
     def __init__(self, root: Path) -> None:
         from launchers.submitit import SubmititLauncher
-        from pipeline.experiment import compose, prepare
+        from pipeline.commands.experiment import compose, prepare
         from pipeline.flow import Graph, Node
         from pipeline.launch import ClusterConfig
         from rlinf.config import validate

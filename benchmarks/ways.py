@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.row import Row, median_row
 from stages.board import Board
-from stages.inbox import SHARED_MEMORY, SOCKET, Inbox, Outbox
 from stages.parts import WEIGHTS
-from stages.versions import Versions
-from stages.weights import Arrivals, Publisher
+from stages.worker.inbox import SHARED_MEMORY, SOCKET, Inbox, Outbox
+from stages.worker.versions import Versions
+from stages.worker.weights import Arrivals, Publisher
 
 TENSORS, ELEMENTS, ROUNDS, WARM = 64, 1 << 20, 9, 2
 """256 MiB of float32."""

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
-from launchers.base import Job, Resources, Status
+from launchers.base import Job
 from launchers.sbatch import sbatch, sbatch_together
 from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError
 from slurm.client import Queued, SlurmClient
 from slurm.ids import own_id
+from slurm.jobs import Resources, Status
 from slurm.quotas import Quotas, is_full, read_quotas
 
 NOTE = "job.json"

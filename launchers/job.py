@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlinf.channels.world import GROUP, SHARES
 from rlinf.errors import EXIT_REQUEUE, PlanError
-from rlinf.trainers.world import GROUP, SHARES
 from slurm.ids import COMPONENT, own_id
 from slurm.requeue import requeue
 

@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launchers.base import Job, State, Status, tail
+from launchers.base import Job, tail
 from rlinf import machine
+from rlinf.channels.world import GROUP, SHARES
 from rlinf.errors import PlanError
-from rlinf.trainers.world import GROUP, SHARES
 from rlinf.tree import python_path
+from slurm.jobs import State, Status
 
 
 @dataclass

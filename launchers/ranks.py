@@ -7,8 +7,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from launchers.base import Job, Resources, tail
+from launchers.base import Job, tail
 from launchers.local import LocalLauncher
+from slurm.jobs import Resources
 
 
 def main(argv: list[str]) -> int:

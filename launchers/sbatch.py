@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from launchers.base import Job, Resources
+from launchers.base import Job
 from launchers.job import ModuleCall
 from rlinf import machine
 from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError
@@ -23,6 +23,7 @@ from rlinf.tree import python_path
 from slurm.client import blocked_signals, run
 from slurm.deadline import MARGIN
 from slurm.ids import COMPONENT
+from slurm.jobs import Resources
 
 EARLY_S = 30
 """Slurm looks at the time of jobs so rarely, and sends a signal that much too early (measured on

@@ -14,10 +14,11 @@ from itertools import count
 from pathlib import Path
 
 from launchers.backlog import Backlog, Entry, noted
-from launchers.base import Job, State, Status, tail
+from launchers.base import Job, tail
 from rlinf.errors import EXIT_BAD_INPUT
 from slurm.client import Queued, SlurmClient
 from slurm.ids import whole_of
+from slurm.jobs import State, Status
 from slurm.quotas import Quotas
 from slurm.reasons import stuck
 

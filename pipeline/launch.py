@@ -11,15 +11,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from launchers.base import Job, Launcher, Resources, State, Status
+from launchers.base import Job, Launcher
 from pipeline.driver import Outcome
 from pipeline.flow import Node
-from pipeline.leases import pool_needs, with_gpus
+from pipeline.needs import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.channels.curve import INTERFACE, LOOPBACK
 from rlinf.config import Section
 from rlinf.errors import RequeueRequested
+from slurm.jobs import Resources, State, Status
 from stages import SECTIONS
 from stages.runner import StageCall
 

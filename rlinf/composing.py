@@ -1,7 +1,10 @@
-"""What Hydra and OmegaConf complain of, as one short error of ours."""
+"""Overrides as Hydra takes them, and what it complains of as one short error of ours."""
 
 from __future__ import annotations
 
+import re
+
+from rlinf import tree
 from rlinf.errors import ConfigError, nearest
 
 
@@ -29,3 +32,19 @@ def explained(error: Exception) -> ConfigError:
     if isinstance(override, str) and override not in text:
         text = f"{override.lstrip('+')}: {text}"
     return ConfigError(text[:400] or type(error).__name__)
+
+
+def forced(word: str) -> str:
+    """``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file.
+
+    Raises:
+        ConfigError: a group is given no name, so that Hydra would leave it out.
+    """
+    key, separator, value = word.partition("=")
+    plain = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
+    group = (tree.ROOT / "configs" / key).is_dir()
+    if group and separator and value.strip() in ("", "[]", "{}", "null"):
+        names = sorted(path.stem for path in (tree.ROOT / "configs" / key).glob("*.yaml"))
+        raise ConfigError(f"{word}: expected a name; valid: {', '.join(names)}")
+    own = plain and not group and key.split(".")[0] != "hydra"
+    return f"++{word}" if separator and own else word

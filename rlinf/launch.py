@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlinf import machine, tree
-from rlinf.composing import explained
+from rlinf.composing import explained, forced
 from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -46,9 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     finally:
         if swept:
-            from pipeline.sweep import show
+            from pipeline.commands.sweep import show
 
             show(swept)
+
+
+def cli() -> Any:
+    """Entry point of the ``rlinf`` command."""
+    tree.activate()
+    from pipeline.commands.cli import main as command
+
+    return command()
 
 
 def _compose_and_run(words: Sequence[str], choice: str) -> int:
@@ -98,7 +106,7 @@ def sweep_of(words: Sequence[str]) -> list[Any]:
     searches = any(word.lstrip("+").startswith("hydra/sweeper=") for word in options.overrides)
     if not options.multirun or options.cfg or options.help or options.hydra_help or searches:
         return []
-    from pipeline.sweep import points
+    from pipeline.commands.sweep import points
 
     return list(points(options.overrides, [options.config_dir] if options.config_dir else []))
 
@@ -114,22 +122,6 @@ def chosen(words: Sequence[str]) -> tuple[list[str], str]:
         raise ConfigError("--redo makes results anew and --keep keeps them: give one of them")
     rest = [word for word in words if word not in flags]
     return rest, next(iter(flags), "--ask").removeprefix("--")
-
-
-def forced(word: str) -> str:
-    """``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file.
-
-    Raises:
-        ConfigError: a group is given no name, so that Hydra would leave it out.
-    """
-    key, separator, value = word.partition("=")
-    plain = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
-    group = (tree.ROOT / "configs" / key).is_dir()
-    if group and separator and value.strip() in ("", "[]", "{}", "null"):
-        names = sorted(path.stem for path in (tree.ROOT / "configs" / key).glob("*.yaml"))
-        raise ConfigError(f"{word}: expected a name; valid: {', '.join(names)}")
-    own = plain and not group and key.split(".")[0] != "hydra"
-    return f"++{word}" if separator and own else word
 
 
 def suffix(words: Sequence[str]) -> list[str]:
@@ -172,7 +164,7 @@ def run_point(values: Any, choice: str = "ask") -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from pipeline.experiment import execute
+    from pipeline.commands.experiment import execute
     from pipeline.settle import Choice
 
     logging.getLogger("rlinf").setLevel(logging.INFO)

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from launchers.base import State, Status
 from rlinf.errors import SlurmError
 from slurm.ids import expand, whole_of
+from slurm.jobs import State, Status
 from slurm.states import parse_state
 
 TIMEOUT_S = 60.0

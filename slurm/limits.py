@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from launchers.base import Resources
 from rlinf.errors import PlanError, nearest
 from slurm.client import Partition, partition_names
+from slurm.jobs import Resources
 
 
 def check_resources(needs: Resources, partitions: Mapping[str, Partition], key: str) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from launchers.base import Resources
 from rlinf.errors import PlanError
 from slurm.client import Queued, SlurmClient, partition_names
 from slurm.inventory import Association, Limits, QosLimits
+from slurm.jobs import Resources
 from slurm.survey import (
     PARTITIONS,
     ask_accounting,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from launchers.base import State
+from slurm.jobs import State
 
 log = logging.getLogger("rlinf")
 

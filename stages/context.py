@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 from rlinf.artifacts import Manifest, read_manifest, verify
 from rlinf.channels.file import FileReader, FileWriter
+from rlinf.channels.world import World
 from rlinf.config import RunConfig
 from rlinf.data.record import Record, digest_of
 from rlinf.errors import RequeueRequested
-from rlinf.trainers.world import World
 from stages.activity import COMPUTES, TURN
 from stages.board import Output
 from stages.code import stage_code

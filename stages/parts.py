@@ -15,13 +15,13 @@ from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify
 from rlinf.config import RunConfig
-from rlinf.device import local_device
 from rlinf.engines import engines
 from rlinf.engines.base import Engine
 from rlinf.envs import environments
 from rlinf.envs.base import Environment
 from rlinf.errors import ArtifactError
 from rlinf.models import policies
+from rlinf.models.device import local_device
 from rlinf.residency import GIB, Holder, Residency
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward

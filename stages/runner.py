@@ -29,6 +29,7 @@ from rlinf.artifacts import (
     verify,
     write_atomic,
 )
+from rlinf.channels.world import World
 from rlinf.config import RunConfig, validate
 from rlinf.errors import (
     ArtifactError,
@@ -41,7 +42,6 @@ from rlinf.errors import (
     nearest,
     storage_error,
 )
-from rlinf.trainers.world import World
 from stages import SECTIONS
 from stages.board import STREAMS
 from stages.code import stage_code

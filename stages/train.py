@@ -12,9 +12,9 @@ from torch import Tensor
 from rlinf.algorithms.base import Algorithm, scheduled_lr, step_shares
 from rlinf.config import RunConfig
 from rlinf.data.batch import StepBatch, assemble, join
+from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import InputError
-from rlinf.models.base import pad
 from rlinf.seeding import generator
 from stages.context import Context
 from stages.parts import (

@@ -17,8 +17,9 @@ import torch
 
 from rlinf.algorithms.base import AlgorithmConfig, step_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
+from rlinf.data.padding import pad
 from rlinf.errors import ConfigError, StageError
-from rlinf.models.base import StepOutputs, pad
+from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed
 from stages.context import Context
 from stages.evaluate import held_out

@@ -47,8 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny run, undisturbed, in one process. Tests copy what they change."""
-    from pipeline.experiment import compose as hydra_compose
-    from pipeline.experiment import execute
+    from pipeline.commands.experiment import compose as hydra_compose
+    from pipeline.commands.experiment import execute
 
     root = tmp_path_factory.mktemp("reference")
     execute(hydra_compose(["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY]))
@@ -67,7 +67,7 @@ def undrawn() -> Iterator[None]:
 @pytest.fixture
 def compose(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Composed values of a tiny arithmetic run below a temporary folder, with overrides."""
-    from pipeline.experiment import compose as hydra_compose
+    from pipeline.commands.experiment import compose as hydra_compose
 
     def make(*overrides: str, experiment: str = "arithmetic_grpo") -> dict[str, Any]:
         tiny = TINY if experiment == "arithmetic_grpo" else []

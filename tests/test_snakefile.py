@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.experiment import compose, execute
+from pipeline.commands.experiment import compose, execute
 from rlinf import tree
 from tests.pipeline.helpers import contents
 
@@ -109,7 +109,7 @@ def test_the_profile_comes_after_the_warm_start_and_only_when_asked_for(tmp_path
     asked = snakemake("profile", *words)
     assert asked.returncode == 0, asked.stderr[-2000:]
     out = tmp_path / "p" / "profile.json"
-    assert f"-m rlinf.cli profile {tmp_path / 'p'} --out {out}" in asked.stdout
+    assert f"-m rlinf profile {tmp_path / 'p'} --out {out}" in asked.stdout
     assert "rule warm_start" in asked.stdout
     assert "rule rollout" not in asked.stdout
     assert "rule profile" not in snakemake(*words, "iterations=1").stdout

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.generators import claimed
 from pipeline.metrics import iterations, manifest_of, named
+from pipeline.pools.generators import claimed
 from pipeline.report.idle import Piece, Span, pieces
 from pipeline.report.transcripts import Sample, kept, samples_of
 from pipeline.run import Run

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.actuals import compare
 from pipeline.durations import duration
 from pipeline.facts import facts
 from pipeline.notices import notices
+from pipeline.pools.actuals import compare
 from pipeline.record import read_record
 from pipeline.report.colours import COLOURS, DARK
 from pipeline.report.data import ReportData, read

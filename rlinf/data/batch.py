@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.data.padding import pad
 from rlinf.data.record import Record
-from rlinf.models.base import pad
 
 
 @dataclass(frozen=True)

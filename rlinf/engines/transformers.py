@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.device import DeviceName, local_device
 from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import Engine
 from rlinf.errors import DataError
@@ -34,6 +33,7 @@ from rlinf.models.causal_lm import (
     load_tokenizer,
     reload_weights,
 )
+from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import placed
 from rlinf.seeding import uniforms
 

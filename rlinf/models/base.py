@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -137,13 +136,3 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = fitting(module, {name: tensor.shape for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         own[name].copy_(tensor)
-
-
-def pad(arrays: Sequence[np.ndarray], length: int, value: float = 0) -> Tensor:
-    """Stack arrays ``[n_i, ...]`` into ``[B, length, ...]``, filled with ``value`` on the right."""
-    first = arrays[0]
-    out = np.full((len(arrays), length, *first.shape[1:]), value, first.dtype)
-    filled = np.arange(length) < np.array([len(array) for array in arrays])[:, None]
-    # All at once: a thousand assignments, one for each array, take longer than some forward passes.
-    out[filled] = np.concatenate(arrays)
-    return torch.from_numpy(out)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.config import Section
+from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import ArtifactError, ConfigError, DataError, nearest
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting, pad
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting
 from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
 from rlinf.models.folder import check_links
 from rlinf.models.headers import check_headers, positions, read_settings, vocabulary

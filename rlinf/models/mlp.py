@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from rlinf.checked import read_text
 from rlinf.config import Section
+from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import DataError
 from rlinf.fit import ACTOR_CRITIC, OBSERVATIONS, VALUES
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs, pad
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.fit import check_fit
 from rlinf.tensors import load_tensors
 

@@ -18,16 +18,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rlinf.algorithms.base import AlgorithmConfig
+from rlinf.channels.world import World
 from rlinf.config import Section
 from rlinf.data.packing import balance, even_batches, micro_batches
 from rlinf.data.record import Record
-from rlinf.device import DeviceName, local_device
 from rlinf.errors import StageError
 from rlinf.models.base import Policy, StepOutputs
+from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import placed
 from rlinf.trainers import shards
 from rlinf.trainers.lanes import Lanes
-from rlinf.trainers.world import World
 
 LossFunction = Callable[[StepOutputs, list[int]], tuple[Tensor, dict[str, Tensor]]]
 """From step outputs of a micro-batch and the minibatch rows it holds to a loss and metric sums."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import compose as hydra_compose
+from pipeline.commands.experiment import compose as hydra_compose
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.bad_input.door import Base, merged
 from tests.conftest import QUIET, TINY

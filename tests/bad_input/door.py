@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import prepare
+from pipeline.commands.experiment import prepare
 from rlinf.errors import EXIT_BAD_INPUT, RlinfError
 
 Base = Callable[[str, dict[str, Any]], dict[str, Any]]

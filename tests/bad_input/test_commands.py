@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlinf import cli
+from pipeline.commands import cli
 from rlinf.errors import EXIT_BAD_INPUT
 from rlinf.launch import main as launch
 from tests.bad_input.door import judged, tree
@@ -131,7 +131,7 @@ def test_a_command_on_the_wrong_kind_of_path(
 
 PROCESSES: list[Any] = [
     *(pytest.param("rlinf.launch", *entry[1:], id=entry[0]) for entry in LINES[:SHOWN]),
-    *(pytest.param("rlinf.cli", *entry[1:], id=entry[0]) for entry in COMMANDS[::2][:12]),
+    *(pytest.param("rlinf", *entry[1:], id=entry[0]) for entry in COMMANDS[::2][:12]),
 ]
 
 

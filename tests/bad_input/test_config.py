@@ -221,7 +221,7 @@ def test_what_does_not_go_together_is_refused(
 
 @pytest.mark.parametrize("experiment", ["arithmetic", "cartpole", "jsonl"])
 def test_what_the_rows_change_is_accepted_as_it_is(base: Base, experiment: str) -> None:
-    from pipeline.experiment import prepare
+    from pipeline.commands.experiment import prepare
 
     assert prepare(base(experiment, {})).folder.is_dir()
 

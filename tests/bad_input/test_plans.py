@@ -133,7 +133,7 @@ def test_a_folder_as_site(base: Base, tmp_path: Path) -> None:
 
 def test_no_slurm(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    from pipeline.experiment import prepare
+    from pipeline.commands.experiment import prepare
 
     with pytest.raises(SlurmError, match="this machine has no Slurm"):
         prepare(base("arithmetic", {"cluster.launcher": "slurm"}))

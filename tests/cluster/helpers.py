@@ -6,8 +6,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from launchers.base import Job, Resources, Status
+from launchers.base import Job
 from launchers.submitit import SubmititLauncher
+from slurm.jobs import Resources, Status
 
 
 def job(folder: Path, what: str, **resources: object) -> Job:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.generators import CLAIMS
+from pipeline.pools.generators import CLAIMS
 from stages.layout import POOLS
 from tests.pipeline import test_elastic as single
 from tests.pipeline.helpers import run_here, same_samples, start_driver

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import State
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import SlurmError
 from slurm.client import SlurmClient
+from slurm.jobs import State
 from tests.cluster.helpers import finish, job, wait_until
 
 pytestmark = pytest.mark.cluster

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from launchers.submitit import SubmititLauncher
+from pipeline.commands.experiment import prepare
 from pipeline.driver import Driver
-from pipeline.experiment import prepare
 from pipeline.launch import ClusterConfig
 from pipeline.plan import Plan
-from pipeline.pools import PoolExecutor
+from pipeline.pools.executor import PoolExecutor
 from rlinf.errors import InputError
 from slurm.client import SlurmClient
 from stages.layout import POOLS

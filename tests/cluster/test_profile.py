@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import Job, Resources, State
+from launchers.base import Job
 from launchers.submitit import SubmititLauncher
-from pipeline.experiment import compose, prepare
-from pipeline.profile.measure import Options, profile
+from pipeline.commands.experiment import compose, prepare, warm_start
+from pipeline.planning.profile.measure import Options, profile
 from rlinf import tree
 from slurm.client import SlurmClient
+from slurm.jobs import Resources, State
 from tests.cluster.test_runs import words
 
 pytestmark = pytest.mark.cluster
@@ -67,7 +68,7 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
     run = prepare(
         compose([f"++{w}" if not w.startswith(("experiment", "cluster=")) else w for w in wanted])
     )
-    made = profile(run, Options(partitions=("gpu",), minutes=0.3, processes=1))
+    made = profile(run, Options(partitions=("gpu",), minutes=0.3, processes=1), warm_start)
     assert list(made.kinds) == ["gpu:a100", "gpu:h100"]
     for name, kind in made.kinds.items():
         gpu = name.removeprefix("gpu:")
@@ -98,7 +99,7 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
 def test_a_partition_that_is_closed_is_refused(cluster: Path, tmp_path: Path) -> None:
     wanted = [*words(tmp_path, "cluster=slurm"), "--partition", "a10"]
     done = subprocess.run(
-        [sys.executable, "-m", "rlinf.cli", "profile", *wanted],
+        [sys.executable, "-m", "rlinf", "profile", *wanted],
         capture_output=True,
         text=True,
         check=False,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import State
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from slurm.client import SlurmClient
+from slurm.jobs import State
 from slurm.quotas import Quotas, read_quotas
 from tests.cluster.helpers import finish, finish_all, job, several
 

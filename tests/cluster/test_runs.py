@@ -156,7 +156,7 @@ def test_a_sweep_runs_its_points_as_jobs(
 
 def test_doctor_finds_the_cluster_fit(cluster: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rlinf.cli", "doctor", "--folder", str(tmp_path)],
+        [sys.executable, "-m", "rlinf", "doctor", "--folder", str(tmp_path)],
         cwd=tree.ROOT,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.driver_job import noted_job
+from pipeline.commands.driver_job import noted_job
 from pipeline.run import Run
 from rlinf import tree
 from tests.cluster.helpers import wait_until
@@ -27,7 +27,7 @@ LONGER = "iterations=24"
 def rlinf(*command: str, code: int = 0) -> str:
     """What a command says; its process and session end with it."""
     done = subprocess.run(
-        [sys.executable, "-m", "rlinf.cli", *command],
+        [sys.executable, "-m", "rlinf", *command],
         cwd=tree.ROOT,
         capture_output=True,
         text=True,

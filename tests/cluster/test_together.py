@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launchers.base import Job, State
+from launchers.base import Job
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import EXIT_REQUEUE
 from slurm.client import SlurmClient
 from slurm.ids import whole_of
+from slurm.jobs import State
 from stages.layout import POOLS
 from tests.cluster.helpers import finish_all, job, wait_until
 from tests.cluster.test_quotas import limited, nothing_queued  # noqa: F401
 from tests.cluster.test_runs import words
 from tests.pipeline.helpers import contents, run_here, start_driver, until
-from tests.pipeline.test_pools import assert_like
+from tests.pipeline.pools.test_executor import assert_like
 
 pytestmark = pytest.mark.cluster
 A100 = {"partition": "a100", "gpus_per_node": 1, "gpu_type": "a100"}

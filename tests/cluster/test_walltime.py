@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from launchers.base import Job, Resources
+from launchers.base import Job
 from launchers.submitit import SubmititLauncher
-from pipeline.experiment import prepare
+from pipeline.commands.experiment import prepare
 from slurm.client import SlurmClient
+from slurm.jobs import Resources
 from stages.layout import CONFIG
 
 pytestmark = pytest.mark.cluster

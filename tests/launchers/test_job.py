@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launchers.job import ModuleCall, set_rank_variables
-from rlinf.trainers.world import GROUP
+from rlinf.channels.world import GROUP
 
 
 @given(

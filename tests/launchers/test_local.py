@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.base import Job, Resources, State, Status
+from launchers.base import Job
 from launchers.local import LocalLauncher
 from launchers.sbatch import parameters
+from slurm.jobs import Resources, State, Status
 
 PROGRAM = """
 import os, sys, time, pathlib

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import Job, Resources
+from launchers.base import Job
 from launchers.job import ModuleCall
 from launchers.sbatch import check_components, together_script
 from rlinf.errors import PlanError
+from slurm.jobs import Resources
 
 ODD = """a 'b' "c" $HOME; `d` * \\n"""
 A100 = Resources("a100", gpus_per_node=1, gpu_type="a100", env={"X": ODD}, setup=("module load x",))

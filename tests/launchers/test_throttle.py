@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.base import Job, Resources, State
+from launchers.base import Job
 from launchers.local import LocalLauncher
 from launchers.throttle import PERIOD_S, begin_s, duty_here
 from rlinf import tree
 from rlinf.errors import PlanError
+from slurm.jobs import Resources, State
 from slurm.site import load_site
 
 BUSY = """

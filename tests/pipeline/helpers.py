@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from pipeline.commands.experiment import compose, execute
 from pipeline.committed import SET_ASIDE
-from pipeline.experiment import compose, execute
 from rlinf import tree
 from rlinf.artifacts import read_manifest
 from rlinf.channels.file import FileReader
+from rlinf.composing import forced
 from rlinf.data.record import Record
-from rlinf.launch import forced
 
 
 def contents(run: Path) -> dict[str, str]:
@@ -52,7 +52,7 @@ def budget_gib(run: Path, models: float) -> float:
 def no_report() -> Iterator[None]:
     """Runs in this process end without a report: drawing it takes longer than a tiny run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.experiment.write_report", lambda run: run / "report")
+        patch.setattr("pipeline.commands.experiment.write_report", lambda run: run / "report")
         yield
 
 

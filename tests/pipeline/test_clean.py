@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.clean import sweep as sweep_run
-from pipeline.experiment import prepare
+from pipeline.commands.cli import app
+from pipeline.commands.experiment import prepare
 from rlinf import leftovers
 from rlinf.alive import space
 from rlinf.channels import shared_memory
-from rlinf.cli import app
 from rlinf.leftovers import SHM, segment_name, sweep
 
 WRITE = """

@@ -15,7 +15,7 @@ import yaml
 from stages.layout import POOLS, STATUS
 from tests.conftest import TINY
 from tests.pipeline.helpers import start_driver, until
-from tests.pipeline.test_pools import assert_like, samples
+from tests.pipeline.pools.test_executor import assert_like, samples
 
 Compose = Callable[..., dict[str, Any]]
 PLAN = {

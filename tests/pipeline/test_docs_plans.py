@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.experiment import execute
+from pipeline.commands.experiment import execute
 from pipeline.flow import Graph
 from pipeline.launch import ClusterConfig, resources
-from pipeline.leases import pool_needs, with_gpus
+from pipeline.needs import pool_needs, with_gpus
 from pipeline.plan import Plan, parse_plan
 from rlinf import tree
 from rlinf.config import RunConfig, validate

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.experiment import drive, execute, prepare
+from pipeline.commands.experiment import drive, execute, prepare
 from pipeline.lock import LOCK, Owner
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
@@ -50,7 +50,7 @@ def test_a_run_leaves_everything_a_user_looks_for(reference: Path) -> None:
 def test_the_result_is_an_ordinary_model_folder(reference: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pipeline.export import export_weights
+    from pipeline.commands.export import export_weights
 
     assert export_weights(reference, tmp_path / "out", None) == 2
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.generators import CLAIMS
+from pipeline.pools.generators import CLAIMS
+from pipeline.pools.scaling import scale
 from pipeline.report.data import read
 from pipeline.run import Run
-from pipeline.scaling import scale
 from stages.layout import POOLS, VERSIONS
 from tests.conftest import TINY
 from tests.pipeline.helpers import run_here, same_samples, start_driver, until
@@ -191,7 +191,7 @@ def pid(run: Path, worker: str) -> int:
             argv = (entry / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if "stages.pool" in argv and str(run) in argv and name in argv:
+        if "stages.worker.main" in argv and str(run) in argv and name in argv:
             return int(entry.name)
     raise AssertionError(f"{worker} is not there")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import drive, execute
+from pipeline.commands.experiment import drive, execute
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest, verify
 from rlinf.errors import StorageError, storage_error

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pipeline.commands.cli import main
 from pipeline.inventory import table
-from rlinf.cli import main
 from slurm.inventory import Inventory, NodeGroup, PartitionInventory
 
 GPU = NodeGroup(

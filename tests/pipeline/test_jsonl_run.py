@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import execute
+from pipeline.commands.experiment import execute
 from rlinf.artifacts import read_manifest
 from rlinf.channels.file import FileReader
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig

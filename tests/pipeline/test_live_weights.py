@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from pipeline.experiment import execute
+from pipeline.commands.experiment import execute
 from pipeline.plan import FOR_WEIGHTS
 from stages.layout import VERSIONS
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
-from tests.pipeline.test_pools import assert_like, rows
+from tests.pipeline.pools.test_executor import assert_like, rows
 
 Compose = Callable[..., dict[str, Any]]
 POOLS = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import drive, prepare
+from pipeline.commands.experiment import drive, prepare
 from pipeline.metrics import Written, write
 from rlinf.track import sinks
 from stages.layout import METRICS, TIMINGS, TOLD

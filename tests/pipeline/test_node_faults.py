@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.experiment import drive, prepare
+from pipeline.commands.experiment import drive, prepare
 from pipeline.run import Run
 from rlinf.errors import InputError
 from tests.pipeline.helpers import contents
@@ -21,7 +21,7 @@ from tests.pipeline.helpers import contents
 Compose = Callable[..., dict[str, Any]]
 DRIVER = """
 import resource, sys, yaml
-from pipeline.experiment import execute
+from pipeline.commands.experiment import execute
 from rlinf import threads, tree
 from rlinf.errors import RlinfError
 tree.activate()

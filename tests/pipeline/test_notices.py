@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.check import check
+from pipeline.commands.status import page, read_status
 from pipeline.notices import Notices, find, notices
 from pipeline.run import Run
-from pipeline.status import page, read_status
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError
 from stages.layout import METRICS

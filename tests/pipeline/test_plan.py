@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.leases import pool_needs
+from pipeline.needs import pool_needs
 from pipeline.plan import Plan, parse_plan, read_plan
 from rlinf import tree
 from rlinf.errors import PlanError

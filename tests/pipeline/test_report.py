@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from pipeline import metrics
-from pipeline.experiment import execute, prepare
+from pipeline.commands.experiment import execute, prepare
+from pipeline.commands.status import read_status
 from pipeline.notices import notices
 from pipeline.report import write_report
 from pipeline.report.charts import CHARTS
@@ -24,7 +25,6 @@ from pipeline.report.data import read
 from pipeline.report.page import stage_table, tiles
 from pipeline.report.transcripts import Sample, chosen, pack
 from pipeline.run import Run
-from pipeline.status import read_status
 from rlinf import tree
 from rlinf.artifacts import content_digest, prune, read_manifest
 from rlinf.channels.file import read_records, write_records
@@ -35,7 +35,7 @@ Compose = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pipeline.experiment import compose as hydra_compose
+    from pipeline.commands.experiment import compose as hydra_compose
 
     root = tmp_path_factory.mktemp("runs")
     words = ["experiment=arithmetic_grpo", f"++run.root={root}", *TINY]

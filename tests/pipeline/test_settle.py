@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.commands.experiment import drive, prepare
+from pipeline.commands.status import read_status
 from pipeline.committed import SET_ASIDE, Committed
-from pipeline.experiment import drive, prepare
 from pipeline.flow import Graph
 from pipeline.run import Run
 from pipeline.settle import Choice
-from pipeline.status import read_status
 from rlinf.artifacts import read_manifest
 from rlinf.errors import CodeError, ConfigError, MismatchError, RunLockedError
 from stages import code

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from launchers.base import State, Status
 from pipeline import launch, show
-from pipeline.experiment import prepare
+from pipeline.commands.experiment import prepare
+from pipeline.commands.status import page, read_status
 from pipeline.flow import Node
 from pipeline.launch import QueueLog
 from pipeline.show import Console
-from pipeline.status import page, read_status
 from pipeline.terminal import terminal
 from rlinf import tree
+from slurm.jobs import State, Status
 from tests.conftest import QUIET, TINY
 
 Compose = Callable[..., dict[str, Any]]

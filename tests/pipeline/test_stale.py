@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import execute
+from pipeline.commands.experiment import execute
 from pipeline.metrics import manifest_of
 from rlinf.channels.file import FileReader
 from rlinf.config import RunConfig, validate

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import execute
+from pipeline.commands.experiment import execute
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError
 from stages.identity import stage_key

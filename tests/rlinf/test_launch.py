@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.launch import forced, suffix
+from rlinf.composing import forced
+from rlinf.launch import suffix
 
 
 def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:

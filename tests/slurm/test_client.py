@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import State, Status
 from rlinf.errors import SlurmError
 from slurm.client import (
     parse_accounting,
@@ -22,6 +21,7 @@ from slurm.client import (
     run,
 )
 from slurm.deadline import parse_span
+from slurm.jobs import State, Status
 from slurm.reasons import stuck
 from slurm.requeue import Life, parse_life
 from slurm.states import parse_state

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from launchers.base import Resources
 from rlinf.errors import PlanError
 from slurm.client import Partition
+from slurm.jobs import Resources
 from slurm.limits import check_resources
 from slurm.site import load_site
 

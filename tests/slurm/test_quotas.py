@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from launchers.base import Resources, State
 from rlinf.errors import PlanError
 from slurm.client import Queued, SlurmClient
 from slurm.inventory import Association, Limits, QosLimits
+from slurm.jobs import Resources, State
 from slurm.quotas import MAX_ARRAY_SIZE, MAX_JOB_COUNT, Quotas, is_full, read_quotas
 
 SAMPLES = Path(__file__).parent / "samples"

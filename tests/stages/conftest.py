@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stages.test_weights import Worker
+from tests.stages.worker.test_weights import Worker
 
 
 @pytest.fixture

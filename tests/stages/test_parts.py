@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.experiment import compose, execute
+from pipeline.commands.experiment import compose, execute
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
-from rlinf.trainers.world import World
+from rlinf.channels.world import World
 from stages.board import Board
 from stages.context import Context, Input
 from stages.layout import stage_folder

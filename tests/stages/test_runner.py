@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import stages.train
-from pipeline.experiment import compose
+from pipeline.commands.experiment import compose
+from rlinf.channels.world import World
 from rlinf.config import RunConfig, validate
 from rlinf.errors import StageError
-from rlinf.trainers.world import World
 from stages.board import Output
 from stages.context import Context, Input, Live
 from stages.runner import Attempt, StageCall

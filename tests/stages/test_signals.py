@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiment import prepare
+from pipeline.commands.experiment import prepare
 from rlinf import tree
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.experiment import execute
+from pipeline.commands.experiment import execute
 from pipeline.metrics import collect, manifest_of
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record

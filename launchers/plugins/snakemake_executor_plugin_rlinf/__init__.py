@@ -19,10 +19,11 @@ from rlinf import tree
 
 tree.activate()
 
-from launchers.base import Job, Resources  # noqa: E402
+from launchers.base import Job  # noqa: E402
 from launchers.submitit import SubmititLauncher  # noqa: E402
 from rlinf.errors import RlinfError  # noqa: E402
 from slurm.client import SlurmClient  # noqa: E402
+from slurm.jobs import Resources  # noqa: E402
 from slurm.site import load_site  # noqa: E402
 
 

@@ -52,7 +52,7 @@ import os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.trainers.world import World
+from rlinf.channels.world import World
 os.environ.pop("GLOO_SOCKET_IFNAME", None)
 World(int(sys.argv[2]), 3, meeting=Path(sys.argv[1]) / "group-t.json").connect("cpu", 60)
 total = torch.ones(())

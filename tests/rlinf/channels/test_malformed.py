@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from rlinf.channels.control import Controller, Link
 from rlinf.channels.curve import client_socket, routing_id
 from rlinf.channels.keys import run_keys
+from rlinf.channels.rendezvous import Guest, Host
 from rlinf.channels.shared_memory import SharedMemoryChannel
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record
-from rlinf.trainers.rendezvous import Guest, Host
 from stages.board import Board
-from stages.inbox import COUNT, FROM, RANK, RANKS, TO, Inbox
+from stages.worker.inbox import COUNT, FROM, RANK, RANKS, TO, Inbox
 
 VALUES = st.recursive(
     st.none()

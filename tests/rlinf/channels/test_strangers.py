@@ -63,7 +63,7 @@ def exchange():
 """
 RENDEZVOUS = """
 from rlinf.channels.keys import run_keys
-from rlinf.trainers.rendezvous import Guest, Host
+from rlinf.channels.rendezvous import Guest, Host
 host = Host(run_keys(folder))
 address = host.addresses[0]
 def exchange():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.models.base import pad
+from rlinf.data.padding import pad
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float32, np.float64, np.bool_])

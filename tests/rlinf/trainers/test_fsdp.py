@@ -16,7 +16,7 @@ from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.residency import Residency
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from rlinf.trainers.world import World
+from rlinf.channels.world import World
 from tests.rlinf.trainers.test_lanes import loss, records
 
 folder = Path(sys.argv[1])

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rlinf.algorithms.base import AlgorithmConfig
+from rlinf.channels.world import World
 from rlinf.data.record import Identity, Record
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from rlinf.trainers.world import World
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from rlinf.trainers import shards
-from rlinf.trainers.world import World
+from rlinf.channels.world import World
 
 def refuse(*arguments, **options):
     raise AssertionError("pickled")

@@ -1,0 +1,397 @@
+"""The ``rlinf`` command."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlinf import __version__, machine, tree
+from rlinf.errors import RlinfError, told_of_exhaustion
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/arithmetic_grpo")]
+
+
+What = Annotated[
+    list[str], typer.Argument(help="A run directory, or experiment=NAME and key=value")
+]
+Overrides = Annotated[
+    list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Write sbatch scripts, configuration and plan to a folder; submit nothing"
+    ),
+]
+Redo = Annotated[
+    bool,
+    typer.Option(
+        "--redo", help="Make anew what another configuration or code made; the old is set aside"
+    ),
+]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="Go on with such results; the run notes what differs")
+]
+
+
+class Grain(StrEnum):
+    """How long a job lasts."""
+
+    stage = "stage"
+    segment = "segment"
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
+) -> None:
+    """Reinforcement-learning post-training on Slurm, without Ray and without daemons."""
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def run(
+    overrides: Overrides,
+    dry_run: DryRun = False,
+    redo: Redo = False,
+    keep: Keep = False,
+) -> None:
+    """Compose an experiment and run it (the same as python -m rlinf.launch).
+
+    Hydra's own options are taken too: -m for a sweep, --config-dir for a folder of your own.
+    """
+    if dry_run:
+        from pipeline.commands.submit import dry_run as write
+
+        typer.echo("\n".join(write(overrides, None)))
+        return
+    from rlinf.launch import main as launch
+
+    raise typer.Exit(launch([*overrides, *["--redo"] * redo, *["--keep"] * keep]))
+
+
+@app.command()
+def resume(
+    folder: RunFolder,
+    cluster: Annotated[
+        str | None, typer.Option(help="inprocess, local or slurm; as before by default")
+    ] = None,
+    redo: Redo = False,
+    keep: Keep = False,
+) -> None:
+    """Go on with a run from what is on disk."""
+    from pipeline.commands.experiment import drive
+    from pipeline.run import Run
+    from pipeline.settle import Choice
+
+    choice = Choice.of(redo=redo, keep=keep)
+    report = drive(Run.open(folder), {"launcher": cluster} if cluster else None, choice)
+    typer.echo(f"report: {report}")
+
+
+@app.command()
+def submit(
+    what: What,
+    partition: Annotated[
+        str | None, typer.Option(help="Of the driver's job; the cluster's default one by default")
+    ] = None,
+    time_min: Annotated[
+        int | None, typer.Option(help="Its wall-time limit, minutes; a day by default", min=1)
+    ] = None,
+    mem_mb: Annotated[int | None, typer.Option(help="Its memory, MiB", min=1)] = None,
+    mail: Annotated[
+        str | None, typer.Option(help="Whom Slurm is to tell when the driver ends or fails")
+    ] = None,
+    dry_run: DryRun = False,
+    redo: Redo = False,
+    keep: Keep = False,
+) -> None:
+    """Check an experiment, or a run to go on with, and put its driver into a small Slurm job."""
+    from pipeline.commands import submit as submission
+    from pipeline.settle import Choice
+
+    asked = {"partition": partition, "time_min": time_min, "mem_mb": mem_mb, "mail": mail}
+    driver = {key: value for key, value in asked.items() if value is not None}
+    choice = Choice.of(redo=redo, keep=keep)
+    lines = submission.dry_run(what, driver) if dry_run else submission.submit(what, driver, choice)
+    typer.echo("\n".join(lines))
+
+
+@app.command()
+def stop(folder: RunFolder) -> None:
+    """End the driver, pools and jobs of a run, wherever they are; it can be resumed."""
+    from pipeline.commands.stop import stop as end
+
+    for line in end(folder) or ["nothing of this run was there"]:
+        typer.echo(line)
+    typer.echo(f"go on with: rlinf resume {folder}, or rlinf submit {folder}")
+
+
+@app.command()
+def status(
+    folder: RunFolder,
+    watch: Annotated[bool, typer.Option(help="Refresh until the run is finished")] = False,
+) -> None:
+    """Where a run is: iteration, stage, jobs, rates, time left."""
+    from pipeline.commands.status import show
+
+    show(folder, watch=watch)
+
+
+@app.command()
+def scale(
+    folder: RunFolder,
+    wish: Annotated[str, typer.Argument(help="rollout+2, rollout-1, rollout=4 or rollout=auto")],
+) -> None:
+    """Ask for more or fewer workers of an elastic pool, while the run goes on or before it does."""
+    from pipeline.pools.scaling import scale as ask
+    from pipeline.run import Run
+
+    typer.echo(f"{ask(Run.open(folder), wish)} workers asked for")
+
+
+@app.command()
+def report(
+    folder: RunFolder,
+    png: Annotated[
+        bool, typer.Option("--png", help="Write the main charts as pictures too")
+    ] = False,
+) -> None:
+    """Write report.html anew."""
+    from pipeline.metrics import write
+    from pipeline.report import write_report
+    from pipeline.run import Run
+
+    opened = Run.open(folder)
+    write(opened.folder)
+    typer.echo(f"report: {write_report(opened.folder, pictures=png)}")
+
+
+@app.command()
+def export(
+    folder: RunFolder,
+    to: Annotated[Path, typer.Argument(help="New folder for the model")],
+    weights: Annotated[
+        int | None, typer.Option("--version", help="Version of the weights; the newest by default")
+    ] = None,
+) -> None:
+    """Copy a version of the weights out of a run, as an ordinary model folder."""
+    from pipeline.commands.export import export_weights
+
+    typer.echo(f"version {export_weights(folder, to, weights)} in {to}")
+
+
+@app.command()
+def doctor(
+    folder: Annotated[
+        Path, typer.Option(help="Where runs are kept; must be visible on every node")
+    ] = Path("runs"),
+) -> None:
+    """Check Slurm, the run directory's filesystem, Python on the nodes, and packages."""
+    from pipeline.commands.doctor import examine
+
+    raise typer.Exit(examine(folder))
+
+
+@app.command()
+def inventory(
+    save: Annotated[Path | None, typer.Option(help="Write it to this file, as JSON")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Read a saved inventory; Slurm is not asked")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
+    site: Annotated[
+        Path | None, typer.Option(help="Site file that describes the partitions' hardware")
+    ] = None,
+) -> None:
+    """Show what the cluster has: partitions, GPUs, free nodes, limits, load."""
+    from pipeline.inventory import show
+
+    show(source, save, site, as_json=as_json)
+
+
+@app.command()
+def plan(
+    what: What,
+    profile: Annotated[Path, typer.Option(help="What rlinf profile measured")] = Path(
+        "profile.json"
+    ),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A saved inventory; Slurm is not asked")
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option(help="Site file; that of the cluster section by default")
+    ] = None,
+    partition: Annotated[
+        list[str] | None, typer.Option(help="Use these partitions alone; may be repeated")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="time, gpu-hours, money, or time-to-end (queue and losses included)")
+    ] = "time",
+    pin: Annotated[
+        list[str] | None, typer.Option(help="STAGE=KIND, such as train=h100; may be repeated")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option(help="KIND=NUMBER of devices; may be repeated")
+    ] = None,
+    grain: Annotated[
+        Grain, typer.Option(help="A job for each stage, or pools over a segment of many iterations")
+    ] = Grain.stage,
+    check: Annotated[
+        Path | None, typer.Option(help="Assess this plan instead of making one")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The plan; its page is written beside it")] = Path(
+        "plan.yaml"
+    ),
+) -> None:
+    """Choose where every stage runs; explain it; write plan.yaml and plan.html."""
+    from pipeline.commands.experiment import configuration
+    from pipeline.planning.planner.show import make
+
+    sources = planning_sources(profile, source, site, partition, pin)
+    make(configuration(what), sources, out, objective, what_if or (), check, grain.value)
+
+
+@app.command()
+def clean(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories to look through as well")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing")
+    ] = False,
+) -> None:
+    """Remove what killed processes left: shared memory of this node, temporary files of runs."""
+    from pipeline.clean import clean as remove
+
+    for line in remove(folders or [], dry_run=dry_run):
+        typer.echo(line)
+
+
+@app.command()
+def replan(
+    folder: RunFolder,
+    profile: Annotated[
+        Path | None, typer.Option(help="Another profile than that of the run's plan")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="With --profile: a saved inventory")
+    ] = None,
+    site: Annotated[Path | None, typer.Option(help="With --profile: a site file")] = None,
+    objective: Annotated[str | None, typer.Option(help="As before by default")] = None,
+    apply: Annotated[bool, typer.Option(help="Replace the run's plan")] = False,
+) -> None:
+    """Compare predicted with actual times of a run, and plan again with what it has taught."""
+    from pipeline.planning.planner.show import remake
+    from pipeline.run import Run
+
+    sources = planning_sources(profile, source, site, None, None) if profile else None
+    remake(Run.open(folder), sources, objective, apply=apply)
+
+
+def planning_sources(
+    profile: Path,
+    inventory: Path | None,
+    site: Path | None,
+    partitions: list[str] | None,
+    pins: list[str] | None,
+) -> Any:
+    """Where the planner's facts come from, by paths that hold from anywhere."""
+    from pipeline.plan import Sources
+
+    def whole(path: Path | None) -> str | None:
+        return None if path is None else str(path.expanduser().absolute())
+
+    return Sources(
+        profile=str(whole(profile)),
+        inventory=whole(inventory),
+        site=whole(site),
+        partitions=tuple(partitions or ()),
+        pins=tuple(pins or ()),
+    )
+
+
+@app.command()
+def profile(
+    what: What,
+    partition: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure on this partition; may be repeated. The plan's by default"),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Time for all measurements", min=0.1)] = 10.0,
+    processes: Annotated[
+        int | None, typer.Option(help="Most processes per node; one per GPU by default", min=1)
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget what earlier passes measured")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The file to write")] = Path("profile.json"),
+) -> None:
+    """Measure what the stages of an experiment cost on each kind of device."""
+    import logging
+
+    from pipeline.commands.experiment import named, warm_start
+    from pipeline.planning.profile.measure import Options
+    from pipeline.planning.profile.measure import profile as measure
+
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("rlinf").setLevel(logging.INFO)
+    options = Options(tuple(partition or ()), minutes, processes, fresh)
+    made = measure(named(what), options, warm_start)
+    made.save(out)
+    typer.echo(f"profile: {out}")
+
+
+@app.command()
+def simulate(
+    problem: Annotated[
+        str, typer.Argument(help="A problem file (YAML), or a study by name, such as 7b-64")
+    ],
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan with pools; by default the planner's best")
+    ] = None,
+    scenario: Annotated[
+        str | None,
+        typer.Option(help="What goes wrong: a YAML file, or for a study calm, tails, ..., all"),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1)] = 20,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    png: Annotated[Path | None, typer.Option(help="Write a Gantt chart to this file")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write chart and table to this file")
+    ] = None,
+) -> None:
+    """Simulate iterations of a placement, with stragglers, preemption, queues and long tails."""
+    from pipeline.planning.simulator.show import show
+
+    show(problem, plan, scenario, iterations, seed, png, page)
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
+    tree.activate()
+    # As for python -m: what a user's own folder holds can be named in the configuration.
+    sys.path.append(str(Path.cwd()))
+    machine.apply()
+    try:
+        with told_of_exhaustion():
+            return app(args=argv, prog_name="rlinf")
+    except RlinfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""From a composed configuration to a finished run: what every way of starting one calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.commands.driver_job import refuse_beside_job
+from pipeline.commands.stop import Stopping
+from pipeline.driver import Driver, Executor, InProcess, Listener
+from pipeline.flow import Graph
+from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
+from pipeline.needs import pool_needs
+from pipeline.notices import Notices
+from pipeline.notify import announced, check_command
+from pipeline.plan import Plan, load_plan
+from pipeline.pools.executor import PoolExecutor
+from pipeline.report import write_report
+from pipeline.run import Run
+from pipeline.settle import Choice
+from pipeline.show import Console, Trackers
+from rlinf import tree
+from rlinf.channels.curve import address_on
+from rlinf.composing import explained, forced
+from rlinf.config import RunConfig, validate
+from rlinf.errors import (
+    Interrupted,
+    PlanError,
+    RequeueRequested,
+    RunStopped,
+    told_of_exhaustion,
+)
+from slurm.signals import StopFlag
+
+
+def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
+    """Validate a composed configuration and make (or reopen) its run directory.
+
+    Args:
+        choice: what to do about results that it would not make the same.
+
+    Raises:
+        ConfigError, DataError, PlanError, MismatchError: nothing was written.
+    """
+    from pipeline.freeze import create_run  # it loads algorithms, as the checks do
+
+    config, plan = checked(values)
+    refuse_beside_job(Run(config.run.folder, config))
+    return create_run(config, plan.dump(), choice)
+
+
+def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
+    """A composed configuration and its plan, after all checks; nothing is written.
+
+    Raises:
+        ConfigError, DataError, PlanError: they cannot be used.
+    """
+    from pipeline.check import check  # it loads engines and trainers, which a driver has no use for
+
+    config = validate(RunConfig, values)
+    check(config)
+    plan = load_plan(config)
+    cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.interface is not None:
+        address_on(cluster.interface)
+    plan = settled(plan, cluster)
+    check_command(cluster.notify)
+    if plan.grain == "segment" and cluster.launcher == "inprocess":
+        raise PlanError(
+            "plan: grain: segment: pools are processes of their own; add cluster=local (this "
+            "machine) or cluster=slurm"
+        )
+    plan.check_edges(Graph(config).edges())
+    for number in range(len(plan.pools)):
+        pool_needs(plan, number)
+    if cluster.launcher != "inprocess":
+        make_launcher(cluster, plan).close()
+    return config, plan
+
+
+def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
+    """Run a composed configuration to its end; returns the path of the report."""
+    with told_of_exhaustion():
+        return drive(prepare(values, choice))
+
+
+def named(words: Sequence[str]) -> Run:
+    """The run of a directory, or of the experiment that overrides compose.
+
+    Raises:
+        ConfigError, DataError, PlanError: nothing was written.
+    """
+    if is_folder(words):
+        return Run.open(Path(words[0]))
+    return prepare(composed(words))
+
+
+def configuration(words: Sequence[str]) -> RunConfig:
+    """The checked configuration of the same; no run directory is made.
+
+    Raises:
+        ConfigError, DataError: it cannot be used.
+    """
+    if is_folder(words):
+        return Run.open(Path(words[0])).config
+    from pipeline.check import check
+
+    config = validate(RunConfig, composed(words))
+    check(config)
+    return config
+
+
+def is_folder(words: Sequence[str]) -> bool:
+    """Whether words name a run directory, and are no overrides."""
+    return len(words) == 1 and "=" not in words[0]
+
+
+def composed(words: Sequence[str]) -> dict[str, Any]:
+    """The configuration of a command's overrides, as plain values.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    return compose([forced(word) for word in words])
+
+
+def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
+    """The configuration Hydra composes, as plain values.
+
+    Args:
+        searchpath: folders of further configuration files.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
+            further = ",".join(f"file://{Path(folder).absolute()}" for folder in searchpath)
+            path = [f"hydra.searchpath=[{further}]"] if further else []
+            values = hydra_compose("config", [*overrides, *path])
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explained(error) from None
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def drive(
+    run: Run, overrides: Mapping[str, Any] | None = None, choice: Choice = Choice.ASK
+) -> Path:
+    """Take a run from where it is to its end and write the report.
+
+    Args:
+        overrides: keys of the ``cluster`` section that differ this time.
+        choice: what to do about results that this program would not make the same.
+
+    Raises:
+        MismatchError: there are some, and nobody chose.
+    """
+    cluster = cluster_of(run, overrides)
+    with told_of_exhaustion(), announced(run.folder.name, cluster.notify):
+        _drive(run, cluster, choice, offline=False)
+        return write_report(run.folder)
+
+
+def warm_start(run: Run) -> None:
+    """Run the stages before the first iteration, unless that is done."""
+    with told_of_exhaustion():
+        _drive(run, cluster_of(run), Choice.ASK, offline=True)
+
+
+def cluster_of(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """The cluster section of a run, with keys that differ this time.
+
+    Raises:
+        ConfigError: a key is wrong.
+    """
+    return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
+
+
+def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -> None:
+    refuse_beside_job(run)
+    with StopFlag() as flag, Console(run, cluster.launcher) as console:
+        stop = Stopping(run.folder, flag.is_set)
+        executor: Executor
+        if cluster.launcher == "inprocess":
+            executor = InProcess(run, {"progress": console.progress}, stop)
+        else:
+            plan = settled(Plan.read(run.folder), cluster)
+            launcher = make_launcher(cluster, plan)
+            if plan.grain == "segment":
+                executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
+            else:
+                executor = LauncherExecutor(run, launcher, plan, cluster, stop)
+        listeners: list[Listener] = [console, Notices(run), Trackers(run)]
+        try:
+            Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted; {executor.remains}, and all that was committed stays. "
+                f"Go on with: rlinf resume {run.folder}"
+            ) from None
+        except RequeueRequested:
+            if stop.named:
+                raise RunStopped(
+                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
+                ) from None
+            raise

@@ -1,0 +1,59 @@
+"""The stages of an iteration in one process: ``python -m pipeline.commands.iteration --run F ...``.
+
+For workflows whose jobs would otherwise be many and short. Engine and trainer stay loaded from one
+stage to the next; every stage commits by itself, so one that was committed is not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.driver import InProcess, call_of
+from pipeline.flow import Graph, Node
+from pipeline.run import Run
+from rlinf import machine
+from rlinf.errors import RlinfError
+from slurm.signals import StopFlag
+
+
+def run_iteration(run: Run, iteration: int) -> int:
+    """Run the stages of an iteration in their order; returns the exit code of the first to fail."""
+    graph = Graph(run.config)
+    with StopFlag() as stop:
+        executor = InProcess(run, stopping=stop.is_set)
+        try:
+            for stage in graph.flow.stages:
+                node = Node(stage, iteration)
+                executor.start(node, call_of(run, graph, node))
+                outcome = executor.ended()[node]
+                if outcome.exit_code:
+                    print(f"error: {node.name}: {outcome.reason}", file=sys.stderr)
+                    return outcome.exit_code
+        finally:
+            executor.stop()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code (see ``rlinf.errors``)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.commands.iteration", description=__doc__
+    )
+    parser.add_argument("--run", type=Path, required=True, help="run directory")
+    parser.add_argument("--iteration", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    machine.apply()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    try:
+        return run_iteration(Run.open(arguments.run), arguments.iteration)
+    except RlinfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

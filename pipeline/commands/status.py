@@ -1,0 +1,203 @@
+"""``rlinf status``: where a run is, read from its files and one look at the queue."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+
+from pipeline.commands.driver_job import noted_job, submitted
+from pipeline.commands.export import versions
+from pipeline.flow import Graph
+from pipeline.lock import LOCK, is_driven
+from pipeline.metrics import iterations, manifest_of
+from pipeline.notices import notices
+from pipeline.pools.status import PoolsStatus, pool_table, read_pools
+from pipeline.run import Run
+from pipeline.terminal import terminal
+from rlinf.errors import RlinfError
+from stages.identity import Kept, read_ledger
+from stages.layout import PER_ITERATION, stage_folder
+
+REFRESH_S = 2.0
+
+
+@dataclass
+class RunStatus:
+    """What the table shows."""
+
+    name: str
+    finished: int
+    total: int
+    stage: str
+    driver: str
+    iteration_s: float | None
+    steps_per_s: float | None
+    score: float | None
+    reward: float | None
+    versions: list[int]
+    jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    pools: PoolsStatus | None = None
+    """Of a run of grain ``segment`` that goes on."""
+    kept: tuple[Kept, ...] = ()
+    """Results that count though configuration or code is another now."""
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last iteration at the median pace of the last ten."""
+        if self.iteration_s is None:
+            return None
+        return self.iteration_s * (self.total - self.finished)
+
+
+def read_status(folder: Path) -> RunStatus:
+    """Look at a run.
+
+    Raises:
+        ConfigError: not a run directory.
+    """
+    run = Run.open(folder)
+    known = iterations(run.folder)
+    synced = [i for i in known[-50:] if manifest_of(run.folder, "sync", i) is not None]
+    finished = (max(synced) + 1) if synced else 0
+    current = min(finished, run.config.iterations - 1)
+    stage = "finished" if finished >= run.config.iterations else _current_stage(run, current)
+    spans, rates = [], []
+    for i in synced[-10:]:
+        first, last = manifest_of(run.folder, "rollout", i), manifest_of(run.folder, "sync", i)
+        if first and last:
+            # In pools a rollout may begin long before the weights that it waits for.
+            before = manifest_of(run.folder, "sync", i - 1) if i else None
+            start = max(first.timing["start"], before.timing["end"] if before else 0.0)
+            spans.append(last.timing["end"] - start)
+            rates.append(first.metrics.get("steps", 0.0) / max(1e-9, spans[-1]))
+    graph = Graph(run.config)
+    scores = [
+        m.metrics["score"]
+        for v in range(finished + 1)
+        if graph.evaluated(v) and (m := manifest_of(run.folder, "evaluate", v)) is not None
+    ]
+    reward = manifest_of(run.folder, "reward", finished - 1) if finished else None
+    return RunStatus(
+        name=run.folder.name,
+        finished=finished,
+        total=run.config.iterations,
+        stage=stage,
+        driver=_driver(run, finished=stage == "finished"),
+        iteration_s=statistics.median(spans) if spans else None,
+        steps_per_s=statistics.median(rates) if rates else None,
+        score=scores[-1] if scores else None,
+        reward=reward.metrics["mean"] if reward else None,
+        versions=sorted(versions(run.folder)),
+        jobs=_jobs(run, finished),
+        notices=notices(run),
+        pools=read_pools(run.folder),
+        kept=read_ledger(run.folder).kept,
+    )
+
+
+def show(folder: Path, *, watch: bool) -> None:
+    """Print the status, or keep it on the screen until the run is finished."""
+    console = terminal()
+    if not watch:
+        console.print(page(read_status(folder)))
+        return
+    with Live(console=console, refresh_per_second=2) as live:
+        while True:
+            status = read_status(folder)
+            live.update(page(status))
+            if status.stage == "finished":
+                return
+            time.sleep(REFRESH_S)
+
+
+def page(status: RunStatus) -> Group:
+    """All there is to show."""
+    pools = [] if status.pools is None else [pool_table(status.pools)]
+    return Group(table(status), *pools)
+
+
+def table(status: RunStatus) -> Table:
+    """The status as a table."""
+    out = Table(title=f"run {status.name}", show_header=False, title_justify="left")
+    out.add_row("iteration", f"{status.finished} of {status.total}")
+    out.add_row("stage", status.stage)
+    out.add_row("driver", status.driver)
+    if status.iteration_s is not None:
+        out.add_row("pace", f"{status.iteration_s:.1f} s an iteration")
+    if status.steps_per_s is not None:
+        out.add_row("throughput", f"{status.steps_per_s:,.0f} steps/s")
+    if status.eta_s:
+        out.add_row("time left", f"{status.eta_s / 60:.1f} min")
+    if status.reward is not None:
+        out.add_row("reward", f"{status.reward:.3f}")
+    if status.score is not None:
+        out.add_row("held-out score", f"{status.score:.3f}")
+    out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
+    for notice in status.notices:
+        out.add_row("notice", notice)
+    for entry in status.kept:
+        results = f"{len(entry.outputs)} results, on {entry.when}, though these differ: "
+        out.add_row("kept", results + "; ".join(entry.why))
+    for identity, name, state, partition, reason in status.jobs:
+        out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
+    return out
+
+
+def _current_stage(run: Run, iteration: int) -> str:
+    if manifest_of(run.folder, "warm_start", 0) is None:
+        return "warm_start"
+    for stage in PER_ITERATION:
+        if manifest_of(run.folder, stage, iteration) is None:
+            return f"{stage} of iteration {iteration}"
+    return "evaluate"
+
+
+def _driver(run: Run, *, finished: bool) -> str:
+    owner = is_driven(run.folder / LOCK)
+    if owner is not None:
+        job = f", job {owner.job}" if owner.job else ""
+        return f"process {owner.pid} on {owner.host}{job}"
+    try:
+        found = submitted(run)
+    except RlinfError as error:
+        return f"job {noted_job(run)}, of which Slurm says nothing now ({error})"
+    if found is None:
+        return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
+    return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
+
+
+def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:
+    """Jobs noted for unfinished outputs, with their state in the queue."""
+    folders = [stage_folder(run.folder, "warm_start", 0)]
+    folders += [stage_folder(run.folder, stage, finished) for stage in PER_ITERATION]
+    folders += list((run.folder / "evaluate").glob("*"))
+    notes = {}
+    for folder in folders:
+        if (folder / "manifest.json").exists():
+            continue
+        try:
+            note = json.loads((folder / "job.json").read_text())
+            notes[str(note["id"])] = str(note["name"])
+        except (OSError, ValueError, KeyError):
+            continue
+    if not notes:
+        return []
+    from slurm.client import SlurmClient
+
+    try:
+        queue = SlurmClient().queue()
+    except RlinfError:
+        return []
+    return [
+        (identity, name, status.state.value, status.partition, status.reason)
+        for identity, name in notes.items()
+        if (status := queue.get(identity)) is not None
+    ]

@@ -1,0 +1,123 @@
+"""``rlinf stop``: end all that belongs to a run, wherever it is; the run can be resumed.
+
+A driver of this host is sent TERM, one in a job has its job cancelled, and one elsewhere sees a
+file that names it. Jobs are found by the notes beside their outputs, with a driver or without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from launchers.backlog import NOTE
+from pipeline.commands.driver_job import submitted
+from pipeline.lock import LOCK, is_driven
+from pipeline.run import Run
+from rlinf.artifacts import MANIFEST, write_atomic
+from slurm.client import SlurmClient
+from stages.layout import DRIVER, POOLS, STATUS, STOP
+
+LOOK_S = 2.0
+"""How often a driver looks for the file."""
+PATIENCE_S = 75.0
+"""How long a driver has to end: longer than the heartbeat of a dead one counts."""
+KILL_S = 30.0
+"""After which one on this host is killed."""
+
+
+class Stopping:
+    """Whether the driver in this process is to stop: its job ends, or ``rlinf stop`` named it."""
+
+    def __init__(self, run: Path, ends: Callable[[], bool]) -> None:
+        self._run, self._ends = run, ends
+        self._looked = 0.0
+        self.named = False
+
+    def __call__(self) -> bool:
+        if time.monotonic() - self._looked > LOOK_S:
+            self._look()
+        if not self.named and self._ends():
+            self._look()  # the signal may come of rlinf stop
+            return True
+        return self.named
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        with contextlib.suppress(OSError):
+            named = (self._run / STOP).read_text().strip()
+            self.named = bool(named) and named == _token(self._run)
+
+
+def stop(folder: Path) -> list[str]:
+    """End all that belongs to a run; says what that was, a line each.
+
+    Raises:
+        ConfigError: not a run directory.
+        SlurmError: it has jobs, and Slurm does not answer.
+    """
+    run = Run.open(folder)
+    said = _stop_driver(run)
+    jobs = dict(_jobs(run.folder))
+    client = SlurmClient()
+    queue = client.queue() if jobs else {}
+    there = {i: name for i, name in jobs.items() if i in queue and queue[i].state.active}
+    client.cancel(list(there))
+    said += [f"job {identity} ({name}) cancelled" for identity, name in sorted(there.items())]
+    (run.folder / POOLS / STATUS).unlink(missing_ok=True)
+    return said
+
+
+def _stop_driver(run: Run) -> list[str]:
+    said = []
+    owner, job = is_driven(run.folder / LOCK), submitted(run)
+    if owner is not None:
+        write_atomic(run.folder / STOP, owner.token)
+    if job is not None:
+        SlurmClient().cancel([job[0]])
+        said.append(f"job {job[0]} (driver) cancelled")
+    if owner is None:
+        return said
+    what = f"driver (process {owner.pid} on {owner.host})"
+    here = owner.host == socket.gethostname() and not owner.job
+    began, killed = time.monotonic(), False
+    if here:
+        _signal(owner.pid, signal.SIGTERM)
+    while _token(run.folder) == owner.token and is_driven(run.folder / LOCK):
+        if here and not killed and time.monotonic() - began > KILL_S:
+            _signal(owner.pid, signal.SIGKILL)
+            killed = True
+        if time.monotonic() - began > PATIENCE_S:
+            return [*said, f"{what} does not answer; it stops once it sees {run.folder / STOP}"]
+        time.sleep(0.1)
+    (run.folder / STOP).unlink(missing_ok=True)
+    return [*said, f"{what} {'killed' if killed else 'stopped'}"]
+
+
+def _token(run: Path) -> str | None:
+    """Of the driver that has the run, or had it last."""
+    try:
+        return str(json.loads((run / LOCK).read_text())["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _jobs(run: Path) -> Iterator[tuple[str, str]]:
+    """Ids and names of the jobs noted beside outputs that are not there yet."""
+    for pattern in (f"{POOLS}/*/*", "it/*/*", "evaluate/*", "*"):
+        for note in run.glob(f"{pattern}/{NOTE}"):
+            if note.parent.name == DRIVER or (note.parent / MANIFEST).exists():
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                content = json.loads(note.read_text())
+                yield str(content["id"]), str(content["name"])

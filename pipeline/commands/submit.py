@@ -1,0 +1,142 @@
+"""``rlinf submit``: the checks of ``rlinf run`` here, the driver itself in a job; and dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launchers.base import Job
+from launchers.sbatch import lasting_script, script
+from pipeline.commands.driver_job import driver_job, driver_needs, refuse_driven
+from pipeline.commands.driver_job import submit as submit_job
+from pipeline.commands.experiment import checked, cluster_of, composed, is_folder
+from pipeline.committed import Committed
+from pipeline.flow import Graph
+from pipeline.freeze import create_run
+from pipeline.launch import ClusterConfig, resources, settled, stage_job
+from pipeline.needs import pool_needs
+from pipeline.plan import Plan
+from pipeline.pools.jobs import pool_job, pool_states
+from pipeline.pools.leases import PoolState
+from pipeline.run import Run
+from pipeline.settle import Choice, settle_frozen
+from rlinf.artifacts import save_text
+from rlinf.errors import ConfigError
+from slurm.client import SlurmClient
+from stages.layout import CONFIG, PLAN
+from stages.runner import StageCall
+
+
+def submit(
+    words: Sequence[str], driver: Mapping[str, Any], choice: Choice = Choice.ASK
+) -> list[str]:
+    """Put the driver of a run into a job; says what was done, a line each.
+
+    Args:
+        words: a run directory to go on with, or overrides that compose an experiment.
+        driver: keys of ``cluster.driver`` that differ from the configuration.
+        choice: what to do about results that would not be made the same.
+
+    Raises:
+        ConfigError, DataError, PlanError, RunLockedError, MismatchError: nothing was submitted.
+        SlurmError: Slurm does not answer, or refused the job.
+    """
+    run, plan = _found(words)
+    cluster = _cluster(run, driver)
+    needs = driver_needs(cluster, SlurmClient())
+    refuse_driven(run)
+    if is_folder(words):
+        with run.driven():
+            settle_frozen(Committed(run, Graph(run.config)), choice)
+    else:
+        run = create_run(run.config, plan.dump(), choice)
+    identity = submit_job(driver_job(run, needs))
+    where = needs.partition or "the default partition"
+    said = [f"run {run.folder}: job {identity} on {where} drives it"]
+    if cluster.launcher != "slurm":
+        said.append(f"cluster={cluster.launcher}: the stages run inside that job, and have no more")
+    return [*said, f"rlinf status {run.folder}, rlinf stop {run.folder}"]
+
+
+def dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:
+    """Write what would be submitted, beside where the run would be; says what, a line each.
+
+    Args:
+        driver: as for :func:`submit`; None: the driver would be a process here.
+
+    Raises:
+        ConfigError, DataError, PlanError, SlurmError: as :func:`submit`.
+    """
+    run, plan = _found(words)
+    cluster = _cluster(run, driver or {})
+    if driver is None and cluster.launcher != "slurm":
+        raise ConfigError(
+            f"--dry-run: cluster={cluster.launcher} submits nothing; add cluster=slurm"
+        )
+    scripts = {}
+    if driver is not None:
+        scripts["driver"] = lasting_script(driver_job(run, driver_needs(cluster, SlurmClient())))
+    if cluster.launcher == "slurm":
+        jobs = _pools(run, plan, cluster) if plan.pools else _stages(run, plan, cluster)
+        scripts |= {name: script(parts) for name, parts in jobs}
+    to = run.folder.with_name(f"{run.folder.name}.dry-run")
+    to.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in to.glob("*.sh"):
+        old.unlink()
+    config = run.config.model_dump(mode="json")
+    save_text(to / CONFIG, yaml.safe_dump(config, sort_keys=False))
+    save_text(to / PLAN, yaml.safe_dump(plan.dump(), sort_keys=False))
+    for name, text in scripts.items():
+        save_text(to / f"{name}.sh", text)
+    names = ", ".join(f"{name}.sh" for name in scripts)
+    return [f"{to}: {CONFIG}, {PLAN}, {names}", "nothing was submitted"]
+
+
+def _found(words: Sequence[str]) -> tuple[Run, Plan]:
+    """The run, whose directory may not be there yet, and its plan."""
+    if is_folder(words):
+        run = Run.open(Path(words[0]))
+        return run, settled(Plan.read(run.folder), cluster_of(run))
+    config, plan = checked(composed(words))
+    return Run(config.run.folder, config), plan
+
+
+def _cluster(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
+    own = run.config.cluster.get("driver") or {}
+    return cluster_of(run, {"driver": {**own, **driver}})
+
+
+def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[Job]]]:
+    """The first job of every stage."""
+    graph = Graph(run.config)
+    seen: set[str] = set()
+    for node in takewhile(lambda node: node.iteration < 2, graph.nodes()):
+        if node.stage in seen:
+            continue
+        seen.add(node.stage)
+        inputs = {
+            name: graph.folder(run.folder, source) for name, source in graph.inputs(node).items()
+        }
+        out = graph.folder(run.folder, node)
+        call = StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
+        needs = resources(plan.of(node.stage), cluster)
+        yield node.stage, [stage_job(node, call, run.folder, needs)]
+
+
+def _pools(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[Job]]]:
+    """The jobs of all pools: those that start together in one script."""
+    states = pool_states(plan)
+    for state in [state for state in states if state.slot is not None]:
+        number = state.number
+        for slot in range(1, plan.pools[number].workers or 1):
+            states.append(PoolState(number, (), pool_needs(plan, number, slot), slot))
+    bundle = [state for state in states if plan.together and state.slot is None]
+    if bundle:
+        yield "pools", [pool_job(run, plan, cluster, state) for state in bundle]
+    for state in states:
+        if state not in bundle:
+            yield f"pool-{state.name}", [pool_job(run, plan, cluster, state)]

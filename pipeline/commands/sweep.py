@@ -1,0 +1,141 @@
+"""A sweep as a whole: its points are checked before the first starts, and compared at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pipeline.commands.experiment import checked, compose
+from pipeline.commands.status import RunStatus, read_status
+from pipeline.report.comparison import Compared, write_comparison
+from pipeline.terminal import terminal
+from rlinf.errors import ConfigError, InputError, RlinfError
+
+OWN = ("run.name", "run.suffix", "run.root", "hydra")
+"""Keys that say where a point goes and how it is started, not what it is."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    folder: Path
+    varied: str
+    """The overrides in which it differs from other points."""
+    name: str = "runs"
+    """``run.name``, of which the folder's name is made."""
+
+    @property
+    def page(self) -> Path:
+        """Where a sweep that begins with this point is compared, beside what Hydra keeps of it."""
+        return self.folder.parent / "sweeps" / self.name / "comparison.html"
+
+
+def points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[Point]:
+    """The points of a sweep over the values on the command line, in Hydra's order.
+
+    Args:
+        words: overrides, without options.
+        searchpath: further folders of configuration files.
+
+    Raises:
+        ConfigError, DataError, PlanError: a point cannot be run, or two would be the same run;
+            nothing was written or submitted.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(words))
+        (batch,) = BasicSweeper.split_arguments(parsed, None)
+    except HydraException as error:
+        raise ConfigError(str(error)) from None
+    keys = _varied(batch)
+    found: list[Point] = []
+    taken: dict[Path, int] = {}
+    for number, overrides in enumerate(batch):
+        values = _split(overrides)
+        shown = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
+        try:
+            config, _ = checked(compose(overrides, searchpath))
+        except InputError as error:
+            raise ConfigError(f"point {number} of the sweep ({shown}): {error}") from None
+        folder = config.run.folder
+        if folder in taken:
+            raise ConfigError(
+                f"run.suffix: points {taken[folder]} and {number} of the sweep would both be "
+                f"{folder}; give run.suffix the keys that differ, as in "
+                "run.suffix='-${seed}'"
+            )
+        taken[folder] = number
+        found.append(Point(folder, shown, config.run.name))
+    return found
+
+
+def compared(swept: Sequence[Point]) -> list[Compared]:
+    """What is to be said of each point: what was varied, how far it came, its scores."""
+    found = []
+    for point in swept:
+        status = _status(point.folder)
+        found.append(
+            Compared(
+                point.folder,
+                point.varied,
+                "not started" if status is None else f"{status.finished} of {status.total}",
+                _number(None if status is None else status.reward),
+                _number(None if status is None else status.score),
+            )
+        )
+    return found
+
+
+def show(swept: Sequence[Point]) -> None:
+    """Print a table of the runs, where each one's report is, and write the page of all."""
+    console, runs = terminal(), compared(swept)
+    out = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
+    out.add_column("run", justify="right")
+    out.add_column("varied", overflow="fold")
+    for name in ("iterations", "reward", "held-out"):
+        out.add_column(name, justify="right")
+    for number, run in enumerate(runs):
+        out.add_row(str(number), run.varied, run.iterations, run.reward, run.score)
+    console.print(out)
+    for number, run in enumerate(runs):
+        report = run.folder / "report" / "report.html"
+        where = report if report.exists() else f"{run.folder} (no report)"
+        console.print(f"{number}: {where}", soft_wrap=True)
+    started = [run for run in runs if run.folder.is_dir()]
+    if started:
+        page = write_comparison(swept[0].page, "Comparison of runs", started)
+        console.print(f"comparison: {page}", soft_wrap=True)
+
+
+def _split(overrides: Sequence[str]) -> dict[str, str]:
+    parts = (word.lstrip("+").partition("=") for word in overrides)
+    return {key: value for key, _, value in parts}
+
+
+def _varied(batch: Sequence[Sequence[str]]) -> list[str]:
+    """The keys whose values differ between points, in the order they were given."""
+    values: dict[str, set[str]] = {}
+    for overrides in batch:
+        for key, value in _split(overrides).items():
+            values.setdefault(key, set()).add(value)
+    return [key for key, seen in values.items() if len(seen) > 1 and not key.startswith(OWN)]
+
+
+def _status(folder: Path) -> RunStatus | None:
+    try:
+        return read_status(folder)
+    except RlinfError:
+        return None
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.3f}"

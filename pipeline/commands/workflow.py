@@ -1,0 +1,242 @@
+"""What the Snakefile needs: the graph of a run as inputs, outputs, arguments and resources."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.commands.experiment import compose
+from pipeline.commands.experiment import prepare as prepare_run
+from pipeline.committed import Committed
+from pipeline.driver import call_of
+from pipeline.flow import Graph, Node
+from pipeline.lock import LOCK, Lock
+from pipeline.plan import Plan, StagePlan
+from pipeline.run import Run
+from pipeline.settle import Choice, settle_frozen
+from rlinf.artifacts import MANIFEST
+from rlinf.channels.world import SHARES
+from rlinf.errors import ConfigError, PlanError
+from stages.layout import PLAN
+
+DEFAULT_EXPERIMENT = "arithmetic_short"
+"""What a bare ``snakemake`` runs: every stage of a few iterations, each a process of its own."""
+RUNS = Path("runs")
+ITERATION = "iteration"
+"""The rule that stands for all stages of an iteration, with ``jobs=iteration``."""
+
+log = logging.getLogger("rlinf")
+
+
+def prepare(settings: Mapping[str, Any]) -> Workflow:
+    """The workflow of ``--config experiment=... key=value``, or of an existing run: ``run=NAME``.
+
+    Keys are those of the configuration with ``__`` for a dot, which Snakemake allows in no key, or
+    sections as YAML: ``rollout__batch=32`` or ``rollout='{batch: 32}'``. With ``jobs=iteration``
+    the stages of an iteration are one job.
+
+    Raises:
+        ConfigError, DataError, PlanError: nothing was written.
+    """
+    chosen = dict(settings)
+    choice = Choice.of(redo=bool(chosen.pop("redo", 0)), keep=bool(chosen.pop("keep", 0)))
+    jobs = chosen.pop("jobs", "stage")
+    if jobs not in ("stage", ITERATION):
+        raise ConfigError(f"jobs: stage or {ITERATION} (got {jobs!r})")
+    named = chosen.get("run")
+    if isinstance(named, str):
+        further = sorted(chosen.keys() - {"run"})
+        if further:
+            raise ConfigError(
+                f"run={named} goes on with that run as it is; leave out {', '.join(further)}, "
+                "or start another run with experiment=... run__name=..."
+            )
+        return Workflow(Run.open(_folder(named)), choice, by_iteration=jobs == ITERATION)
+    experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
+    overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flat(chosen))]
+    return Workflow(prepare_run(compose(overrides), choice), choice, by_iteration=jobs == ITERATION)
+
+
+def _folder(name: str) -> Path:
+    """The run directory of a path, or of a name below ``runs``."""
+    path = Path(name).expanduser()
+    return RUNS / name if not path.exists() and (RUNS / name).is_dir() else path
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Overrides of nested sections, with dots."""
+    for key, value in values.items():
+        dotted = above + key.replace("__", ".")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{dotted}.")
+        else:
+            yield f"{dotted}={'null' if value is None else value}"
+
+
+class Workflow:
+    """One run, seen as rules."""
+
+    def __init__(self, run: Run, choice: Choice, *, by_iteration: bool = False) -> None:
+        """
+        Args:
+            by_iteration: one job for all stages of an iteration.
+
+        Raises:
+            PlanError: a stage has several processes, which one job of one process cannot be.
+        """
+        self._run, self._choice = run, choice
+        self.folder = run.folder
+        self._graph = Graph(run.config)
+        self._plan = Plan.read(run.folder)
+        self.report = str(run.folder / "report" / "report.html")
+        self.profile = str(run.folder / "profile.json")
+        self.plan_file = str(run.folder / PLAN)
+        self.plan_page = str((run.folder / PLAN).with_suffix(".html"))
+        self.offline = list(self._graph.flow.offline)
+        self._last = list(self._graph.flow.stages)[-1]
+        self.iterated = [*self._graph.flow.stages, "evaluate"]
+        if by_iteration:
+            self.iterated = [ITERATION, "evaluate"]
+            parts = {s: self._plan.of(s) for s in self._graph.flow.stages}
+            several = [s for s, part in parts.items() if part.nodes * part.processes > 1]
+            if several:
+                raise PlanError(
+                    f"jobs=iteration: the plan gives {several[0]} several processes; "
+                    "make each stage a job (jobs=stage)"
+                )
+        self.python = shlex.quote(sys.executable)
+
+    def settle(self) -> None:
+        """See that what is committed is this configuration's, as Snakemake takes it to be.
+
+        Raises:
+            MismatchError: it is not, and nobody chose what to do.
+        """
+        if self._plan.grain == "segment":
+            log.warning(
+                "the plan has pools (grain: segment), which Snakemake does not use: every stage "
+                "becomes a job; rlinf run gives them to the pools"
+            )
+        committed = Committed(self._run, self._graph)
+        settle_frozen(committed, self._choice)
+        if self._choice is Choice.REDO:
+            # Snakemake looks at files alone, and would take these for finished.
+            for node in list(committed.waiting):
+                committed.set_aside(node)
+        if not all(Path(target).exists() for target in self.targets()):
+            # Nor does it make what a file that is there was made of.
+            Path(self.report).unlink(missing_ok=True)
+
+    def own(self) -> None:
+        """Be the run's driver until this process ends.
+
+        Raises:
+            RunLockedError: it has another.
+        """
+        atexit.register(Lock(self.folder / LOCK).release)
+
+    def output(self, stage: str) -> str:
+        """The manifest of a stage; with ``{i}`` where there is one per iteration."""
+        node = Node(self._last if stage == ITERATION else stage, 0)
+        if stage in self.offline:
+            return str(self._manifest(node))
+        return str(self._manifest(node)).replace("/0000/", "/{i}/")
+
+    def inputs(self, stage: str) -> Callable[[Any], dict[str, str]]:
+        """An input function: the manifests a stage reads, by name."""
+
+        def function(wildcards: Any) -> dict[str, str]:
+            number = int(getattr(wildcards, "i", 0))
+            if stage != ITERATION:
+                sources = self._graph.inputs(Node(stage, number))
+                return {name: str(self._manifest(source)) for name, source in sources.items()}
+            found = {}
+            for part in self._graph.flow.stages:
+                for source in self._graph.inputs(Node(part, number)).values():
+                    offline = source.stage in self.offline
+                    if offline or source.iteration != number:
+                        whole = source if offline else Node(self._last, source.iteration)
+                        found[f"{whole.stage}_{whole.iteration}"] = str(self._manifest(whole))
+            return found
+
+        return function
+
+    def argv(self, stage: str) -> Callable[[Any], list[str]]:
+        """A params function: the arguments after ``python -m`` and :meth:`module`."""
+
+        def function(wildcards: Any) -> list[str]:
+            node = Node(stage, int(getattr(wildcards, "i", 0)))
+            if stage == ITERATION:
+                return ["--run", str(self.folder), "--iteration", str(node.iteration)]
+            return list(call_of(self._run, self._graph, node).argv())
+
+        return function
+
+    def module(self, stage: str) -> str:
+        """The program of a stage's rule."""
+        return "pipeline.commands.iteration" if stage == ITERATION else "stages"
+
+    def program(self, stage: str) -> str:
+        """What comes before the arguments in the shell command of a stage's rule.
+
+        A parameter of the rule: Snakemake evaluates the text of a command when a job runs, when the
+        loop that made the rules has long ended.
+        """
+        plan = self._needs(stage)
+        module = self.module(stage)
+        ranks = f"-m launchers.ranks {plan.processes}" if plan.processes > 1 else "-m"
+        ranks, shares = f"{ranks} {module}", plan.shares
+        speeds = f"{SHARES}={','.join(map(str, shares))} " if isinstance(shares, tuple) else ""
+        return f"{speeds}{self.python} {ranks}"
+
+    def log(self, stage: str) -> str:
+        """Log file of a stage's rule."""
+        name = f"{stage}-{{i}}" if stage in self.iterated else stage
+        return str(self.folder / "logs" / "snakemake" / f"{name}.log")
+
+    def resources(self, stage: str) -> dict[str, Any]:
+        """What the plan gives a stage, in the words of Snakemake and its Slurm plugin."""
+        plan = self._needs(stage)
+        kind = f"{plan.gpu_type}:" if plan.gpu_type else ""
+        values = {
+            "slurm_partition": plan.partition,
+            "nodes": plan.nodes,
+            "tasks": plan.nodes * plan.processes,
+            "cpus_per_task": plan.cpus,
+            "mem_mb": plan.mem_mb,
+            "runtime": plan.time_min,
+            "gres": f"gpu:{kind}{plan.gpus}" if plan.gpus else None,
+            "constraint": plan.constraint,
+            "shares": None if plan.shares is None else json.dumps(plan.shares),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _needs(self, stage: str) -> StagePlan:
+        """What a rule's job needs; that of an iteration what its stages need one after another."""
+        if stage != ITERATION:
+            return self._plan.of(stage)
+        parts = [self._plan.of(part) for part in self._graph.flow.stages]
+        memory = [part.mem_mb for part in parts if part.mem_mb is not None]
+        times = [part.time_min for part in parts]
+        largest = max(parts, key=lambda part: part.gpus)
+        update = {
+            "cpus": max(part.cpus for part in parts),
+            "mem_mb": max(memory) if memory else None,
+            "time_min": None if None in times else sum(time or 0 for time in times),
+        }
+        return largest.model_copy(update=update)
+
+    def targets(self) -> list[str]:
+        """The manifests a finished run has and nothing else depends on."""
+        last = self._graph.iterations
+        nodes = [Node("evaluate", v) for v in range(last + 1) if self._graph.evaluated(v)]
+        return [str(self._manifest(node)) for node in [Node("sync", last - 1), *nodes]]
+
+    def _manifest(self, node: Node) -> Path:
+        return self._graph.folder(self.folder, node) / MANIFEST

@@ -1,0 +1,1 @@
+"""What chooses a plan: measured profiles, models of cost, search, simulation."""

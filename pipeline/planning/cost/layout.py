@@ -1,0 +1,176 @@
+"""Parallel layouts: tensor, pipeline, data and expert parallel, and which of them are possible.
+
+Ranks are counted tensor parallel first, then data (with expert) parallel, pipeline last, so that
+tensor-parallel groups stay within a node (Narayanan et al. 2021, arXiv 2104.04473, section 3.2).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipeline.planning.cost.model import RECOMPUTE, ModelShape, Recompute
+from pipeline.planning.cost.work import Generation, Training, Work
+
+Array = np.ndarray
+Count = Any
+"""A whole number, or an int64 array of them."""
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+ALL_REPLICAS = 64
+"""Up to here every number of replicas is tried; of more only those that leave the slowest one less
+work, since sharing states further saves next to nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes share what. All but ``pp`` may be arrays of one shape: many layouts."""
+
+    tp: Count = 1
+    """Tensor parallel: processes that share each matrix."""
+    pp: int = 1
+    """Pipeline parallel: stages of consecutive layers."""
+    dp: Count = 1
+    """Data parallel: replicas with samples of their own."""
+    ep: Count = 1
+    """Expert parallel: of the replicas, how many share one set of routed experts."""
+    micro_batch: Count = 1
+    """Samples a replica takes at once."""
+    recompute: Recompute = "selective"
+
+    @property
+    def gpus(self) -> Count:
+        """Processes, one per GPU."""
+        return self.tp * self.pp * self.dp
+
+    def at(self, where: Any) -> Layout:
+        """Those of many layouts that an index or mask picks; with one number, plain numbers."""
+        columns = np.broadcast_arrays(self.tp, self.dp, self.ep, self.micro_batch)
+        picked = [column[where] for column in columns]
+        tp, dp, ep, micro = (int(c) if np.ndim(c) == 0 else c for c in picked)
+        return replace(self, tp=tp, dp=dp, ep=ep, micro_batch=micro)
+
+    def __str__(self) -> str:
+        parts = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}"]
+        if np.any(self.ep != 1):
+            parts.append(f"ep {self.ep}")
+        return ", ".join([*parts, f"micro-batch {self.micro_batch}", f"recompute {self.recompute}"])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model cut into pipeline stages. Of like stages one is kept, the first: ``[kinds]`` each.
+
+    The embedding is on the first stage; the last norm and the head on the last, with a copy of a
+    tied embedding if that is another stage.
+    """
+
+    number: Array
+    """Of the first such stage, int64."""
+    count: Array
+    """How many such stages there are, int64."""
+    layers: int
+    """Layers of each."""
+    shared: Array
+    """Parameters that every token meets."""
+    routed: Array
+    """Parameters of routed experts."""
+    flops: Array
+    """Of the layers' matrix products, per token, forward."""
+    head: Array
+    """1 where the head is, else 0."""
+    sparse: Array
+    """Layers with experts."""
+    activation_bytes: Array
+    """Kept by all layers together, per token, scores recomputed."""
+    largest_activation_bytes: Array
+    """Kept by the largest layer."""
+
+
+@functools.lru_cache(maxsize=256)
+def cut(shape: ModelShape, pp: int, merge: bool = True) -> Cut:
+    """Equal numbers of layers on each of ``pp`` pipeline stages; ``pp`` divides the layers.
+
+    Args:
+        merge: keep one of like stages; else all, in order.
+    """
+    shared = shape.shared_parameters.reshape(pp, -1).sum(1).astype(np.float64)
+    shared[0] += shape.embedding_parameters
+    shared[-1] += shape.hidden + shape.head_parameters
+    if shape.tied and pp > 1:
+        shared[-1] += shape.embedding_parameters
+    kept = shape.activation_bytes().reshape(pp, -1)
+    columns = [
+        shared,
+        shape.expert_parameters.reshape(pp, -1).sum(1),
+        shape.layer_flops.reshape(pp, -1).sum(1),
+        np.arange(pp) == pp - 1,
+        shape.sparse.reshape(pp, -1).sum(1),
+        kept.sum(1),
+        kept.max(1),
+    ]
+    table = np.stack(columns, axis=1).astype(np.float64)
+    number, count = np.arange(pp), np.ones(pp, dtype=np.int64)
+    if merge:
+        table, number, count = np.unique(table, axis=0, return_index=True, return_counts=True)
+    return Cut(number, count, shape.layers // pp, *table.T)
+
+
+def layouts(shape: ModelShape, work: Work, gpus: int, gpus_per_node: int) -> Iterator[Layout]:
+    """The layouts worth trying on up to ``gpus`` GPUs, in batches of one ``pp`` and ``recompute``.
+
+    Heads (and key-value heads, unless there are fewer than processes) divide by ``tp``, which stays
+    within a node; layers divide by ``pp``; experts and replicas divide by ``ep``. No replica is
+    without a sample. Engines that generate use no pipeline.
+    """
+    generates = isinstance(work, Generation)
+    for pp in [1] if generates else _divisors(shape.layers):
+        tp, dp, ep, micro = _columns(
+            shape, pp, gpus, gpus_per_node, work.samples, (1,) if generates else MICRO_BATCHES
+        )
+        if len(tp):
+            for how in RECOMPUTE if isinstance(work, Training) else RECOMPUTE[:1]:
+                yield Layout(tp, pp, dp, ep, micro, how)
+
+
+@functools.lru_cache(maxsize=1024)
+def _columns(
+    shape: ModelShape,
+    pp: int,
+    gpus: int,
+    gpus_per_node: int,
+    samples: int,
+    micro_batches: tuple[int, ...],
+) -> Array:
+    """``tp``, ``dp``, ``ep`` and micro-batch of every layout: int64 ``[4, n]``."""
+    replicas = _replicas(samples)
+    found = [np.empty((4, 0), dtype=np.int64)]
+    for tp in _divisors(shape.heads):
+        if tp > gpus_per_node or gpus_per_node % tp:
+            continue
+        if shape.kv_heads % tp and tp % shape.kv_heads:
+            continue
+        dp, ep, micro = np.meshgrid(
+            replicas[replicas <= gpus // (tp * pp)],
+            _divisors(shape.experts) if shape.experts else [1],
+            micro_batches,
+        )
+        # A micro-batch larger than a replica's share is the same as its share.
+        good = (dp % ep == 0) & ((micro == 1) | (-(-samples // dp) >= micro))
+        found.append(np.stack([np.full(good.sum(), tp), dp[good], ep[good], micro[good]]))
+    return np.concatenate(found, axis=1)
+
+
+def _replicas(samples: int) -> Array:
+    """Numbers of replicas worth trying, ascending."""
+    numbers = np.arange(1, samples + 1)
+    share = -(-samples // numbers)
+    return numbers[(numbers <= ALL_REPLICAS) | (share < np.append(samples + 1, share[:-1]))]
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]

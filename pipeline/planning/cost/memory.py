@@ -1,0 +1,239 @@
+"""Bytes per GPU of a stage under a layout: does it fit, by how much not, and what would fit.
+
+Sources: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054, sections 3 and 5) for states and their
+sharing; Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for activations with tensor and
+sequence parallelism; Narayanan et al. 2021 (arXiv 2104.04473, section 2.2) for the micro-batches in
+flight under 1F1B; Kwon et al. 2023 (arXiv 2309.06180) for keys and values in pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.planning.cost.device import GIB, Device
+from pipeline.planning.cost.layout import Cut, Layout, cut, layouts
+from pipeline.planning.cost.model import FLOAT32, ModelShape
+from pipeline.planning.cost.work import Generation, Inference, Training, Work
+from rlinf.errors import PlanError
+
+Array = np.ndarray
+Bytes = Any
+"""Bytes, a number or an array of the layouts' shape."""
+
+PREFILL_TOKENS = 8192
+"""Engines cut prompts into pieces of at most this many tokens (vLLM's default is near it)."""
+MOST_GPUS = 4096
+"""How far to look for what would fit."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What fills a GPU; of a pipeline the stage that needs most."""
+
+    weights: Bytes = 0.0
+    gradients: Bytes = 0.0
+    optimizer: Bytes = 0.0
+    activations: Bytes = 0.0
+    """Kept for the backward pass, and the logits."""
+    kv_cache: Bytes = 0.0
+
+    @property
+    def total(self) -> Bytes:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache
+
+    def __str__(self) -> str:
+        parts = {name: float(value) for name, value in vars(self).items() if np.any(value)}
+        return ", ".join(f"{name.replace('_', ' ')} {_gib(value)}" for name, value in parts.items())
+
+
+def memory(shape: ModelShape, layout: Layout, work: Work) -> Memory:
+    """Bytes per GPU, of the shape of the layouts.
+
+    Of generation the keys and values are those of one request of the longest length, the least it
+    can run with; how many run at once follows from what is left (:func:`running_requests`).
+    """
+    if isinstance(work, Training):
+        stages = training_stages(shape, cut(shape, layout.pp), layout, work)
+        return _worst_stage(stages)
+    if isinstance(work, Inference):
+        return _inference(shape, layout, work)
+    return _generation(shape, layout, work)
+
+
+def training_stages(shape: ModelShape, stages: Cut, layout: Layout, work: Training) -> Memory:
+    """Weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
+
+    Each of ``pp - s`` micro-batches is in flight on stage ``s``, or all if there are fewer. With
+    ZeRO stage 3 two layers are whole at a time: the one at work and the one being fetched.
+    """
+    tp, dp, ep, micro = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
+    shared, routed = stages.shared / tp, stages.routed / (tp * ep)
+    mine, divided = shared + routed, shared / dp + routed * ep / dp
+
+    def kept(bytes_each: float, from_stage: int) -> Array:
+        return bytes_each * (divided if work.zero >= from_stage else mine)
+
+    weights = kept(work.state.weights, 3)
+    if work.zero == 3:
+        largest = float((shape.shared_parameters + shape.expert_parameters).max())
+        weights = weights + 2 * work.state.weights * largest / tp * (dp > 1)
+    in_flight = np.minimum(-(-work.samples // (dp * micro)), layout.pp - stages.number)
+    # The gradient of the logits is as large as they are.
+    per_token = stages.head * (shape.head_activation_bytes + FLOAT32 * shape.vocab)
+    if layout.recompute == "full":
+        inputs = float(shape.activation_bytes("full").max())
+        # The layer being recomputed is there in full.
+        per_token = per_token + stages.largest_activation_bytes
+        per_token = per_token + in_flight * stages.layers * inputs
+    else:
+        per_token = per_token + in_flight * stages.activation_bytes
+    tokens = micro * max(work.longest, work.tokens)
+    return Memory(
+        weights,
+        kept(work.state.gradients, 2),
+        kept(work.state.optimizer, 1),
+        per_token * tokens / tp,
+    )
+
+
+def _inference(shape: ModelShape, layout: Layout, work: Inference) -> Memory:
+    """Weights, one layer's activations and the logits."""
+    tp, ep, micro = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
+    stages = cut(shape, layout.pp)
+    tokens = micro * max(work.longest, work.tokens)
+    per_token = np.maximum(
+        stages.largest_activation_bytes, stages.head * shape.head_activation_bytes
+    )
+    weights = shape.dtype_bytes * (stages.shared / tp + stages.routed / (tp * ep))
+    return _worst_stage(Memory(weights, activations=per_token * tokens / tp))
+
+
+def _generation(shape: ModelShape, layout: Layout, work: Generation) -> Memory:
+    longest = work.prompt_tokens + float(work.lengths.max())
+    passing = shape.activation_bytes().max() * PREFILL_TOKENS
+    passing = passing + FLOAT32 * shape.vocab * work.max_running
+    whole = cut(shape, 1)
+    weights = whole.shared[0] / layout.tp + whole.routed[0] / (layout.tp * layout.ep)
+    zero = 0.0 * np.asarray(layout.gpus)
+    return Memory(
+        weights=shape.dtype_bytes * weights + zero,
+        activations=passing / layout.tp + zero,
+        kv_cache=longest * kv_bytes_per_token(shape, layout.tp) + zero,
+    )
+
+
+def mean_context(work: Generation) -> float:
+    """Tokens that a running request holds on average: its prompt and what it has so far.
+
+    A response of length L is met L times as long as one token, half done on average: the mean is
+    ``E[L^2] / (2 E[L])`` (the mean age in renewal theory).
+    """
+    lengths = work.lengths
+    return work.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
+    """Keys and values of one token on one GPU; with fewer heads of them than GPUs, each has one."""
+    heads = np.maximum(shape.kv_heads / np.asarray(tp), 1.0)
+    return 2.0 * shape.layers * heads * shape.head_dim * shape.dtype_bytes
+
+
+def running_requests(shape: ModelShape, layout: Layout, work: Generation, device: Device) -> Any:
+    """How many requests of mean length a replica holds at once: at least 1, at most what the engine
+    allows; 0 where not even one of the longest fits. float64 of the layouts' shape."""
+    least = _generation(shape, layout, work)
+    free = device.usable_bytes - least.weights - least.activations
+    each = mean_context(work) * kv_bytes_per_token(shape, layout.tp)
+    count = np.clip(np.floor(free / each), 1, work.max_running)
+    return np.where(free >= least.kv_cache, count, 0.0)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one layout needs of each GPU, and what there is; in words for people too."""
+
+    layout: Layout
+    memory: Memory
+    device: Device
+
+    @property
+    def lacking_bytes(self) -> float:
+        """How much more memory each GPU would need; 0: it fits."""
+        return max(0.0, float(self.memory.total) - self.device.usable_bytes)
+
+    def __str__(self) -> str:
+        text = (
+            f"{int(self.layout.gpus)} x {self.device.name} ({self.layout}): "
+            f"{_gib(float(self.memory.total))} per GPU ({self.memory}), "
+            f"of {_gib(self.device.usable_bytes)} usable"
+        )
+        return f"{text}; {_gib(self.lacking_bytes)} too much" if self.lacking_bytes else text
+
+
+def least_that_fits(shape: ModelShape, work: Work, device: Device, most_gpus: int) -> Footprint:
+    """The layout on fewest GPUs that fits; of those the one with most memory left.
+
+    If none does, the one that lacks least, whose ``lacking_bytes`` is above 0.
+
+    Raises:
+        PlanError: there are no GPUs.
+    """
+    best: Layout | None = None
+    key = (np.inf, np.inf, np.inf)
+    for some in layouts(shape, work, most_gpus, device.gpus_per_node):
+        needs = memory(shape, some, work).total
+        lacking = np.maximum(needs - device.usable_bytes, 0.0)
+        i = int(np.lexsort((needs, some.gpus, lacking))[0])
+        found = (float(lacking[i]), float(some.gpus[i]), float(needs[i]))
+        if found < key:
+            key, best = found, some.at(i)
+    if best is None:
+        raise PlanError(f"{device.name}: {most_gpus} GPUs, where a stage needs at least one")
+    return Footprint(best, memory(shape, best, work), device)
+
+
+def require_fit(
+    name: str, shape: ModelShape, work: Work, device: Device, most_gpus: int
+) -> Footprint:
+    """The layout on fewest of ``most_gpus`` GPUs that fits.
+
+    Raises:
+        PlanError: none does; says by how much, and what would fit.
+    """
+    found = least_that_fits(shape, work, device, most_gpus)
+    if not found.lacking_bytes:
+        return found
+    message = f"stage {name!r} does not fit: at best {found}"
+    wanted = least_that_fits(shape, work, device, max(MOST_GPUS, most_gpus))
+    if not wanted.lacking_bytes:
+        message += (
+            f"; it would fit on {int(wanted.layout.gpus)} GPUs (there are {most_gpus}): "
+            f"{wanted.layout}"
+        )
+    else:
+        needed = (float(wanted.memory.total) + device.reserve_bytes) / (1 - device.fragmentation)
+        message += (
+            f"; on no number of these GPUs would it fit: take GPUs with {_gib(needed)} or more, "
+            "shorter sequences, or zero=3"
+        )
+    raise PlanError(message)
+
+
+def _column(value: Any) -> Array:
+    """Room for an axis of pipeline stages behind the layouts'."""
+    return np.asarray(value)[..., None]
+
+
+def _worst_stage(stages: Memory) -> Memory:
+    """The fullest of ``[..., stages]``."""
+    parts = np.broadcast_arrays(*vars(stages).values())
+    worst = np.argmax(sum(parts), axis=-1)[..., None]
+    return Memory(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f} GiB"

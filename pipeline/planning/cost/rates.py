@@ -1,0 +1,234 @@
+"""Rates of a stage on 0 to n GPUs of a kind, with the layout for each: what the planner is given.
+
+From measured points where there are some, else from data sheets. Every number says which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from pipeline.planning.cost.device import Device
+from pipeline.planning.cost.fit import LEAST_POINTS, Point, fit_times
+from pipeline.planning.cost.layout import Layout, layouts
+from pipeline.planning.cost.memory import memory
+from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.times import BOUNDS, seconds
+from pipeline.planning.cost.work import Work
+from rlinf.errors import PlanError
+
+Array = np.ndarray
+Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
+SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet", "cannot")
+DATA_SHEET_SPREAD = 0.25
+"""Relative standard deviation of a time from data sheets. Nine in ten published runs lie within the
+interval that this makes (docs/cost-model.md)."""
+SPREAD_PER_DOUBLING = 0.1
+"""Relative standard deviation added per doubling of the GPUs beyond what was measured, where data
+sheets lead on (assumed)."""
+
+
+@dataclass(frozen=True)
+class RateTable:
+    """Iterations per second of one stage on one kind of GPU. Arrays are ``[gpus + 1]``."""
+
+    rates: Array
+    """0 where that many GPUs cannot run it. More GPUs never lower it: a stage need not use all."""
+    spread: Array
+    """Relative standard deviation of each time."""
+    used: Array
+    """GPUs in use where that many are there, int64."""
+    source_codes: Array
+    """Index of each number's source in :data:`SOURCES`, int64."""
+    bound_codes: Array
+    """Index in :data:`pipeline.planning.cost.times.BOUNDS` of what takes most of the time, int64;
+    -1: not known."""
+    memory_bytes: Array
+    """Needed of each GPU; NaN: not known. Generation fills what is left with keys and values."""
+    choices: Array
+    """Of each number's layout, its batch in ``layouts`` and its place there, int64
+    ``[gpus + 1, 2]``; -1: not known."""
+    layouts: tuple[Layout, ...] = ()
+    """Batches of layouts; few objects, since there may be thousands of numbers."""
+    warnings: tuple[str, ...] = ()
+
+    def source(self, gpus: int) -> Source:
+        """Where the rate on ``gpus`` GPUs is from."""
+        return SOURCES[int(self.source_codes[gpus])]
+
+    def bound(self, gpus: int) -> str:
+        """What takes most of the time on ``gpus`` GPUs: one of
+        :data:`pipeline.planning.cost.times.BOUNDS`, or ``unknown``."""
+        code = int(self.bound_codes[gpus])
+        return BOUNDS[code] if code >= 0 else "unknown"
+
+    def layout(self, gpus: int) -> Layout | None:
+        """How the stage would run on ``gpus`` GPUs."""
+        batch, place = self.choices[gpus]
+        return self.layouts[batch].at(place) if batch >= 0 else None
+
+
+def data_sheet_rates(shape: ModelShape, work: Work, device: Device, gpus: int) -> RateTable:
+    """Rates from data sheets: the quickest layout that fits, for each number of GPUs.
+
+    A stage that fits nowhere has rate 0 throughout;
+    :func:`pipeline.planning.cost.memory.require_fit` says by how much memory it misses.
+
+    Raises:
+        PlanError: a number of GPUs below 0.
+    """
+    if gpus < 0:
+        raise PlanError(f"{device.name}: {gpus} GPUs")
+    best = np.full(gpus + 1, np.inf)
+    table = _empty(gpus, "data sheet")
+    found: list[Layout] = []
+    for some in layouts(shape, work, gpus, device.gpus_per_node):
+        needs = memory(shape, some, work).total
+        fits = needs <= device.usable_bytes
+        if not fits.any():
+            continue
+        able, needs = some.at(fits), needs[fits]
+        times = seconds(shape, able, work, device)
+        total = times.total
+        order = np.lexsort((total, able.gpus))
+        counts, first = np.unique(able.gpus[order], return_index=True)
+        winners = order[first]
+        better = total[winners] < best[counts]
+        counts, winners = counts[better], winners[better]
+        best[counts] = total[winners]
+        parts = np.stack([np.broadcast_to(p, total.shape)[winners] for p in vars(times).values()])
+        table.bound_codes[counts] = parts.argmax(0)
+        table.memory_bytes[counts] = needs[winners]
+        table.choices[counts] = np.stack([np.full(len(winners), len(found)), winners], axis=1)
+        found.append(able)
+    with np.errstate(divide="ignore"):
+        rates = 1.0 / best
+    spread = np.full(gpus + 1, DATA_SHEET_SPREAD)
+    return _never_falling(replace(table, rates=rates, spread=spread, layouts=tuple(found)))
+
+
+def measured_rates(
+    points: Sequence[Point],
+    size: float,
+    gpus: int,
+    *,
+    runnable: Array | None = None,
+    memory_bytes: float = math.nan,
+) -> RateTable:
+    """Rates from measured points, by a fit; outside what was measured flagged and spread wider.
+
+    Of points too few for a fit only those measured at ``size`` are used, as they are. One process
+    of a point is one GPU.
+
+    Args:
+        size: work of one iteration, in the unit of the points.
+        runnable: bool ``[gpus + 1]``, False where memory is known not to suffice, or where more
+            GPUs have nothing to do.
+        memory_bytes: most that was seen on a GPU; NaN: not known.
+
+    Raises:
+        PlanError: a point that cannot be (:func:`pipeline.planning.cost.fit.fit_times`).
+    """
+    counts = np.arange(gpus + 1)
+    able = (counts > 0) & (True if runnable is None else np.asarray(runnable, dtype=bool))
+    table = replace(_empty(gpus, "measured"), memory_bytes=np.full(gpus + 1, memory_bytes))
+    if len({(point.processes, point.size) for point in points}) < LEAST_POINTS:
+        for point in points:
+            if point.size == size and point.processes <= gpus and able[point.processes]:
+                table.rates[point.processes] = 1 / point.seconds
+                table.spread[point.processes] = point.spread_s / point.seconds
+        return _never_falling(table)
+    answer = fit_times(points).predict(np.maximum(counts, 1), size)
+    codes = np.where(answer.extrapolated, SOURCES.index("extrapolated"), SOURCES.index("fitted"))
+    codes = np.where(answer.measured, SOURCES.index("measured"), codes)
+    table = replace(
+        table,
+        rates=np.where(able, 1.0 / answer.seconds, 0.0),
+        spread=answer.spread_s / answer.seconds,
+        source_codes=codes,
+        warnings=answer.warnings if np.any(answer.extrapolated & able) else (),
+    )
+    return _never_falling(table)
+
+
+def calibrated_rates(table: RateTable, points: Sequence[Point], size: float) -> RateTable:
+    """Rates from data sheets, brought to the level of points measured at ``size``.
+
+    For a kind with too few points for a fit, or plans far beyond them: data sheets then say how the
+    time goes on. The factor is the geometric mean of measured over expected; its scatter is the
+    spread, which grows with each doubling beyond what was measured. One process of a point is one
+    GPU.
+
+    Raises:
+        PlanError: no point was measured at this size on a number of GPUs that the table covers.
+    """
+    near = [
+        p
+        for p in points
+        if abs(p.size / size - 1) < 1e-9
+        and p.processes < len(table.rates)
+        and table.rates[p.processes]
+    ]
+    if not near:
+        raise PlanError(
+            f"no point measured at size {size:g} to calibrate with; sizes measured: "
+            f"{', '.join(sorted({f'{p.size:g}' for p in points})) or 'none'}"
+        )
+    ratios = np.log([p.seconds * table.rates[p.processes] for p in near])
+    own = max(p.spread_s / p.seconds for p in near)
+    # Of one point nothing tells how well the factor holds elsewhere.
+    scatter = float(ratios.std(ddof=1)) if len(near) > 1 else DATA_SHEET_SPREAD / 2
+    there = [p.processes for p in near]
+    counts = np.maximum(np.arange(len(table.rates)), 1)
+    doublings = np.maximum(np.log2(counts / max(there)), np.log2(min(there) / counts)).clip(0)
+    spread = np.hypot(np.hypot(scatter, own), SPREAD_PER_DOUBLING * doublings)
+    codes = np.where(doublings > 0, SOURCES.index("extrapolated"), SOURCES.index("fitted"))
+    rates = table.rates / np.exp(ratios.mean())
+    warning = (
+        f"measured on {min(there)} to {max(there)} GPUs; beyond, data sheets lead on, with a wider "
+        "interval"
+    )
+    warnings = (*table.warnings, warning) if np.any(doublings[1:] > 0) else table.warnings
+    return replace(
+        table,
+        rates=rates,
+        spread=np.where(rates > 0, spread, 0.0),
+        source_codes=np.where(rates > 0, codes, SOURCES.index("cannot")),
+        warnings=warnings,
+    )
+
+
+def _empty(gpus: int, source: Source) -> RateTable:
+    """A table of which nothing but the source is known."""
+    count = gpus + 1
+    return RateTable(
+        rates=np.zeros(count),
+        spread=np.zeros(count),
+        used=np.arange(count),
+        source_codes=np.full(count, SOURCES.index(source)),
+        bound_codes=np.full(count, -1),
+        memory_bytes=np.full(count, np.nan),
+        choices=np.full((count, 2), -1),
+    )
+
+
+def _never_falling(table: RateTable) -> RateTable:
+    """Where fewer GPUs are as quick, only those are used; where none run it, nothing is."""
+    best = np.maximum.accumulate(table.rates)
+    able = best > 0
+    # An equal rate on more GPUs does not need them.
+    first = np.searchsorted(best, best, side="left")
+    return replace(
+        table,
+        rates=best,
+        spread=np.where(able, table.spread[first], 0.0),
+        used=np.where(able, table.used[first], 0),
+        source_codes=np.where(able, table.source_codes[first], SOURCES.index("cannot")),
+        bound_codes=np.where(able, table.bound_codes[first], -1),
+        memory_bytes=np.where(able, table.memory_bytes[first], np.nan),
+        choices=np.where(able[:, None], table.choices[first], -1),
+    )

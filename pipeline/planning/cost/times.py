@@ -1,0 +1,337 @@
+"""Seconds of a stage under a layout, from data sheets, by what bounds them.
+
+Compute by roofline, communication by links. Sources: Narayanan et al. 2021 (arXiv 2104.04473,
+sections 2 and 3) for 1F1B and tensor-parallel communication; Rajbhandari et al. 2020 (arXiv
+1910.02054, section 7) for sharded data parallelism; Pope et al. 2022 (arXiv 2211.05102) for
+decoding bound by memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.planning.cost import links
+from pipeline.planning.cost.device import Device
+from pipeline.planning.cost.layout import Cut, Layout, cut
+from pipeline.planning.cost.links import Link
+from pipeline.planning.cost.memory import kv_bytes_per_token, mean_context, memory, running_requests
+from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.work import Generation, Inference, Training, Work
+
+Array = np.ndarray
+Seconds = Any
+"""Seconds, a number or an array of the layouts' shape."""
+
+POINTS = 48
+"""Places at which the distribution of lengths is looked at."""
+SYNC_CHUNK_BYTES = 64 * 2**20
+"""Weights are passed on in pieces of this size (assumed)."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds by what they are bound by; they add up."""
+
+    compute_s: Seconds = 0.0
+    bandwidth_s: Seconds = 0.0
+    """Reading and writing the GPU's memory."""
+    communication_s: Seconds = 0.0
+    bubble_s: Seconds = 0.0
+    """Filling and draining the pipeline."""
+    overhead_s: Seconds = 0.0
+    """Launching work."""
+
+    @property
+    def total(self) -> Seconds:
+        """All of it."""
+        return sum(vars(self).values())
+
+    def each(self, change: Callable[[Any], Any]) -> Times:
+        """The same function of every part."""
+        return Times(*(change(part) for part in vars(self).values()))
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
+BOUNDS = ("compute", "memory bandwidth", "communication", "bubble", "overhead")
+"""Names of the parts of :class:`Times`, in order."""
+
+
+def seconds(shape: ModelShape, layout: Layout, work: Work, device: Device) -> Times:
+    """Seconds of one iteration, of the shape of the layouts.
+
+    Memory is not looked at, but for the requests it leaves room for: generation is infinite where
+    not one fits.
+    """
+    if isinstance(work, Training):
+        return _training(shape, layout, work, device)
+    if isinstance(work, Inference):
+        return _inference(shape, layout, work, device)
+    return _generation(shape, layout, work, device)
+
+
+class Passes(NamedTuple):
+    """What one micro-batch costs, in units of a forward pass; a backward pass computes two."""
+
+    compute: int
+    scores: int
+    """How many more times the attention scores alone are computed."""
+    exchanges: int
+    """Passes that communicate; a backward pass does so once."""
+
+
+TRAINING_PASSES = {"selective": Passes(3, 1, 2), "full": Passes(4, 0, 3)}
+
+
+def _training(shape: ModelShape, layout: Layout, work: Training, device: Device) -> Times:
+    """``sum_s tau_s + (m - 1) max_s tau_s`` under 1F1B (Narayanan et al. 2021, section 2.2, for
+    stages of unlike duration), the sends that fill and drain the pipeline, the sum of gradients
+    over replicas, and the optimizer, which is bound by memory bandwidth."""
+    passes = TRAINING_PASSES[layout.recompute]
+    micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
+    step = _pipeline(shape, layout, work.tokens, device, passes, micro_batches)
+    sync = _gradient_sync(shape, layout, work, device, micro_batches)
+    step = step + _optimizer(shape, layout, work, device) + Times(communication_s=sync)
+    return step.each(lambda part: work.steps * part)
+
+
+def _inference(shape: ModelShape, layout: Layout, work: Inference, device: Device) -> Times:
+    """One forward pass over all samples, micro-batch after micro-batch through the pipeline."""
+    micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
+    return _pipeline(shape, layout, work.tokens, device, Passes(1, 0, 1), micro_batches)
+
+
+def _pipeline(
+    shape: ModelShape,
+    layout: Layout,
+    tokens: int,
+    device: Device,
+    passes: Passes,
+    micro_batches: Any,
+) -> Times:
+    stages = cut(shape, layout.pp)
+    each = micro_batch(shape, stages, layout, tokens, device, passes)
+    total = np.asarray(each.total)
+    slowest = np.argmax(total, axis=-1)[..., None]
+
+    def of_slowest(part: Any) -> Any:
+        part = np.broadcast_to(part, total.shape)
+        return micro_batches * np.take_along_axis(part, slowest, -1)[..., 0]
+
+    busy = each.each(of_slowest)
+    fill = (total * stages.count).sum(-1) - total.max(-1)
+    # Activations go forward, and gradients back.
+    ways = 1 if passes.compute == 1 else 2
+    return replace(busy, bubble_s=fill + ways * _boundaries(shape, layout, tokens, device))
+
+
+def micro_batch(
+    shape: ModelShape, stages: Cut, layout: Layout, tokens: int, device: Device, passes: Passes
+) -> Times:
+    """Seconds of each pipeline stage for one micro-batch: ``[..., stages]``."""
+    tp, ep, micro = (np.asarray(v)[..., None] for v in (layout.tp, layout.ep, layout.micro_batch))
+    score = stages.layers * shape.score_flops(tokens / 2)
+    flops = passes.compute * (stages.flops + score) + passes.scores * score
+    # The head is never recomputed.
+    flops = flops + min(passes.compute, 3) * stages.head * shape.head_flops
+    reads = passes.compute * shape.dtype_bytes * (stages.shared / tp + stages.routed / (tp * ep))
+    compute, bandwidth = device.roofline(flops * micro * tokens / tp, reads)
+    # Norms, activations and residuals between the matrix products write and read what is kept.
+    moved = 2 * passes.compute * stages.activation_bytes * micro * tokens / tp
+    bandwidth = bandwidth + device.roofline(0.0, moved)[1]
+    exchange = _layer_communication(
+        shape, stages.layers, stages.sparse, tp, ep, micro * tokens, device
+    )
+    return Times(
+        compute,
+        bandwidth,
+        passes.exchanges * exchange,
+        overhead_s=passes.compute * stages.layers * device.layer_overhead_s,
+    )
+
+
+def _layer_communication(
+    shape: ModelShape, layers: Any, sparse: Any, tp: Any, ep: Any, tokens: Any, device: Device
+) -> Any:
+    """Seconds of tensor- and expert-parallel communication of one forward pass of ``tokens``.
+
+    Two all-reduces of the hidden states per layer (Narayanan et al. 2021, section 2.3), and two
+    all-to-alls per sparse layer, to the experts and back.
+    """
+    hidden = tokens * shape.hidden * shape.dtype_bytes
+    time = 2 * layers * links.all_reduce(device.group_link(tp, 1), tp, hidden)
+    if shape.experts:
+        group = device.group_link(ep, tp, pairwise=True)
+        visits = shape.active_experts * hidden / tp
+        time = time + 2 * sparse * links.all_to_all(group, ep, visits)
+    return time
+
+
+def _boundaries(shape: ModelShape, layout: Layout, tokens: int, device: Device) -> Seconds:
+    """Seconds for one micro-batch's hidden states to pass all borders between pipeline stages.
+
+    Each tensor-parallel rank sends its share (Narayanan et al. 2021, section 4.1).
+    """
+    if layout.pp == 1:
+        return 0.0
+    size = layout.micro_batch * tokens * shape.hidden * shape.dtype_bytes / layout.tp
+    border = device.group_link(layout.pp, layout.tp * layout.dp)
+    return (layout.pp - 1) * border.send(size)
+
+
+def _gradient_sync(
+    shape: ModelShape, layout: Layout, work: Training, device: Device, micro_batches: Any
+) -> Seconds:
+    """Seconds to sum gradients over replicas, of the largest stage.
+
+    An all-reduce; with shared states a reduce-scatter and an all-gather, which take as long. With
+    ZeRO stage 3 the weights are gathered twice and gradients scattered for each micro-batch.
+    """
+    shared, routed = _largest(shape, layout)
+    groups = [(device.group_link(layout.dp, layout.tp), layout.dp, shared)]
+    if shape.experts:
+        copies = layout.dp // layout.ep
+        groups.append((device.group_link(copies, layout.tp * layout.ep), copies, routed))
+    w, g = work.state.weights, work.state.gradients
+    if work.zero < 3:
+        return sum(links.all_reduce(link, count, g * mine) for link, count, mine in groups)
+    return micro_batches * sum(
+        2 * links.all_gather(link, count, w * mine) + links.all_gather(link, count, g * mine)
+        for link, count, mine in groups
+    )
+
+
+def _optimizer(shape: ModelShape, layout: Layout, work: Training, device: Device) -> Times:
+    """Seconds to read and write all states once."""
+    shared, routed = _largest(shape, layout)
+    if work.zero:
+        shared, routed = shared / layout.dp, routed / (layout.dp // layout.ep)
+    touched = work.state.gradients + 2 * work.state.optimizer + work.state.weights
+    return Times(bandwidth_s=device.roofline(0.0, touched * (shared + routed))[1])
+
+
+def _largest(shape: ModelShape, layout: Layout) -> tuple[Any, Any]:
+    """Parameters per GPU of the largest stage, those of routed experts apart."""
+    stages = cut(shape, layout.pp)
+    return stages.shared.max() / layout.tp, stages.routed.max() / (layout.tp * layout.ep)
+
+
+def _generation(shape: ModelShape, layout: Layout, work: Generation, device: Device) -> Times:
+    """Prefill, then decoding with continuous batching; infinite where no request fits.
+
+    A replica has ``R`` responses to give and room for ``C`` at once. If ``R <= C`` all start
+    together and the number still running after ``t`` steps is ``R P(L > t)``. Else the engine is
+    full until the queue is empty; what then remains of a running request is distributed as
+    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), its age then as
+    ``E[(L - t)+^2] / (2 E[(L - t)+])`` on average, and the full phase has the steps that are left
+    of the work: ``(R E[L] - C E[residual]) / C``.
+    """
+    room = running_requests(shape, layout, work, device)
+    share = np.ceil(work.samples / np.asarray(layout.dp, dtype=np.float64))
+    running = np.maximum(np.minimum(room, share), 1.0)
+    lengths = np.sort(work.lengths)
+    mean = float(lengths.mean())
+    edges = _edges(lengths)
+    middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+    more = np.maximum(lengths[None] - edges[:, None], 0.0).mean(1)
+    # Mean of P(L > t), and of P(residual > t), over each piece of the time.
+    alive = -np.diff(more) / width
+    residual = (more[1:] + more[:-1]) / 2 / mean
+    mean_residual = float((residual * width).sum())
+    full = room < share
+    steps = np.where(full, np.maximum(share * mean - running * mean_residual, 0.0) / running, 0.0)
+    decode = decode_step(shape, layout, running, mean_context(work), device)
+    # The last phase. With n at its start of whom each still runs with chance q, some do with chance
+    # 1 - (1 - q)^n, and then n q over that on average.
+    chance = np.where(full[..., None], residual, alive)
+    some = 1 - (1 - chance) ** running[..., None]
+    left = np.where(some > 0, running[..., None] * chance / np.maximum(some, 1e-300), 1.0)
+    rest = np.maximum(lengths[None] - middle[:, None], 0.0)
+    age = (rest**2).mean(1) / (2 * np.maximum(rest.mean(1), 1e-300))
+    held = work.prompt_tokens + middle + np.where(full[..., None], age, 0.0)
+    wide = Layout(tp=np.asarray(layout.tp)[..., None], ep=np.asarray(layout.ep)[..., None])
+    tail = decode_step(shape, wide, left, held, device).each(
+        lambda part: (width * some * part).sum(-1)
+    )
+    prefill = _prefill(shape, layout, work, np.ceil(share / work.group_size), device)
+    never = Times(bandwidth_s=np.where(room > 0, 0.0, np.inf))
+    return prefill + decode.each(lambda part: steps * part) + tail + never
+
+
+def _edges(lengths: Array) -> Array:
+    """Times from 0 to the longest length, closer together where responses end: ``[points]``."""
+    marks = np.quantile(lengths, np.linspace(0, 1, POINTS // 2))
+    grid = np.linspace(0, lengths[-1], POINTS // 2)
+    return np.unique(np.concatenate([[0.0], marks, grid]))
+
+
+def decode_step(
+    shape: ModelShape, layout: Layout, running: Any, context: Any, device: Device
+) -> Times:
+    """Seconds for one token of each of ``running`` requests that hold ``context`` tokens.
+
+    All weights met and all keys and values are read once; of ``E`` routed experts, ``running``
+    tokens that each visit ``k`` meet ``E (1 - (1 - k / E)^running)`` on average.
+    """
+    tp, ep = np.asarray(layout.tp), np.asarray(layout.ep)
+    met: Any = 1.0
+    if shape.experts:
+        # Tokens of all replicas that share the experts meet on them.
+        met = 1 - (1 - shape.active_experts / shape.experts) ** (running * ep)
+    shared = float(shape.shared_parameters.sum()) + shape.embedding_parameters
+    routed = float(shape.expert_parameters.sum())
+    weights = shape.dtype_bytes * (shared / tp + met * routed / (tp * ep))
+    flops = running * shape.forward_flops(0.0) / tp
+    scores = running * shape.layers * shape.score_flops(context) / tp
+    held = running * context * kv_bytes_per_token(shape, tp)
+    # Attention comes after one matrix product and before the next: the two do not overlap.
+    (compute, bandwidth), (more, reading) = (
+        device.roofline(flops, weights),
+        device.roofline(scores, held),
+    )
+    exchange = _layer_communication(
+        shape, shape.layers, int(shape.sparse.sum()), tp, ep, running, device
+    )
+    overhead = shape.layers * device.layer_overhead_s
+    return Times(compute + more, bandwidth + reading, exchange, overhead_s=overhead)
+
+
+def _prefill(
+    shape: ModelShape, layout: Layout, work: Generation, prompts: Any, device: Device
+) -> Times:
+    """Seconds to read prompts, in pieces that fill the GPU: bound by arithmetic."""
+    tokens = prompts * work.prompt_tokens
+    # Logits are needed of the last token of each prompt alone.
+    flops = tokens * (shape.forward_flops(work.prompt_tokens / 2) - shape.head_flops)
+    hidden = tokens * shape.hidden * shape.dtype_bytes
+    reduce = links.all_reduce(device.group_link(layout.tp, 1), layout.tp, hidden)
+    return Times(device.roofline(flops / layout.tp, 0.0)[0], 0.0, 2 * shape.layers * reduce)
+
+
+def switch_seconds(shape: ModelShape, layout: Layout, work: Work, device: Device) -> Seconds:
+    """Seconds to bring a stage's weights and optimizer states from the host's memory and back.
+
+    Each GPU has a link of its own to the host; activations, gradients and caches are dropped.
+    """
+    held = memory(shape, layout, work)
+    return 2 * device.host.send(held.weights + held.optimizer)
+
+
+def sync_seconds(
+    shape: ModelShape, source: Device, target: Device, relay: tuple[Link, ...] = ()
+) -> float:
+    """Seconds to bring the weights from GPUs of one kind to GPUs of another.
+
+    One node sends each byte once, over ``relay`` (hosts, a shared filesystem) if the two cannot
+    talk; the target's nodes pass pieces on to each other as they come, which costs latency alone.
+    """
+    ways = (source.inter, *relay, target.inter, target.intra)
+    size = float(shape.parameters * shape.dtype_bytes)
+    return links.path_send(ways, size, SYNC_CHUNK_BYTES)

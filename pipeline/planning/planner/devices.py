@@ -1,0 +1,203 @@
+"""The devices a plan may use: what the cluster has, joined with what was measured on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.planning.profile.kinds import Kind, kinds_of
+from pipeline.planning.profile.schema import KindProfile, Profile
+from rlinf.errors import PlanError, nearest
+from slurm.inventory import Inventory, NodeGroup
+from slurm.site import Site
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Like devices of one partition."""
+
+    kind: Kind
+    profile: KindProfile
+    features: tuple[str, ...] = ()
+    price: float = 1.0
+    """Of one device for an hour, in the site's unit; 1 where the site file says nothing."""
+    time_limit_min: int | None = None
+    preemptible: bool = False
+    losses_per_hour: float = 0.0
+    """Expected preemptions and failures of a job."""
+    same_as: str | None = None
+    """A kind through which all of these nodes are reached too, and better."""
+
+    @property
+    def name(self) -> str:
+        """Of the kind."""
+        return self.kind.name
+
+    @property
+    def per_node(self) -> int:
+        """Devices of a node."""
+        return self.kind.devices_per_node
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.kind.nodes * self.per_node
+
+    @property
+    def feature(self) -> str | None:
+        """A feature by which sbatch finds these nodes among those of the partition."""
+        names = (self.kind.gpu_type, self.kind.gpu_model)
+        return next((feature for feature in self.features if feature in names), None)
+
+    def wait_s(self, nodes: int) -> float:
+        """Expected seconds in the queue; what is nearest to so many nodes, 0 if never measured."""
+        if not self.profile.waits:
+            return 0.0
+        wait = min(self.profile.waits, key=lambda w: abs(math.log(w.nodes / nodes)))
+        if wait.test_only_s is not None:
+            return wait.test_only_s
+        return wait.history.q50_s if wait.history else 0.0
+
+
+def devices_of(
+    inventory: Inventory, site: Site, profile: Profile, partitions: Collection[str] = ()
+) -> tuple[dict[str, Devices], tuple[str, ...]]:
+    """The devices to plan with, by kind, and notes on those that are left out.
+
+    Nodes that were measured in another partition count as measured.
+
+    Args:
+        partitions: use these alone (partitions or kinds); all that were measured by default.
+
+    Raises:
+        PlanError: one of them is unknown or was not measured, or nothing of this cluster was.
+    """
+    kinds = kinds_of(inventory, site)
+    _known(partitions, kinds, inventory)
+    found, missing = {}, []
+    for name, kind in kinds.items():
+        if partitions and not {name, kind.partition} & set(partitions):
+            continue
+        measured = _measured(kind, profile)
+        if measured is None:
+            missing.append(name)
+            continue
+        found[name] = _joined(kind, measured, inventory, site)
+    if partitions and missing:
+        raise PlanError(
+            f"profile: nothing measured on {missing[0]!r}; "
+            f"measure it with: rlinf profile --partition {kinds[missing[0]].partition}"
+        )
+    if not found:
+        raise PlanError(
+            f"profile: it has {', '.join(profile.kinds)}, this cluster "
+            f"{', '.join(kinds) or 'nothing'}; measure here with: rlinf profile"
+        )
+    return _told_apart(found, inventory), tuple(
+        f"{name} was not measured and is left out" for name in missing
+    )
+
+
+def local_devices(profile: Profile, kind: Kind) -> dict[str, Devices]:
+    """This machine alone.
+
+    Raises:
+        PlanError: it was not measured.
+    """
+    measured = profile.kinds.get(kind.name)
+    if measured is None:
+        raise PlanError(
+            f"profile: it has {', '.join(profile.kinds)}, not this machine; "
+            "measure it with: rlinf profile"
+        )
+    return {kind.name: Devices(kind, measured)}
+
+
+def with_counts(devices: Mapping[str, Devices], counts: Mapping[str, int]) -> dict[str, Devices]:
+    """The same with other numbers of devices: ``{"h100": 8}``; of whatever the same nodes are in.
+
+    Raises:
+        PlanError: an unknown kind, or a number that whole nodes do not give.
+    """
+    out = dict(devices)
+    for name, count in counts.items():
+        if name not in out:
+            raise PlanError(f"{name}={count}: no such kind{nearest(name, out)}; {_names(out)}")
+        own = out[name]
+        if count < 0 or count % own.per_node:
+            raise PlanError(f"{name}={count}: nodes of {name} have {own.per_node} devices each")
+        for other in [n for n in out if name in (n, out[n].same_as)]:
+            if count == 0:
+                del out[other]
+            else:
+                kind = replace(out[other].kind, nodes=count // own.per_node)
+                out[other] = replace(out[other], kind=kind)
+    return out
+
+
+def _told_apart(found: Mapping[str, Devices], inventory: Inventory) -> dict[str, Devices]:
+    """With ``same_as``: of partitions over the same nodes the one that is not preempted is better,
+    then the one with fewer nodes."""
+
+    def rank(name: str) -> tuple[bool, int, str]:
+        partition = found[name].kind.partition
+        return found[name].preemptible, inventory.partitions[partition].nodes, name
+
+    nodes = {name: _nodes(own, inventory) for name, own in found.items()}
+    better: dict[str, str] = {}
+    ranked = sorted(found, key=rank)
+    for i, name in enumerate(ranked):
+        for other in ranked[:i]:
+            if other not in better and nodes[name] and nodes[name] <= nodes[other]:
+                better.setdefault(name, other)
+    return {name: replace(own, same_as=better.get(name)) for name, own in found.items()}
+
+
+def _known(wanted: Collection[str], kinds: Mapping[str, Kind], inventory: Inventory) -> None:
+    names = set(kinds) | {kind.partition for kind in kinds.values()}
+    for name in wanted:
+        if name in names:
+            continue
+        if name in inventory.partitions:
+            raise PlanError(f"partition {name}: no node of it can be used now")
+        raise PlanError(f"no partition {name!r} here{nearest(name, names)}")
+
+
+def _measured(kind: Kind, profile: Profile) -> KindProfile | None:
+    own = profile.kinds.get(kind.name)
+    if own is not None:
+        return own
+    for other in profile.kinds.values():
+        alike = other.gpu_type == kind.gpu_type and other.devices_per_node == kind.devices_per_node
+        if kind.gpu_type and alike and math.isclose(other.duty_cycle, kind.duty_cycle):
+            return other
+    return None
+
+
+def _group(kind: Kind, inventory: Inventory) -> NodeGroup | None:
+    groups = inventory.partitions[kind.partition].groups
+    mine = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
+    return max(mine, key=lambda group: group.usable_nodes, default=None)
+
+
+def _nodes(own: Devices, inventory: Inventory) -> set[str]:
+    group = _group(own.kind, inventory)
+    return set(group.nodes) if group else set()
+
+
+def _joined(kind: Kind, measured: KindProfile, inventory: Inventory, site: Site) -> Devices:
+    group = _group(kind, inventory)
+    return Devices(
+        kind=kind,
+        profile=measured,
+        features=group.features if group else (),
+        price=(group.cost_per_gpu_hour if group else None) or 1.0,
+        time_limit_min=inventory.partitions[kind.partition].time_limit_min,
+        preemptible=inventory.preemptible(kind.partition),
+        losses_per_hour=site.of(kind.partition).losses_per_hour,
+    )
+
+
+def _names(devices: Sequence[str] | Mapping[str, object]) -> str:
+    return f"there are {', '.join(devices)}"

@@ -1,0 +1,219 @@
+"""Proposals of grain ``segment``: pools that hold their devices over many iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.plan import Forecast, Plan, Pool, StagePlan
+from pipeline.planning.planner.expected import Expected, expect
+from pipeline.planning.planner.jobs import LIKE, MOST_CPUS
+from pipeline.planning.planner.predict import Prediction
+from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.problem_file import dump_problem
+from pipeline.planning.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
+from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.search import Solution, solve
+from pipeline.planning.planner.segments import Tables, build
+from pipeline.planning.planner.work import interval
+from pipeline.pools.actuals import WORK
+
+ALTERNATIVES = 4
+
+
+def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
+    """The best division of the stages over pools.
+
+    Raises:
+        PlanError: the stages fit nowhere.
+    """
+    problem, tables = build(request)
+    best, *others = solve(problem, request.goal(), 1 + ALTERNATIVES)
+    expected = expect(problem, best.placement, tables)
+    rows = _rows(problem, best, tables)
+    forecast = Forecast(
+        objective=request.objective,
+        cost=best.cost,
+        iteration_s=expected.nominal_s,
+        low_s=expected.q10_s,
+        high_s=expected.q90_s,
+        gpu_hours=expected.gpu_hours,
+        stages=forecasts(rows),
+        sources=request.sources,
+        learnt=request.learnt(),
+    )
+    plan = _plan(request, problem, best.placement, forecast)
+    return Proposal(
+        plan=plan,
+        problem=dump_problem(problem, plan.pools, plan.chunks),
+        mode=best.placement.mode,
+        rows=rows,
+        objective=request.objective,
+        unit=request.goal().unit,
+        bound=best.bound,
+        exact=best.exact,
+        alternatives=tuple(_alternative(problem, best, other) for other in others),
+        what_ifs=tuple(what_if_bars(request, what_ifs, _best)),
+        notes=(*request.notes, *_notes(expected, tables)),
+    )
+
+
+def _best(request: Request) -> tuple[float, float]:
+    best = solve(build(request)[0], request.goal())[0]
+    return float(best.prediction.total_s), best.cost
+
+
+def _rows(problem: Problem, best: Solution, tables: Tables) -> tuple[Row, ...]:
+    predicted, placement = best.prediction, best.placement
+    rows = []
+    for s, stage in enumerate(problem.stages):
+        pool = _pool_of(placement, s)
+        start, finish = float(predicted.start_s[s]), float(predicted.finish_s[s])
+        busy = float(predicted.busy_s[s])
+        spread = max(
+            float(tables[stage.name][kind.name].spread[n])
+            for kind, n in zip(problem.kinds, placement.gpus[pool], strict=True)
+            if n and kind.name in tables[stage.name]
+        )
+        low, high = interval(finish - start, spread * busy)
+        parts = {"waiting": max(0.0, finish - start - busy), WORK: busy}
+        rows.append(
+            Row(
+                stage.name,
+                _kinds(problem, placement, pool),
+                f"pool {pool + 1}: {sum(placement.gpus[pool])}",
+                sum(placement.gpus[pool]),
+                start,
+                finish - start,
+                low,
+                high,
+                parts,
+                max(parts, key=lambda name: parts[name]),
+            )
+        )
+    moved = float(predicted.sync_s)
+    if moved:
+        end = float(predicted.total_s)
+        pool = _pool_of(placement, 0)
+        rows.append(
+            Row(
+                "sync",
+                _kinds(problem, placement, pool),
+                f"pool {pool + 1}: {sum(placement.gpus[pool])}",
+                sum(placement.gpus[pool]),
+                end - moved,
+                moved,
+                moved,
+                moved,
+                {"transfer": moved},
+                "transfer",
+            )
+        )
+    return tuple(rows)
+
+
+def _pool_of(placement: Placement, stage: int) -> int:
+    return next(i for i, pool in enumerate(placement.pools) if stage in pool)
+
+
+def _kinds(problem: Problem, placement: Placement, pool: int) -> str:
+    pairs = zip(problem.kinds, placement.gpus[pool], strict=True)
+    return "+".join(kind.name for kind, n in pairs if n)
+
+
+def _plan(request: Request, problem: Problem, placement: Placement, forecast: Forecast) -> Plan:
+    pools = tuple(
+        _pool(
+            tuple(problem.stages[s].name for s in pool),
+            {kind.name: n for kind, n in zip(problem.kinds, gpus, strict=True) if n},
+            request,
+        )
+        for pool, gpus in zip(placement.pools, placement.gpus, strict=True)
+    )
+    stages = {stage: _resources(pool, request) for pool in pools for stage in pool.stages}
+    stages["sync"] = stages["train"]
+    stages |= {seldom: stages[like] for seldom, like in LIKE.items()}
+    return Plan(
+        grain="segment",
+        stages=stages,
+        pools=pools,
+        chunks=placement.chunks,
+        predicted=forecast,
+    )
+
+
+def _pool(stages: tuple[str, ...], gpus: dict[str, int], request: Request) -> Pool:
+    """One job on whole nodes; otherwise a job for each device, which only generators can be."""
+    (kind, count), *others = gpus.items()
+    per_node = request.devices[kind].per_node
+    if others or (count > per_node and count % per_node):
+        return Pool(stages=stages, gpus=gpus, workers=sum(gpus.values()))
+    return Pool(stages=stages, gpus=gpus)
+
+
+def _resources(pool: Pool, request: Request) -> StagePlan:
+    """What a job of the pool asks for."""
+    name = next(iter(pool.gpus))
+    own, count = request.devices[name], 1 if pool.workers else pool.gpus[name]
+    kinds = [request.devices[name].kind for name in pool.gpus]
+    nodes = -(-count // own.per_node)
+    values: dict[str, object] = {
+        "partition": own.kind.partition or None,
+        "nodes": nodes,
+        "processes": -(-count // nodes),
+    }
+    if own.kind.gpus_per_node:
+        values |= {
+            "gpus": values["processes"],
+            "gpu_type": own.kind.gpu_type or None,
+            "cpus": min(MOST_CPUS, *(max(1, k.cpus_per_node // k.gpus_per_node) for k in kinds)),
+        }
+    return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
+
+
+def _alternative(problem: Problem, best: Solution, other: Solution) -> Alternative:
+    pools = [
+        "+".join(problem.stages[s].name for s in pool)
+        + f" on {' '.join(_held(problem, other.placement, i))}"
+        for i, pool in enumerate(other.placement.pools)
+    ]
+    return Alternative(
+        f"{other.placement.mode}: {' | '.join(pools)}",
+        float(other.prediction.total_s),
+        other.cost,
+        _why(problem, best.prediction, other.prediction),
+    )
+
+
+def _held(problem: Problem, placement: Placement, pool: int) -> list[str]:
+    pairs = zip(problem.kinds, placement.gpus[pool], strict=True)
+    return [f"{n} {kind.name}" for kind, n in pairs if n]
+
+
+def _why(problem: Problem, own: Prediction, its: Prediction) -> str:
+    """The stage whose work grew most; if none did, what is waited for."""
+    if float(its.total_s) <= float(own.total_s):
+        return "it holds more devices"
+    more = its.busy_s - own.busy_s
+    s = int(more.argmax())
+    if more[s] > 0.01 * float(own.total_s):
+        name = problem.stages[s].name
+        return f"{name} takes {float(its.busy_s[s]):.3g} s instead of {float(own.busy_s[s]):.3g} s"
+    if float(its.sync_s) > float(own.sync_s):
+        return f"weights move for {float(its.sync_s):.3g} s"
+    return "less runs side by side"
+
+
+def _notes(expected: Expected, tables: Tables) -> list[str]:
+    notes = []
+    if expected.influences:
+        first = expected.influences[0]
+        notes.append(f"what matters most: {first.number}; a tenth less saves {first.saved_s:.3g} s")
+    for pool, idle in enumerate(expected.idle):
+        notes.append(f"pool {pool + 1} stands idle for {idle:.0%} of an iteration")
+    if expected.lost_s:
+        notes.append(
+            f"preemption and failures cost {expected.lost_s:.3g} s an iteration on average"
+        )
+    if expected.guesses:
+        notes.append(f"not measured: {', '.join(expected.guesses)}; the interval is wider")
+    return notes

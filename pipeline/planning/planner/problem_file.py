@@ -1,0 +1,180 @@
+"""A problem as a YAML file that a person may write: kinds, stages with their seconds, pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from pipeline.plan import Pool
+from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
+from rlinf.config import Section, validate
+from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.yaml_file import read_yaml
+
+
+class KindSection(Section):
+    """GPUs of a kind, as in :class:`~pipeline.planning.planner.problem.Kind`."""
+
+    gpus: PositiveInt
+    price: float = Field(default=1.0, ge=0)
+    wait_s: float = Field(default=0.0, ge=0)
+    losses_per_hour: float = Field(default=0.0, ge=0)
+    per_node: int = Field(default=0, ge=0)
+
+
+class StageSection(Section):
+    """A :class:`~pipeline.planning.planner.problem.Stage`, with durations instead of rates."""
+
+    seconds: dict[str, dict[PositiveInt, PositiveFloat]]
+    """By kind and number of GPUs: seconds of one iteration. Numbers in between are as slow as the
+    next lower one that is given; below the lowest it cannot run."""
+    after: tuple[str, ...] = ()
+    streams: bool = True
+    divisible: bool = True
+    chunk_s: float = Field(default=0.0, ge=0)
+    switch_s: dict[str, float] = {}
+    cycle: str | None = None
+
+
+class ProblemFile(Section):
+    """A whole file; ``pools`` is a placement, where one is given."""
+
+    kinds: dict[str, KindSection] = Field(min_length=1)
+    stages: dict[str, StageSection] = Field(min_length=1)
+    """In topological order."""
+    micro_batches: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32)
+    """What a placement may choose from."""
+    sync: tuple[str, str] | None = ("train", "rollout")
+    sync_s: dict[str, dict[str, float]] = {}
+    """By kind of the source, then of the target."""
+    mixing: float = 1.0
+    cycle_steps: PositiveInt = 1
+    allowed: dict[str, frozenset[str]] = {}
+    mixes: frozenset[str] | None = None
+    pools: tuple[Pool, ...] = ()
+    chunks: PositiveInt = 1
+
+    def problem(self) -> Problem:
+        """What the planner is asked.
+
+        Raises:
+            PlanError: parts do not go together.
+        """
+        return Problem(
+            [self._stage(name, section) for name, section in self.stages.items()],
+            [Kind(name, **dict(section)) for name, section in self.kinds.items()],
+            chunks=self.micro_batches,
+            sync=self.sync,
+            sync_s={(a, b): s for a, row in self.sync_s.items() for b, s in row.items()},
+            mixing=self.mixing,
+            cycle_steps=self.cycle_steps,
+            allowed=self.allowed,
+            mixes=self.mixes,
+        )
+
+    def _stage(self, name: str, section: StageSection) -> Stage:
+        rates = {}
+        for kind, seconds in section.seconds.items():
+            if kind not in self.kinds:
+                raise PlanError(
+                    f"stages.{name}.seconds: no kind {kind!r}{nearest(kind, self.kinds)}"
+                )
+            most = self.kinds[kind].gpus
+            if max(seconds, default=0) > most:
+                raise PlanError(
+                    f"stages.{name}.seconds.{kind}: {max(seconds)} GPUs, but there are {most}"
+                )
+            rates[kind] = np.zeros(most + 1)
+            for gpus, value in seconds.items():
+                rates[kind][gpus] = 1 / value
+        rest = section.model_dump(exclude={"seconds"})
+        return Stage(name, rates, **rest)
+
+
+def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) -> str:
+    """A problem as text that :func:`read_problem` reads, with a placement where pools are given."""
+    stages = {}
+    for s, stage in enumerate(problem.stages):
+        seconds = {}
+        for k, kind in enumerate(problem.kinds):
+            # Pins are in the table; in between the next lower number stands.
+            rates = problem.table(problem.stages[s], k)
+            steps = np.flatnonzero(np.diff(rates, prepend=0.0) > 0)
+            if len(steps):
+                seconds[kind.name] = {int(n): float(1 / rates[n]) for n in steps}
+        stages[stage.name] = {
+            "seconds": seconds,
+            "after": list(stage.after),
+            "streams": stage.streams,
+            "divisible": stage.divisible,
+            "chunk_s": stage.chunk_s,
+            "switch_s": dict(stage.switch_s),
+            "cycle": stage.cycle,
+        }
+    sync_s: dict[str, dict[str, float]] = {}
+    for (source, target), value in problem.sync_s.items():
+        sync_s.setdefault(source, {})[target] = value
+    values = {
+        "kinds": {
+            kind.name: {k: v for k, v in vars(kind).items() if k != "name"}
+            for kind in problem.kinds
+        },
+        "stages": stages,
+        "micro_batches": list(problem.chunks),
+        "sync": list(problem.sync) if problem.sync else None,
+        "sync_s": sync_s,
+        "mixing": problem.mixing,
+        "cycle_steps": problem.cycle_steps,
+        "mixes": None if problem.mixes is None else sorted(problem.mixes),
+        "pools": [pool.model_dump(mode="json") for pool in pools],
+        "chunks": chunks,
+    }
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def read_problem(path: Path) -> tuple[Problem, Placement | None]:
+    """A problem and, where the file gives pools, a placement.
+
+    Raises:
+        PlanError: missing, not YAML, or invalid; names the key.
+    """
+    values = read_yaml(path, "problem", PlanError)
+    if not isinstance(values, Mapping):
+        raise PlanError(f"{path}: expected a mapping with 'kinds' and 'stages'")
+    try:
+        file = validate(ProblemFile, values, str(path))
+        problem = file.problem()
+        return problem, placement_of(problem, file.pools, file.chunks) if file.pools else None
+    except ConfigError as error:
+        raise PlanError(str(error)) from None
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def placement_of(problem: Problem, pools: Sequence[Pool], chunks: int) -> Placement:
+    """The placement that the pools of a plan describe.
+
+    Raises:
+        PlanError: an unknown stage or kind, or a stage that is in no pool or in two.
+    """
+    stages = [stage.name for stage in problem.stages]
+    kinds = [kind.name for kind in problem.kinds]
+    members: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for i, pool in enumerate(pools):
+        for known, names, what in ((stages, pool.stages, "stage"), (kinds, pool.gpus, "kind")):
+            wrong: Any = next((name for name in names if name not in known), None)
+            if wrong is not None:
+                raise PlanError(f"pools[{i}]: no {what} {wrong!r}{nearest(wrong, known)}")
+        numbers = tuple(sorted(stages.index(name) for name in pool.stages))
+        members[numbers] = tuple(pool.gpus.get(kind, 0) for kind in kinds)
+    placed = sorted(s for numbers in members for s in numbers)
+    for s, name in enumerate(stages):
+        if placed.count(s) != 1:
+            raise PlanError(f"pools: stage {name!r} must be in one pool (is in {placed.count(s)})")
+    order = sorted(members)
+    return Placement(tuple(order), tuple(members[numbers] for numbers in order), chunks)

@@ -1,0 +1,116 @@
+"""What the planner answers: a plan, what is expected of it, and what else was possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.plan import Forecast, Plan, StageForecast
+from pipeline.planning.planner.devices import with_counts
+from pipeline.planning.planner.request import Request, parse_counts
+from rlinf.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage of the plan."""
+
+    stage: str
+    place: str
+    size: str
+    """Nodes by devices of each."""
+    devices: int
+    start_s: float
+    seconds: float
+    low_s: float
+    high_s: float
+    parts_s: Mapping[str, float]
+    bound_by: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan, worse by the objective."""
+
+    what: str
+    seconds: float
+    cost: float
+    why: str
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The best plan if something were different."""
+
+    what: str
+    seconds: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan and its reasons."""
+
+    plan: Plan
+    mode: str
+    rows: tuple[Row, ...]
+    objective: str
+    unit: str
+    bound: float
+    """No plan costs less, in the unit of the objective."""
+    exact: bool
+    alternatives: tuple[Alternative, ...] = ()
+    what_ifs: tuple[WhatIf, ...] = ()
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+    """Of pools: what they were chosen for, as a file that ``rlinf simulate`` reads."""
+
+    @property
+    def forecast(self) -> Forecast:
+        """What is predicted of the plan."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted
+
+
+def what_if_bars(
+    request: Request,
+    asked: Sequence[str],
+    best: Callable[[Request], tuple[float, float]],
+) -> list[WhatIf]:
+    """The best plans of clusters that differ: as asked, and each kind twice, or without.
+
+    Args:
+        best: seconds and cost of the best plan of a request.
+    """
+    cases = [(text, parse_counts([text])) for text in asked]
+    own_nodes = {name: own for name, own in request.devices.items() if own.same_as is None}
+    for name, own in own_nodes.items():
+        if len(own_nodes) > 1:
+            cases.append((f"without {name}", {name: 0}))
+        cases.append((f"{name}={2 * own.count}", {name: 2 * own.count}))
+    found: dict[str, WhatIf] = {}
+    for text, counts in cases:
+        try:
+            changed = replace(request, devices=with_counts(request.devices, counts))
+            found.setdefault(text, WhatIf(text, *best(changed)))
+        except PlanError:
+            if text in asked:
+                raise
+            found.setdefault(text, WhatIf(text, math.inf, math.inf))
+    return list(found.values())
+
+
+def forecasts(rows: Sequence[Row]) -> dict[str, StageForecast]:
+    """By stage, what a plan's file keeps of its rows."""
+    return {
+        row.stage: StageForecast(
+            seconds=row.seconds,
+            low_s=row.low_s,
+            high_s=row.high_s,
+            parts_s=dict(row.parts_s),
+            bound_by=row.bound_by,
+            start_s=row.start_s,
+        )
+        for row in rows
+    }

@@ -1,0 +1,125 @@
+"""What the planner is asked: a run, its measurements, the devices, and what to make small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipeline.flow import FLOWS
+from pipeline.plan import Grain, Learnt, Sources
+from pipeline.planning.planner.devices import Devices
+from pipeline.planning.planner.objective import IterationTime, Money, Objective, TimeTo
+from pipeline.planning.planner.options import Correction, Option, options
+from pipeline.planning.profile.schema import Profile
+from rlinf.config import RunConfig
+from rlinf.errors import PlanError, nearest
+from stages.layout import PER_ITERATION
+
+OBJECTIVES = ("time", "gpu-hours", "money", "time-to-end")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned."""
+
+    config: RunConfig
+    profile: Profile
+    devices: Mapping[str, Devices]
+    objective: str = "time"
+    grain: Grain = "stage"
+    pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By stage: the only kinds it may use."""
+    notes: tuple[str, ...] = ()
+    corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
+    """By stage and kind."""
+    sources: Sources | None = None
+
+    def goal(self) -> Objective:
+        """The objective.
+
+        Raises:
+            PlanError: unknown.
+        """
+        if self.objective == "time":
+            return IterationTime()
+        if self.objective in ("gpu-hours", "money"):
+            return Money()
+        if self.objective == "time-to-end":
+            return TimeTo(self.config.iterations)
+        raise PlanError(
+            f"--objective {self.objective}: unknown{nearest(self.objective, OBJECTIVES)}; "
+            f"one of {', '.join(OBJECTIVES)}"
+        )
+
+    def priced(self) -> dict[str, Devices]:
+        """The devices; for GPU-hours all cost the same."""
+        if self.objective != "gpu-hours":
+            return dict(self.devices)
+        return {name: replace(own, price=1.0) for name, own in self.devices.items()}
+
+    def after(self) -> dict[str, tuple[str, ...]]:
+        """By stage: those of the same iteration that it waits for."""
+        stages = FLOWS[self.config.flow].stages
+
+        def sources(stage: str) -> tuple[str, ...]:
+            found = [s.stage for s in stages[stage].values() if s.stage in stages and not s.back]
+            return tuple(dict.fromkeys(found))
+
+        return {stage: sources(stage) for stage in stages}
+
+    def learnt(self) -> tuple[Learnt, ...]:
+        """The corrections, for the plan."""
+        return tuple(
+            Learnt(stage=stage, kind=kind, starting=known.starting, working=known.working)
+            for (stage, kind), known in self.corrections.items()
+        )
+
+    def options(self) -> dict[str, list[Option]]:
+        """All ways to run each stage as a job."""
+        priced, found = self.priced(), {}
+        for stage in FLOWS[self.config.flow].stages:
+            every = options(stage, priced, self.profile, self.config, self.pins.get(stage))
+            found[stage] = [option.corrected(self.corrections) for option in every]
+        return found
+
+
+def parse_pins(pins: Sequence[str], devices: Mapping[str, Devices]) -> dict[str, frozenset[str]]:
+    """``["train=h100"]`` as kinds by stage; a partition stands for all its kinds.
+
+    Raises:
+        PlanError: not of this form, or an unknown stage or kind.
+    """
+    found: dict[str, frozenset[str]] = {}
+    for pin in pins:
+        stage, sign, names = pin.partition("=")
+        if not sign or not names:
+            raise PlanError(f"--pin {pin}: expected STAGE=KIND, such as train=h100")
+        if stage not in PER_ITERATION:
+            raise PlanError(f"--pin {pin}: no stage {stage!r}{nearest(stage, PER_ITERATION)}")
+        kinds: set[str] = set()
+        for name in names.split(","):
+            mine = {n for n, own in devices.items() if name in (n, own.kind.partition)}
+            if not mine:
+                raise PlanError(
+                    f"--pin {pin}: no kind {name!r}{nearest(name, devices)}; "
+                    f"there are {', '.join(devices)}"
+                )
+            kinds |= mine
+        found[stage] = frozenset(kinds)
+    return found
+
+
+def parse_counts(values: Sequence[str]) -> dict[str, int]:
+    """``["h100=8"]`` as devices by kind.
+
+    Raises:
+        PlanError: not of this form.
+    """
+    found = {}
+    for value in values:
+        for part in value.split(","):
+            name, _, count = part.partition("=")
+            if not count.isdigit():
+                raise PlanError(f"--what-if {value}: expected KIND=NUMBER, such as h100=8")
+            found[name] = int(count)
+    return found

@@ -1,0 +1,370 @@
+"""Finding the best placement: every grouping of stages into pools, every division of the GPUs.
+
+Each grouping is first relaxed to a linear program (:mod:`pipeline.planning.planner.relax`): a bound
+that nothing in it goes below, and a fractional division to start from. Groupings are looked at in
+order of their bounds; one whose bound is above what has been found is left out. A division is
+improved by moving GPUs between pools. Small problems are then counted out, branch by branch, so
+that their answer is exact; for the others the least bound tells how far it can be from the best.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline.planning.planner.objective import IterationTime, Objective
+from pipeline.planning.planner.predict import Prediction, Predictor
+from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.relax import Relaxation, Relaxed
+from rlinf.errors import PlanError
+
+Array = np.ndarray
+Pools = tuple[tuple[int, ...], ...]
+
+EXACT_GPUS = 16
+"""Problems up to this size are always counted out."""
+EXACT_DIVISIONS = 200_000
+"""Larger ones are when there are no more divisions of the largest grouping than this."""
+STARTS = 8
+"""Divisions that are improved where pools must be of one kind."""
+BLOCK = 8192
+"""Divisions looked at at once."""
+NEARLY = 1 + 1e-9
+"""Costs nearer than this are the same."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best placement found of one grouping."""
+
+    placement: Placement
+    prediction: Prediction
+    cost: float
+    """In the unit of the objective."""
+    bound: float
+    """No placement of the whole problem costs less."""
+    exact: bool
+    """Whether it is proven that none costs less than the best solution."""
+
+    @property
+    def gap(self) -> float:
+        """How much more than the bound it costs, relative."""
+        return self.cost / self.bound - 1 if self.bound > 0 else 0.0
+
+
+def solve(
+    problem: Problem, objective: Objective | None = None, alternatives: int = 1
+) -> list[Solution]:
+    """The best placements, best first; each with another grouping of the stages.
+
+    Raises:
+        PlanError: a stage can run nowhere, or the stages cannot be placed together.
+    """
+    _check(problem)
+    search = _Search(problem, objective or IterationTime())
+    relaxed = {pools: search.relaxation.solve(pools) for pools in groupings(problem)}
+    bounds = {pools: search.bound(r.bound_s) for pools, r in relaxed.items()}
+    order = sorted(relaxed, key=lambda pools: (bounds[pools], len(pools), pools))
+    found: dict[Pools, _Found] = {}
+    for pools in order:
+        if math.isfinite(bounds[pools]) and bounds[pools] <= _worst(found, alternatives):
+            search.improve(pools, relaxed[pools], found)
+    exact = search.is_small()
+    if exact:
+        for pools in order:
+            if bounds[pools] <= _worst(found, 1):
+                search.count_out(pools, found)
+    if not found:
+        raise PlanError(
+            "no placement fits: the stages need more GPUs together than there are; "
+            "loosen the pins, or give the plan more partitions"
+        )
+    best = sorted(found.items(), key=lambda item: (item[1].cost, len(item[0]), item[0]))
+    least = best[0][1].cost
+    bound = least if exact else search.tighten(bounds, least)
+    return [search.solution(pools, f, bound, exact) for pools, f in best[:alternatives]]
+
+
+def groupings(problem: Problem) -> Iterator[Pools]:
+    """All ways to divide the stages over pools, fewest pools first."""
+    count = len(problem.stages)
+    most = sum(kind.gpus for kind in problem.kinds)
+    codes: list[tuple[int, ...]] = [(0,)]
+    for _ in range(1, count):
+        codes = [(*code, i) for code in codes for i in range(max(code) + 2)]
+    for code in sorted(codes, key=lambda code: (max(code), code)):
+        if max(code) < most:
+            yield tuple(
+                tuple(s for s in range(count) if code[s] == pool) for pool in range(max(code) + 1)
+            )
+
+
+@dataclass(frozen=True)
+class _Found:
+    cost: float
+    gpus: Array
+    """Int ``[pools, kinds]``."""
+    chunks: int
+
+
+def _worst(found: dict[Pools, _Found], wanted: int) -> float:
+    """The cost a new grouping must stay below to be of interest."""
+    costs = sorted(f.cost for f in found.values())
+    return costs[wanted - 1] if len(costs) >= wanted else math.inf
+
+
+class _Search:
+    def __init__(self, problem: Problem, objective: Objective) -> None:
+        self.problem = problem
+        self.objective = objective
+        self.predictor = Predictor(problem)
+        self.relaxation = Relaxation(self.predictor)
+        self._sizes = np.array([kind.gpus for kind in problem.kinds])
+        # More GPUs make a stage no slower; leaving some idle only helps where they cost something.
+        self._idle = (
+            not isinstance(objective, IterationTime)
+            or problem.mixes is not None
+            or any(any(stage.switch_s.values()) for stage in problem.stages)
+            or any(problem.sync_s.values())
+        )
+        self._moves: dict[int, Array] = {}
+
+    def bound(self, total_s: float) -> float:
+        return self.objective.bound(self.problem, total_s) if math.isfinite(total_s) else math.inf
+
+    def is_small(self) -> bool:
+        """Whether the problem is counted out."""
+        bars = len(self.problem.stages) + self._idle - 1
+        divisions = math.prod(math.comb(int(size) + bars, bars) for size in self._sizes)
+        return int(self._sizes.sum()) <= EXACT_GPUS or divisions <= EXACT_DIVISIONS
+
+    def solution(self, pools: Pools, found: _Found, bound: float, exact: bool) -> Solution:
+        gpus = tuple(tuple(int(n) for n in pool) for pool in found.gpus)
+        placement = Placement(pools, gpus, found.chunks)
+        return Solution(placement, self.predictor.one(placement), found.cost, bound, exact)
+
+    def costs(
+        self, pools: Pools, gpus: Sequence[Array], chunks: int | Array, held: Sequence[Array]
+    ) -> Array:
+        predicted = self.predictor.many(pools, gpus, chunks, held)
+        with np.errstate(invalid="ignore"):
+            costs = self.objective.cost(self.problem, predicted.total_s, held)
+        return np.where(np.isfinite(predicted.total_s), costs, np.inf)
+
+    def best_chunks(
+        self, pools: Pools, gpus: Sequence[Array], held: Sequence[Array]
+    ) -> tuple[Array, Array]:
+        """The least costs over all grains ``[n]``, and the grains ``[n]``."""
+        options = self._chunks(pools)
+        count = gpus[0].shape[1]
+        many = [np.tile(pool, len(options)) for pool in gpus]
+        also = [np.tile(pool, len(options)) for pool in held]
+        grains = np.repeat(options, count)
+        costs = self.costs(pools, many, grains, also).reshape(len(options), count)
+        least = costs.argmin(0)
+        return costs[least, np.arange(count)], options[least]
+
+    def tighten(self, bounds: dict[Pools, float], least: float) -> float:
+        """The least bound of all groupings, those below ``least`` bounded grain by grain."""
+        tight = least
+        for pools, loose in bounds.items():
+            each = [loose]
+            if loose < tight and len(pools) > 1:
+                grains = (self.relaxation.solve(pools, (m,)) for m in self.problem.chunks)
+                each.append(min(self.bound(relaxed.bound_s) for relaxed in grains))
+            tight = min(tight, max(each))
+        return tight
+
+    def improve(self, pools: Pools, relaxed: Relaxed, found: dict[Pools, _Found]) -> None:
+        """Steepest descent from near the relaxation, by moves of GPUs between two pools."""
+        for start in self._starts(pools, relaxed.gpus):
+            self._improve(pools, start, found)
+
+    def _improve(self, pools: Pools, state: Array, found: dict[Pools, _Found]) -> None:
+        grains, cost = None, math.inf
+        while True:
+            here = [pool[:, None] for pool in state]
+            costs, chosen = self.best_chunks(pools, here, here)
+            if grains is not None and (chosen[0] == grains or not costs[0] < cost):
+                break
+            grains, cost = int(chosen[0]), float(costs[0])
+            state, cost = self._descend(pools, state, grains, cost)
+        if math.isfinite(cost):
+            self._keep(pools, _Found(cost, state, int(grains or 1)), found)
+
+    def count_out(self, pools: Pools, found: dict[Pools, _Found]) -> None:
+        """Look at every division, kind by kind, leaving out branches that cannot be better.
+
+        A branch has some kinds divided. It is judged with all GPUs of the other kinds given to
+        every pool at once, and nothing charged for them.
+        """
+        order = np.argsort(-self._sizes, kind="stable")
+        count = len(pools)
+        self._branch(pools, order, 0, np.zeros((1, count, len(self._sizes)), np.int64), found)
+
+    def _branch(
+        self, pools: Pools, order: Array, depth: int, states: Array, found: dict[Pools, _Found]
+    ) -> None:
+        kind = order[depth]
+        last = depth + 1 == len(order)
+        parts = _divisions(int(self._sizes[kind]), len(pools), self._idle)
+        rest = np.zeros(len(order), np.int64)
+        rest[order[depth + 1 :]] = self._sizes[order[depth + 1 :]]
+        step = max(1, BLOCK // len(parts))
+        for first in range(0, len(states), step):
+            some = np.repeat(states[first : first + step], len(parts), axis=0)
+            some[:, :, kind] = np.tile(parts, (len(some) // len(parts), 1))
+            held = [some[:, pool].T for pool in range(len(pools))]
+            gpus = [pool + rest[:, None] for pool in held]
+            costs, chunks = self.best_chunks(pools, gpus, held)
+            if last:
+                i = int(np.argmin(costs))
+                if costs[i] < _worst(found, 1):
+                    self._keep(pools, _Found(float(costs[i]), some[i], int(chunks[i])), found)
+                continue
+            good = np.flatnonzero(costs * NEARLY < _worst(found, 1))
+            good = good[np.argsort(costs[good], kind="stable")]
+            if len(good):
+                self._branch(pools, order, depth + 1, some[good], found)
+
+    def _descend(self, pools: Pools, state: Array, chunks: int, cost: float) -> tuple[Array, float]:
+        moves = self._moves_of(len(pools))
+        while True:
+            options = np.concatenate([state[None] + moves, self._without(state)])
+            keep = (options >= 0).all((1, 2)) & (options.sum(1) <= self._sizes).all(1)
+            options = options[keep]
+            if not len(options):
+                return state, cost
+            gpus = [options[:, pool].T for pool in range(len(pools))]
+            costs = self.costs(pools, gpus, chunks, gpus)
+            i = int(np.argmin(costs))
+            if not costs[i] * NEARLY < cost:
+                return state, cost
+            state, cost = options[i], float(costs[i])
+
+    def _without(self, state: Array) -> Array:
+        """The division without a kind, in one pool or in all: ``[n, pools, kinds]``.
+
+        A queue or losses may be worth avoiding, but only altogether.
+        """
+        if not self._idle:
+            return np.zeros((0, *state.shape), np.int64)
+        out = []
+        for k in np.flatnonzero(state.any(0)):
+            for pools in (slice(None), *np.flatnonzero(state[:, k])):
+                changed = state.copy()
+                changed[pools, k] = 0
+                out.append(changed)
+        return np.array(out).reshape(-1, *state.shape)
+
+    def _moves_of(self, pools: int) -> Array:
+        """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
+
+        With idle GPUs allowed also from and to none; and a GPU of one kind for one of another.
+        """
+        if pools in self._moves:
+            return self._moves[pools]
+        kinds = len(self._sizes)
+        places = [*range(pools), *([None] if self._idle else [])]
+        out = []
+        for k, most in enumerate(self._sizes):
+            for size in _steps(int(most)):
+                for a, b in itertools.permutations(places, 2):
+                    move = np.zeros((pools, kinds), dtype=np.int64)
+                    if a is not None:
+                        move[a, k] = -size
+                    if b is not None:
+                        move[b, k] = size
+                    out.append(move)
+        for a, b in itertools.permutations(range(pools), 2):
+            for k, j in itertools.permutations(range(kinds), 2):
+                for size in _steps(int(min(self._sizes[k], self._sizes[j]))):
+                    move = np.zeros((pools, kinds), dtype=np.int64)
+                    move[a, k], move[b, k], move[a, j], move[b, j] = -size, size, size, -size
+                    if a < b:
+                        out.append(move)
+        self._moves[pools] = np.array(out).reshape(-1, pools, kinds)
+        return self._moves[pools]
+
+    def _chunks(self, pools: Pools) -> Array:
+        return np.array(self.problem.chunks if len(pools) > 1 else (1,))
+
+    def _starts(self, pools: Pools, gpus: Array) -> Sequence[Array]:
+        """Divisions ``[pools, kinds]`` to begin with.
+
+        Where pools must be of one kind: the best of all ways to give each a kind of its own, shared
+        by the pools of that kind, and by those that may mix, as the relaxation shares all GPUs.
+        """
+        like = [p for p, pool in enumerate(pools) if not self.problem.may_mix(pool)]
+        if not like:
+            return [self._round(gpus)]
+        gpus = np.maximum(gpus, 0.0)
+        choices = np.array(list(itertools.product(range(len(self._sizes)), repeat=len(like))))
+        parts = np.tile(gpus, (len(choices), 1, 1))
+        parts[:, like] = 0.0
+        for i, p in enumerate(like):
+            parts[np.arange(len(choices)), p, choices[:, i]] = max(gpus[p].sum(), 1e-3)
+        shares = parts / np.maximum(parts.sum(1, keepdims=True), 1e-9)
+        states = np.floor(shares * self._sizes + 1e-6).astype(np.int64)
+        states = np.maximum(states, parts > 0)
+        for k, kind in enumerate(self.problem.kinds):
+            states[:, like, k] = kind.whole(states[:, like, k])
+        over = np.maximum(states.sum(1) - self._sizes, 0)
+        largest = states.argmax(1)
+        for k in range(len(self._sizes)):
+            states[np.arange(len(choices)), largest[:, k], k] -= over[:, k]
+        states = states[(states >= 0).all((1, 2))]
+        held = [states[:, p].T for p in range(len(pools))]
+        costs, _ = self.best_chunks(pools, held, held)
+        # Some cannot run as they are, but are few moves from others that can.
+        return [*states[np.argsort(costs, kind="stable")[:STARTS]], self._round(gpus)]
+
+    def _round(self, gpus: Array) -> Array:
+        """Whole numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""
+        gpus = np.maximum(gpus, 0.0)
+        out = np.floor(gpus + 1e-6).astype(np.int64)
+        for k, most in enumerate(self._sizes):
+            spare = int(most) - int(out[:, k].sum())
+            if self._idle:
+                spare = min(spare, round(float(gpus[:, k].sum())) - int(out[:, k].sum()))
+            order = np.argsort(out[:, k] - gpus[:, k], kind="stable")
+            for i in range(max(0, spare)):
+                out[order[i % len(order)], k] += 1
+        return out
+
+    def _keep(self, pools: Pools, new: _Found, found: dict[Pools, _Found]) -> None:
+        if pools not in found or new.cost < found[pools].cost:
+            found[pools] = replace(new, gpus=new.gpus.copy())
+
+
+def _steps(most: int) -> list[int]:
+    """How many GPUs are moved at once: few, and ever larger jumps."""
+    sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
+    return sorted(size for size in sizes if size <= most)
+
+
+def _divisions(total: int, parts: int, idle: bool) -> Array:
+    """All ways to give ``total`` GPUs to pools: int ``[n, parts]``; some to none if ``idle``."""
+    bins = parts + idle
+    if bins == 1:
+        return np.array([[total]])
+    bars = np.array(list(itertools.combinations(range(total + bins - 1), bins - 1)))
+    edges = np.concatenate(
+        [np.full((len(bars), 1), -1), bars, np.full((len(bars), 1), total + bins - 1)], axis=1
+    )
+    return (np.diff(edges, axis=1) - 1)[:, :parts]
+
+
+def _check(problem: Problem) -> None:
+    for stage in problem.stages:
+        if not any(problem.table(stage, k).max() > 0 for k in range(len(problem.kinds))):
+            pinned = problem.allowed.get(stage.name)
+            where = f" on {', '.join(sorted(pinned))}" if pinned else ""
+            raise PlanError(
+                f"stage {stage.name!r} can run nowhere{where}: it needs more memory than any "
+                "number of these GPUs has together, or no profile says it ran"
+            )

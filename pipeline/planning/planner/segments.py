@@ -1,0 +1,128 @@
+"""The problem of grain ``segment``: pools of devices held over many iterations, from a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from pipeline.planning.cost.rates import RateTable, measured_rates
+from pipeline.planning.planner.devices import Devices
+from pipeline.planning.planner.options import MIXING, Correction
+from pipeline.planning.planner.problem import Kind, Problem, Stage
+from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.work import ONE_PROCESS, Work, work_items
+from pipeline.planning.profile.schema import Link, Profile
+from rlinf.errors import PlanError
+from stages.parts import make_algorithm
+
+Tables = dict[str, dict[str, RateTable]]
+STAGES: Mapping[str, tuple[str, ...]] = {
+    "rollout": (),
+    "reward": ("rollout",),
+    "inference": ("rollout",),
+    "train": ("reward", "inference"),
+}
+"""Stages that hold devices and whose output they take; ``sync`` is the transfer of the weights."""
+CHUNKS = (1, 2, 4, 8, 16, 32)
+
+
+def build(request: Request) -> tuple[Problem, Tables]:
+    """The planner's problem, and where its rates come from.
+
+    Raises:
+        PlanError: a stage can run on none of the devices.
+    """
+    devices = {name: own for name, own in request.priced().items() if own.same_as is None}
+    # An update over the whole batch is a sum that can begin; several are choices among all of it.
+    whole = make_algorithm(request.config).config.minibatches == 1
+    stages, tables = [], Tables()
+    for name, after in STAGES.items():
+        found, reasons = {}, []
+        for kind, own in devices.items():
+            try:
+                found[kind] = _rates(Work(own, name, request.profile), request)
+            except PlanError as error:
+                reasons.append(f"{kind}: {error}")
+        if not found:
+            raise PlanError(f"stage {name!r} fits nowhere: {'; '.join(reasons)}")
+        tables[name] = found
+        stages.append(
+            Stage(
+                name,
+                {kind: table.rates for kind, table in found.items()},
+                after,
+                streams=name != "train" or whole,
+                divisible=name not in ONE_PROCESS,
+                switch_s=_switches(devices) if name in ("inference", "train") else {},
+            )
+        )
+    with_gpus = {own.kind.gpus_per_node > 0 for own in devices.values()}
+    problem = Problem(
+        stages,
+        [
+            Kind(name, own.count, own.price, own.wait_s(1), own.losses_per_hour, own.per_node)
+            for name, own in devices.items()
+        ],
+        chunks=[n for n in CHUNKS if request.config.rollout.batch % n == 0],
+        sync_s=_transfers(devices, request.profile),
+        mixing=MIXING,
+        # A job has like devices; generators are jobs of one device each.
+        mixes=frozenset({"rollout"} if len(with_gpus) == 1 else ()),
+        allowed={stage: kinds for stage, kinds in request.pins.items() if stage in STAGES},
+    )
+    return problem, tables
+
+
+def _rates(work: Work, request: Request) -> RateTable:
+    """On 0 to all devices of the kind, everything loaded."""
+    count = work.devices.count
+    counts = np.arange(count + 1)
+    runnable = (counts <= work_items(work.stage, request.config)) & (counts < work.failed)
+    table = measured_rates(
+        work.measured,
+        request.profile.samples,
+        count,
+        runnable=runnable,
+        memory_bytes=work.peak_memory_bytes or math.nan,
+    )
+    if not table.rates.any():
+        raise PlanError("no number of devices that is there was measured")
+    known = request.corrections.get((work.stage, work.devices.name), Correction())
+    return replace(table, rates=table.rates / known.working)
+
+
+def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:
+    """Bringing the trainer out and in again where devices have a memory of their own."""
+    return {
+        name: sum(own.profile.overhead_s(part, 1) for part in ("offload", "onload")) / 2
+        for name, own in devices.items()
+        if own.kind.gpu_model
+    }
+
+
+def _transfers(devices: Mapping[str, Devices], profile: Profile) -> dict[tuple[str, str], float]:
+    """New weights from a pool of one kind to a pool of another: by network, or through files."""
+    found = {}
+    for source, a in devices.items():
+        for target, b in devices.items():
+            files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
+            sends = [_seconds(link, profile.weights_bytes) for link in links(profile, a, b)]
+            found[source, target] = min([files, *sends])
+    return found
+
+
+def links(profile: Profile, a: Devices, b: Devices) -> list[Link]:
+    """Measured ways between nodes of two kinds."""
+    ends = {a.profile.partition, b.profile.partition}
+    return [
+        link
+        for link in (*profile.links, *a.profile.links)
+        if link.path in ("inter_node", "inter_partition") and set(link.between) == ends
+    ]
+
+
+def _seconds(link: Link, size: int) -> float:
+    return link.latency_s.value + size / link.bandwidth_bytes_per_s.value

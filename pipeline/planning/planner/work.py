@@ -1,0 +1,175 @@
+"""What a profile says of one stage on one kind of device: seconds, and what comes on top."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.planning.cost.fit import LEAST_POINTS, Fit, Point, fit_times
+from pipeline.planning.planner.devices import Devices
+from pipeline.planning.profile import schema
+from pipeline.planning.profile.schema import LOADS, Profile
+from rlinf.config import RunConfig
+from rlinf.errors import PlanError
+
+Array = np.ndarray
+NO_GPU = frozenset({"reward", "sync"})
+"""Stages that compute nothing on a GPU."""
+ONE_PROCESS = frozenset({"reward", "sync"})
+"""Stages that gain nothing from a second process."""
+SINGLE_SPREAD = 0.1
+"""Relative standard deviation of what was measured once."""
+QUANTILE = 1.2816
+"""Standard deviations to the 10 % and 90 % quantiles of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """An expected time."""
+
+    mean: float
+    spread: float = 0.0
+    """Standard deviation."""
+
+
+def interval(seconds: float, spread: float) -> tuple[float, float]:
+    """The 10 % and 90 % quantiles of a normal distribution."""
+    return max(0.0, seconds - QUANTILE * spread), seconds + QUANTILE * spread
+
+
+class Work:
+    """A stage on a kind of device.
+
+    Raises:
+        PlanError: no measurement of it succeeded there, or none says what the whole batch takes.
+    """
+
+    def __init__(self, devices: Devices, stage: str, profile: Profile) -> None:
+        self.devices, self.stage, self.samples = devices, stage, profile.samples
+        points = [p for p in devices.profile.points if p.stage == stage]
+        ran = [p for p in points if p.ok and p.token_budget in (None, profile.token_budget)]
+        if not ran:
+            why = points[0].failure if points else "it was not measured"
+            raise PlanError(f"no measurement of stage {stage!r} succeeded ({why})")
+        self.peak_memory_bytes = max(p.peak_memory_bytes or 0 for p in ran)
+        """Of a process."""
+        self.failed = _failed(points)
+        """The least number of processes above all that ran on which it failed."""
+        self._cold = {
+            p.processes: _median(p.cold).mean - _median(p.time).mean
+            for p in ran
+            if p.cold is not None and p.time is not None and p.samples == self.samples
+        }
+        self.measured = [
+            Point(p.processes, p.samples, p.time.median_s, _median(p.time).spread, count)
+            for p in ran
+            if p.time is not None and p.time.median_s > 0
+            for count in [len(p.time.seconds)]
+        ]
+        places = {(p.processes, p.size) for p in self.measured}
+        self._fit: Fit | None = fit_times(self.measured) if len(places) >= LEAST_POINTS else None
+        self._exact = {p.processes: p for p in self.measured if p.size == self.samples}
+        if self._fit is None and not self._exact:
+            raise PlanError(
+                f"{len(places)} measurements of stage {stage!r}, none of the whole batch of "
+                f"{self.samples} samples; measure on with: rlinf profile"
+            )
+
+    def times(self, counts: Array, share: float = 1.0) -> tuple[Array, Array, Array]:
+        """Seconds, their standard deviations, and whether they were extrapolated.
+
+        Args:
+            counts: numbers of processes ``[n]``.
+            share: of the batch.
+
+        Returns:
+            Three arrays ``[n]``; infinite seconds where nothing is known.
+        """
+        if self._fit is not None:
+            answer = self._fit.predict(counts, share * self.samples)
+            return answer.seconds, answer.spread_s, answer.extrapolated
+        known = [self._exact.get(int(count)) for count in counts]
+        seconds = np.array([share * p.seconds if p else np.inf for p in known])
+        spread = np.array([p.spread_s if p else 0.0 for p in known])
+        return seconds, spread, np.full(len(counts), share != 1)
+
+    def line(self, count: int) -> tuple[float, float]:
+        """Seconds as a line in the share of the batch: at 0, and the rise to the whole."""
+        half, whole = (float(self.times(np.array([count]), share)[0][0]) for share in (0.5, 1.0))
+        rise = 2 * (whole - half)
+        return whole - rise, rise
+
+    def overheads(self, processes: int) -> dict[str, Seconds]:
+        """What a job of its own costs before and beside the work, in order.
+
+        Where jobs on their own were measured, on one process, they say what a stage's own imports
+        and loading take; more processes cost more as the profile of loaded stages has it.
+        """
+        dispatch = self._overhead("dispatch", 1)
+        steps = [self._overhead(name, processes) for name in ("submission", "startup")]
+        # Of the job before, whose end starts this one.
+        steps.append(self._overhead("completion", processes))
+        parts = {"start": dispatch if dispatch.mean else _sum(*steps)}
+        parts["imports"] = self._overhead("imports", processes)
+        parts["load"] = self._load(processes)
+        alone = self._overhead("alone", 1, self.stage)
+        if alone.mean:
+            parts["imports"] = self._overhead("imports", 1, self.stage)
+            more = self._load(processes).mean - self._load(1).mean
+            own = alone.mean - float(self.times(np.array([1]))[0][0]) + max(0.0, more)
+            parts["load"] = Seconds(max(0.0, own), alone.spread)
+        return parts
+
+    def _load(self, processes: int) -> Seconds:
+        """Loading, and what the first work of a process costs more."""
+        parts = [self._overhead(LOADS[self.stage], processes)] if self.stage in LOADS else []
+        if self._cold:
+            near = min(self._cold, key=lambda count: abs(math.log(count / processes)))
+            parts.append(Seconds(max(0.0, self._cold[near])))
+        return _sum(*parts)
+
+    def per_node(self) -> int:
+        """Most processes of a node: one per device, and on CPUs as many as fit its memory.
+
+        On GPUs a process that ran once runs again.
+        """
+        kind = self.devices.kind
+        on_gpu = kind.gpus_per_node and kind.gpu_model
+        if on_gpu or not self.peak_memory_bytes or not kind.mem_mb_per_node:
+            return self.devices.per_node
+        fit = (kind.mem_mb_per_node << 20) // self.peak_memory_bytes
+        return min(self.devices.per_node, fit)
+
+    def _overhead(self, name: schema.OverheadName, processes: int, stage: str = "") -> Seconds:
+        every = self.devices.profile.overheads
+        known = [entry for entry in every if entry.name == name and entry.stage == stage]
+        if not known:
+            return Seconds(0.0)
+        return _median(min(known, key=lambda e: abs(math.log(e.processes / processes))))
+
+
+def work_items(stage: str, config: RunConfig) -> int:
+    """Pieces of work that processes can share; more processes would stand idle."""
+    if stage in ONE_PROCESS:
+        return 1
+    if stage == "rollout":
+        return config.rollout.batch
+    return config.rollout.batch * config.rollout.group_size
+
+
+def _failed(points: list[schema.Point]) -> float:
+    most = max((p.processes for p in points if p.ok), default=0)
+    return min((p.processes for p in points if not p.ok and p.processes > most), default=math.inf)
+
+
+def _median(measured: schema.Measured | None) -> Seconds:
+    assert measured is not None
+    single = len(measured.seconds) == 1
+    spread = SINGLE_SPREAD * measured.median_s if single else measured.spread_s
+    return Seconds(measured.median_s, spread)
+
+
+def _sum(*parts: Seconds) -> Seconds:
+    return Seconds(sum(part.mean for part in parts), math.hypot(*(part.spread for part in parts)))

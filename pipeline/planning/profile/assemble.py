@@ -1,0 +1,133 @@
+"""From trials to a profile: repeats become medians with intervals, failures stay failures."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.plan import SINGLE_PROCESS
+from pipeline.planning.profile.kinds import Kind
+from pipeline.planning.profile.schema import (
+    History,
+    KindProfile,
+    Lengths,
+    Link,
+    Measured,
+    Overhead,
+    Point,
+    Wait,
+)
+from pipeline.planning.profile.trial import Sample, Trial
+
+MOST_LENGTHS = 2000
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+def kind_profile(
+    kind: Kind, trials: Sequence[Trial], waits: Iterable[Wait], alone: Sequence[Overhead] = ()
+) -> KindProfile:
+    """What the trials of a kind say together; at least one has a sample.
+
+    Args:
+        alone: measured of jobs on their own.
+    """
+    return KindProfile(
+        partition=kind.partition,
+        gpu_type=kind.gpu_type,
+        devices_per_node=kind.devices_per_node,
+        duty_cycle=kind.duty_cycle,
+        hosts=tuple(sorted({host for trial in trials for host in trial.hosts})),
+        points=tuple(point for trial in trials for point in points(trial)),
+        overheads=(*overheads(trials), *alone),
+        links=tuple(links(trials)),
+        waits=tuple(waits),
+    )
+
+
+def points(trial: Trial) -> list[Point]:
+    """The points of a trial; of stages that are one process always, only where it is one."""
+    groups: dict[tuple[str, int, int | None], list[Sample]] = defaultdict(list)
+    for sample in trial.samples:
+        if trial.processes == 1 or sample.stage not in SINGLE_PROCESS:
+            groups[sample.stage, sample.samples, sample.token_budget].append(sample)
+    return [_point(trial, group) for group in groups.values()]
+
+
+def _point(trial: Trial, group: Sequence[Sample]) -> Point:
+    first = group[0]
+    shared: dict[str, Any] = {
+        "stage": first.stage,
+        "nodes": trial.nodes,
+        "processes": trial.processes,
+        "samples": first.samples,
+        "token_budget": first.token_budget,
+    }
+    ran = [sample for sample in group if not sample.failure]
+    if not ran:
+        return Point(tokens=0, failure=first.failure, **shared)
+    cold = [sample for sample in ran if sample.cold]
+    # A stage that ran once only has no warm time; its cold one is then the best that is known.
+    warm = [sample for sample in ran if not sample.cold] or cold
+    names = {name for sample in warm for name in sample.parts_s}
+    return Point(
+        tokens=round(statistics.fmean(sample.tokens for sample in ran)),
+        time=Measured.of([sample.seconds for sample in warm]),
+        cold=Measured.of([sample.seconds for sample in cold]) if cold else None,
+        parts_s={
+            name: statistics.median(sample.parts_s.get(name, 0.0) for sample in warm)
+            for name in sorted(names)
+        },
+        peak_memory_bytes=max(sample.peak_memory_bytes for sample in ran),
+        **shared,
+    )
+
+
+def overheads(trials: Sequence[Trial]) -> list[Overhead]:
+    """Of a submission only the quickest counts: what is above it was waiting for nodes."""
+    found = []
+    for trial in trials:
+        for name, seconds in trial.overheads_s.items():
+            counted = [min(seconds)] if name == "submission" else seconds
+            where = {"nodes": trial.nodes, "processes": trial.processes}
+            found.append(Overhead.of(counted, name=name, **where))
+    return found
+
+
+def links(trials: Sequence[Trial]) -> list[Link]:
+    """One link of each sort: that measured by the fewest processes."""
+    found: dict[str, Link] = {}
+    for trial in sorted(trials, key=lambda trial: (trial.nodes, trial.processes)):
+        for link in trial.links:
+            found.setdefault(link.path, link)
+    return list(found.values())
+
+
+def lengths(trials: Iterable[Trial], horizon: int) -> Lengths | None:
+    """Response lengths of the trial that has most; None where no rollout of the full batch ran."""
+    best = max(trials, key=lambda trial: len(trial.lengths), default=None)
+    if best is None or not best.lengths:
+        return None
+    every = np.sort(np.concatenate([np.asarray(part, np.int64) for part in best.lengths]))
+    kept = every
+    if len(every) > MOST_LENGTHS:
+        kept = every[np.linspace(0, len(every) - 1, MOST_LENGTHS).round().astype(int)]
+    return Lengths(
+        samples=tuple(int(length) for length in kept),
+        count=len(every),
+        truncated_share=best.truncated / len(every),
+        horizon=horizon,
+    )
+
+
+def wait(nodes: int, expected_s: float | None, past: Sequence[tuple[int, float]]) -> Wait:
+    """Of past jobs those count that had up to twice as many nodes, or half as many."""
+    like = [seconds for size, seconds in past if nodes <= 2 * size and size <= 2 * nodes]
+    history = None
+    if like:
+        q10, q50, q90 = (float(q) for q in np.quantile(like, QUANTILES))
+        history = History(jobs=len(like), q10_s=q10, q50_s=q50, q90_s=q90)
+    return Wait(nodes=nodes, test_only_s=expected_s, history=history)

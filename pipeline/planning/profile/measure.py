@@ -1,0 +1,405 @@
+"""The profile pass: short jobs on one kind of device after the other, then one file.
+
+Jobs never run side by side, for neighbours would slow each other down. What they measured stays in
+the cache beside the runs, so that a pass that was interrupted goes on, and a second one of the same
+work is done at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+
+from launchers.base import Job, Launcher
+from pipeline.inventory import obtain
+from pipeline.launch import ClusterConfig, make_launcher, resources
+from pipeline.plan import Plan, StagePlan
+from pipeline.planning.profile import alone, assemble
+from pipeline.planning.profile.bench import MEETING, MEETING_S, STARTED
+from pipeline.planning.profile.identity import Identity, kind_key
+from pipeline.planning.profile.kinds import Kind, kinds_of, local_kind, of_partitions
+from pipeline.planning.profile.schema import SCHEMA, Link, Overhead, Profile, Wait
+from pipeline.planning.profile.trial import Case, Task, load_trial
+from pipeline.run import Run
+from rlinf.artifacts import MANIFEST, write_atomic
+from rlinf.config import RunConfig, digest, validate
+from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, StageError
+from rlinf.trainers import trainers
+from slurm.client import SlurmClient
+from slurm.jobs import State, Status
+from slurm.site import Site, load_site
+from slurm.waits import expected_wait_s, past_waits_s
+from stages.layout import CONFIG, stage_folder
+from stages.parts import make_algorithm
+
+log = logging.getLogger("rlinf")
+
+CACHE = ".profiles"
+"""Folder beside the runs."""
+PATIENCE_MIN = 5
+"""Minutes that the jobs on their own are given at least, and the limit of each."""
+START_S = 8.0
+"""Set aside for the start of a job until one was measured."""
+WORTHWHILE_S = 15.0
+"""A job is not started again for less than this."""
+ROUNDS = 6
+"""Most times that the jobs of a kind are started: what dies of too little memory goes on without
+what it died of."""
+PATIENCE_S = 60.0
+"""Least time that jobs wait for nodes."""
+MOST_CPUS = 4
+"""Most processes per node where CPUs are the devices."""
+NEXT_OF_ARRAY = "JobArrayTaskLimit"
+"""Slurm's reason why a task of an array waits for the one before."""
+MEMORY = re.compile(r"out.?of.?memory|MemoryError|cannot allocate|SIGKILL", re.IGNORECASE)
+LOST = frozenset({State.CANCELLED, State.TIMEOUT, State.PREEMPTED, State.NODE_FAIL, State.VANISHED})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; see ``rlinf profile --help``."""
+
+    partitions: tuple[str, ...] = ()
+    minutes: float = 10.0
+    processes: int | None = None
+    fresh: bool = False
+
+
+def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Profile:
+    """Measure a run's stages, after its warm start.
+
+    Args:
+        warm_start: runs the stages before the first iteration, unless that is done.
+
+    Raises:
+        PlanError: no such partition, or a damaged file of an earlier pass.
+        InputError: the stages cannot run as configured, or nothing could be measured.
+        StageError: a job failed, and not for want of memory.
+        SlurmError: Slurm does not answer.
+    """
+    cluster = validate(ClusterConfig, run.config.cluster, "cluster")
+    on_slurm = cluster.launcher == "slurm"
+    if not on_slurm:
+        cluster = cluster.model_copy(update={"launcher": "local"})
+    plan = Plan.read(run.folder)
+    kinds = _kinds(cluster, plan, options.partitions)
+    identity = Identity.of(run.config)
+    warm_start(run)
+    with run.driven():
+        launcher = make_launcher(cluster, plan)
+        try:
+            end = time.time() + 60 * options.minutes
+            work = Pass(run, cluster, plan, launcher, identity, options)
+            for number, kind in enumerate(kinds):
+                work.measure(kind, (end - time.time()) / (len(kinds) - number))
+            between = work.between(kinds) if on_slurm else []
+        finally:
+            launcher.close()
+    return work.result(kinds, between, SlurmClient(cluster.poll_s) if on_slurm else None)
+
+
+def _kinds(cluster: ClusterConfig, plan: Plan, wanted: Sequence[str]) -> list[Kind]:
+    """The kinds of the partitions asked for, else of those that the plan names."""
+    if cluster.launcher != "slurm":
+        return of_partitions({"local": local_kind()}, wanted or ("local",))
+    kinds = kinds_of(
+        obtain(None, cluster.site), load_site(cluster.site) if cluster.site else Site()
+    )
+    named = [plan.of(stage).partition for stage in ("rollout", "train")]
+    chosen = tuple(wanted) or tuple(dict.fromkeys(name for name in named if name))
+    if not chosen:
+        there = ", ".join(sorted({kind.partition for kind in kinds.values()}))
+        raise PlanError(
+            f"--partition: say which to measure, the plan names none; there are {there}"
+        )
+    return of_partitions(kinds, chosen)
+
+
+@dataclass
+class Pass:
+    """One profile pass over some kinds."""
+
+    run: Run
+    cluster: ClusterConfig
+    plan: Plan
+    launcher: Launcher
+    identity: Identity
+    options: Options
+    tasks: dict[str, list[Task]] = field(default_factory=dict)
+    """By kind."""
+    alone: dict[str, list[Overhead]] = field(default_factory=dict)
+    """By kind."""
+
+    def measure(self, kind: Kind, seconds: float) -> None:
+        """Run jobs on a kind until all is settled or the time is used up."""
+        folder = self.cache(kind_key(self.identity, kind))
+        if self.options.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        end = time.time() + seconds
+        self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
+        for task in tasks:
+            load_trial(task.trial)  # a damaged one is refused before anything runs
+        needs = self.stage_plan(kind, 1, 1, time_min=PATIENCE_MIN)
+        log.info("%s: %d iterations of jobs on their own", kind.name, alone.ITERATIONS)
+        self.alone[kind.name] = alone.measure(
+            self.run, self.cluster, needs, folder, max(end, time.time() + 60 * PATIENCE_MIN)
+        )
+        for number in range(ROUNDS):
+            todo = [task for task in tasks if not settled(task)]
+            if not todo or (number and self.share_s(tasks, end, len(todo)) < WORTHWHILE_S):
+                break
+            while todo:
+                # The tasks of an array are of one size; on one machine each is for itself.
+                group = [task for task in todo if task.nodes == todo[0].nodes]
+                group = group if kind.partition else group[:1]
+                share = max(1.0, self.share_s(tasks, end, len(todo)))
+                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(group), share)
+                self.finish(self.submit(kind, group, share), end)
+                todo = todo[len(group) :]
+
+    def share_s(self, tasks: Sequence[Task], end: float, jobs: int) -> float:
+        """Time to measure that is left for each of some jobs, their starts taken off."""
+        known = [trial.start_s for task in tasks if (trial := load_trial(task.trial))]
+        start_s = max((s for s in known if s is not None), default=START_S)
+        return (end - time.time()) / jobs - start_s
+
+    def new_tasks(self, kind: Kind, folder: Path) -> list[Task]:
+        """One for each number of processes: powers of two on a node, all of it, all of two."""
+        most = kind.devices_per_node if kind.gpus_per_node else min(kind.cpus_per_node, MOST_CPUS)
+        most = min(most, self.options.processes or most)
+        counts = sorted({most, *(1 << i for i in range(most.bit_length()))})
+        shapes = [(1, count) for count in counts]
+        shapes += [(2, 2 * most)] if kind.nodes > 1 else []
+        return [
+            Task(
+                config=self.run.folder / CONFIG,
+                initial=stage_folder(self.run.folder, "warm_start", 0),
+                key=folder.name,
+                kinds=(kind.name,),
+                folder=folder / f"{nodes}x{count // nodes}",
+                nodes=nodes,
+                processes=count,
+                cases=cases(self.run.config, count),
+                seconds=1,
+                submitted=0,
+            )
+            for nodes, count in shapes
+        ]
+
+    def submit(self, kind: Kind, group: list[Task], seconds: float) -> dict[str, Task]:
+        """Start one job for each task, as an array where there are several; by their ids."""
+        # All jobs of an array ask for what the largest needs.
+        per_node = max(task.processes // task.nodes for task in group)
+        minutes = 5 + round((seconds + START_S) / 60)
+        asked = self.stage_plan(kind, group[0].nodes, per_node, time_min=minutes)
+        needs = resources(asked, self.cluster)
+        stamp = f"export {STARTED}=$(date +%s.%N)"
+        needs = replace(needs, setup=(stamp, *needs.setup), parallel_tasks=1)
+        jobs = []
+        for number, task in enumerate(group):
+            task.folder.mkdir(parents=True, exist_ok=True)
+            (task.folder / MANIFEST).unlink(missing_ok=True)
+            for old in task.folder.glob("work-*"):
+                shutil.rmtree(old, ignore_errors=True)
+            told = {"seconds": seconds, "submitted": time.time(), "first": number == 0}
+            path = task.folder / "task.json"
+            write_atomic(path, task.model_copy(update=told).model_dump_json())
+            logs = self.run.folder / "logs" / "profile"
+            name = f"profile/{'+'.join(task.kinds)}"
+            jobs.append(
+                Job(name, (str(path),), task.folder, logs, needs, "pipeline.planning.profile.probe")
+            )
+        return dict(zip(self.launcher.submit_array(jobs), group, strict=True))
+
+    def stage_plan(self, kind: Kind, nodes: int, per_node: int, time_min: int) -> StagePlan:
+        """Resources on a kind; what it does not settle is as the plan has it for training."""
+        train = self.plan.of("train")
+        return StagePlan(
+            partition=kind.partition or None,
+            nodes=nodes,
+            processes=per_node,
+            gpus=min(per_node, kind.gpus_per_node),
+            gpu_type=kind.gpu_type or None,
+            cpus=max(1, min(train.cpus, kind.cpus_per_node // per_node)),
+            mem_mb=train.mem_mb,
+            time_min=time_min,
+        )
+
+    def finish(self, jobs: dict[str, Task], end: float) -> None:
+        """Wait until jobs have ended; those that have not started by ``end`` are cancelled.
+
+        Each waits a minute at least, for every number of processes is measured once.
+        """
+        open_, end = dict(jobs), max(end, time.time() + PATIENCE_S)
+        while open_:
+            for identity, status in self.launcher.poll(list(open_)).items():
+                # The next of an array has its turn as soon as the one before has ended.
+                waits = status.state is State.PENDING and status.reason != NEXT_OF_ARRAY
+                late = waits and time.time() > end
+                if late:
+                    log.warning("job %s waits for %s: cancelled", identity, status.reason)
+                    self.launcher.cancel([identity])
+                elif not status.state.active:
+                    conclude(open_[identity], status)
+                if late or not status.state.active:
+                    del open_[identity]
+            if open_:
+                time.sleep(self.launcher.poll_s)
+
+    def between(self, kinds: Sequence[Kind]) -> list[Link]:
+        """Links between kinds, each measured by a job on either; those without two are left out."""
+        found: list[Link] = []
+        for pair in combinations(kinds, 2):
+            key = digest([kind_key(self.identity, kind) for kind in pair])
+            folder = self.cache(key)
+            if self.options.fresh:
+                shutil.rmtree(folder, ignore_errors=True)
+            tasks = [self.end_of_link(pair, key, folder, rank) for rank in (0, 1)]
+            if load_trial(tasks[0].trial) is None:
+                shutil.rmtree(folder / MEETING, ignore_errors=True)
+                jobs: dict[str, Task] = {}
+                for kind, task in zip(pair, tasks, strict=True):
+                    jobs |= self.submit(kind, [task], MEETING_S)
+                try:
+                    self.finish(jobs, time.time() + MEETING_S)
+                except StageError as error:
+                    log.warning("no link %s: %s", " - ".join(tasks[0].kinds), error)
+            trial = load_trial(tasks[0].trial)
+            found += trial.links if trial is not None else ()
+        return found
+
+    def end_of_link(self, pair: Sequence[Kind], key: str, folder: Path, rank: int) -> Task:
+        """The task of one of two jobs that meet."""
+        return Task(
+            config=self.run.folder / CONFIG,
+            initial=stage_folder(self.run.folder, "warm_start", 0),
+            key=key,
+            kinds=tuple(kind.name for kind in pair),
+            folder=folder / str(rank),
+            nodes=1,
+            processes=1,
+            seconds=1,
+            submitted=0,
+            rank=rank,
+        )
+
+    def result(
+        self, kinds: Sequence[Kind], between: Sequence[Link], client: SlurmClient | None
+    ) -> Profile:
+        """All that was measured.
+
+        Raises:
+            InputError: nothing was measured on a kind.
+        """
+        config, found, every = self.run.config, {}, []
+        for kind in kinds:
+            trials = [t for task in self.tasks[kind.name] if (t := load_trial(task.trial))]
+            trials = [trial for trial in trials if trial.samples]
+            if not trials:
+                raise InputError(
+                    f"kind {kind.name}: nothing could be measured in {self.options.minutes:g} "
+                    "minutes; give more with --minutes, or leave it out"
+                )
+            waits = self.waits(kind, client) if client else []
+            own = self.alone.get(kind.name, [])
+            found[kind.name] = assemble.kind_profile(kind, trials, waits, own)
+            every += trials
+        lengths = assemble.lengths(every, config.rollout.horizon)
+        size = max(trial.weights_bytes for trial in every)
+        if lengths is None or not size:
+            why = next((s.failure for t in every for s in t.samples if s.failure), "out of time")
+            raise InputError(f"no kind could run a whole iteration of this run: {why}")
+        return Profile(
+            schema_version=SCHEMA,
+            taken=datetime.now(UTC).replace(microsecond=0),
+            identity=self.identity,
+            samples=config.rollout.batch * config.rollout.group_size,
+            token_budget=token_budget(config),
+            weights_bytes=size,
+            lengths=lengths,
+            kinds=found,
+            links=tuple(between),
+        )
+
+    def waits(self, kind: Kind, client: SlurmClient) -> list[Wait]:
+        """How long jobs of one node and of more would wait."""
+        past = past_waits_s(client, kind.partition)
+        site = resources(StagePlan(partition=kind.partition), self.cluster)
+        given = [("account", site.account), ("qos", site.qos), ("constraint", site.constraint)]
+        found = []
+        for nodes in sorted({1, min(2, kind.nodes), kind.nodes}):
+            options = [f"--partition={kind.partition}", f"--nodes={nodes}", "--time=60"]
+            options += [f"--{name}={value}" for name, value in given if value]
+            if kind.gpus_per_node:
+                gpus = ":".join(filter(None, ("gpu", kind.gpu_type, str(kind.gpus_per_node))))
+                options.append(f"--gres={gpus}")
+            # The scheduler prints local time without a zone.
+            expected = expected_wait_s(client, datetime.now(), *options)
+            found.append(assemble.wait(nodes, expected, past))
+        return found
+
+    def cache(self, key: str) -> Path:
+        """Folder of the trials of a key."""
+        return self.run.folder.parent / CACHE / key
+
+
+def settled(task: Task) -> bool:
+    """Whether a task needs no more jobs."""
+    trial = load_trial(task.trial)
+    return trial is not None and trial.key == task.key and trial.next_case(task.cases) is None
+
+
+def cases(config: RunConfig, processes: int) -> tuple[Case, ...]:
+    """The run's own size, smaller batches, and other token budgets."""
+    budget, batch = token_budget(config), config.rollout.batch
+    minibatches = make_algorithm(config).config.minibatches
+    found = [Case(starts=batch, token_budget=budget)]
+    for part in (2, 4):
+        starts = batch // part
+        if starts >= processes and not starts * config.rollout.group_size % minibatches:
+            found.append(Case(starts=starts, token_budget=budget))
+    if budget is not None:
+        found += [Case(starts=batch, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)]
+    return tuple(dict.fromkeys(found))
+
+
+def token_budget(config: RunConfig) -> int | None:
+    """That of the run's trainer; None where it has none."""
+    options = config.trainer.options(trainers.get(config.trainer.name).Config, "trainer")
+    budget = getattr(options, "token_budget", None)
+    return None if budget is None else int(budget)
+
+
+def conclude(task: Task, status: Status) -> None:
+    """Note how late the end of a job was noticed, or keep a failure for want of memory as data.
+
+    Raises:
+        InputError, StageError: the job failed for another reason.
+    """
+    if status.state is State.DONE:
+        if trial := load_trial(task.trial):
+            ended = json.loads((task.folder / MANIFEST).read_text())["ended"]
+            trial.with_overhead("completion", time.time() - ended).save(task.trial)
+        return
+    reason = status.reason.strip() or status.state.value
+    trial = load_trial(task.trial)
+    if status.state is State.OUT_OF_MEMORY or MEMORY.search(reason):
+        if trial is not None and trial.running is not None:
+            line = next((r for r in reason.splitlines() if MEMORY.search(r)), "out of memory")
+            trial.after_death(line.strip()).save(task.trial)
+        return
+    where = f"profile of {' - '.join(task.kinds)} on {task.processes} processes"
+    if status.state in LOST:
+        log.warning("%s: job ended early (%s)", where, status.state.value)
+    elif status.exit_code == EXIT_BAD_INPUT:
+        raise InputError(f"{where}: {reason}")
+    else:
+        raise StageError(f"{where}: {reason}")

@@ -1,0 +1,359 @@
+"""The profile file: measured costs of an experiment on each kind of device, units in the keys."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AwareDatetime, Field, model_validator
+from scipy.stats import t as student
+
+from pipeline.planning.profile.identity import Identity
+from rlinf.artifacts import save_text
+from rlinf.config import Section, validate
+from rlinf.errors import ConfigError, PlanError, nearest
+
+SCHEMA: Literal[1] = 1
+CONFIDENCE = 0.95
+Seconds = Annotated[float, Field(ge=0)]
+S = TypeVar("S", bound=Section)
+
+
+class Measured(Section):
+    """Repeats of one measurement. The interval is that of the mean, by Student's t."""
+
+    seconds: tuple[Seconds, ...] = Field(min_length=1)
+    median_s: Seconds
+    low_s: float | None
+    """95 % confidence interval of the mean; None for a single measurement."""
+    high_s: float | None
+
+    @model_validator(mode="after")
+    def _follows(self) -> Measured:
+        want = _summary(self.seconds)
+        for name, value in want.items():
+            given = getattr(self, name)
+            if (given is None) != (value is None) or not math.isclose(
+                given or 0.0, value or 0.0, rel_tol=1e-6, abs_tol=1e-9
+            ):
+                raise ValueError(f"{name} {given} does not follow from seconds (that is {value})")
+        return self
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], **more: Any) -> Self:
+        """The summary of repeats, with the further fields of a subclass."""
+        return cls(seconds=tuple(seconds), **_summary(seconds), **more)
+
+    @property
+    def spread_s(self) -> float:
+        """Standard deviation of the repeats; 0 for a single one."""
+        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
+
+
+def _summary(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Median, and the interval ``mean ± t(0.975, n - 1) s / sqrt(n)`` of the mean.
+
+    Source: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2.
+    """
+    median, n = statistics.median(seconds), len(seconds)
+    if n < 2:
+        return {"median_s": median, "low_s": None, "high_s": None}
+    mean = statistics.fmean(seconds)
+    quantile = float(student.ppf((1 + CONFIDENCE) / 2, n - 1))
+    half = quantile * statistics.stdev(seconds) / math.sqrt(n)
+    return {"median_s": median, "low_s": mean - half, "high_s": mean + half}
+
+
+class Point(Section):
+    """A stage on so many processes with so much to do."""
+
+    stage: str
+    nodes: int = Field(gt=0)
+    processes: int = Field(gt=0)
+    """Of all nodes together: devices used, and the data-parallel size."""
+    samples: int = Field(gt=0)
+    """Given to the stage, of all processes together; for ``sync`` those of the iteration."""
+    tokens: int = Field(ge=0)
+    """Mean number: steps of the responses (rollout, reward), or positions evaluated, prompts
+    included and samples left out by the algorithm not (inference, train); 0 for ``sync``."""
+    token_budget: int | None = Field(default=None, gt=0)
+    """Most positions of a micro-batch; None where the stage or trainer has none."""
+    time: Measured | None = None
+    """Work of one iteration: without the start of a job, imports and loading; None: it failed."""
+    cold: Measured | None = None
+    """The same as the first work of its process, where that was measured."""
+    parts_s: dict[str, Seconds] = {}
+    """Medians of what the stage itself timed, loading left out."""
+    peak_memory_bytes: int | None = Field(default=None, ge=0)
+    """Largest over repeats and processes: of the GPU, or resident where there is none."""
+    failure: str = ""
+    """Why it could not run; out of memory, as a rule."""
+
+    @model_validator(mode="after")
+    def _known(self) -> Point:
+        if (self.time is None) == (self.failure == ""):
+            raise ValueError("a point has either a time or a failure")
+        return self
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran."""
+        return self.time is not None
+
+
+OverheadName = Literal[
+    "submission",
+    "startup",
+    "imports",
+    "completion",
+    "dispatch",
+    "alone",
+    "engine_load",
+    "trainer_load",
+    "weight_load",
+    "publish",
+    "offload",
+    "onload",
+]
+LOADS: Mapping[str, OverheadName] = {
+    "rollout": "engine_load",
+    "inference": "trainer_load",
+    "train": "trainer_load",
+    "sync": "trainer_load",
+}
+"""By stage: what it loads before it can work."""
+
+
+class Overhead(Measured):
+    """What comes on top of the work of a stage, for one number of processes."""
+
+    name: OverheadName
+    """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
+    of our code. ``imports``: from there until a stage could begin, with what is imported when first
+    needed. ``completion``: from the end of the work until the driver knows. ``dispatch``: in a run
+    of jobs, from the end of what a stage waits for to its first line. ``alone``: in such a run,
+    from the beginning of ``stage`` to its commit. ``engine_load``: a new engine with weights.
+    ``trainer_load``: a new trainer with weights and optimizer, the forming of its process group
+    included. ``weight_load``: other weights into a loaded engine. ``publish``: writing weights.
+    ``offload``, ``onload``: weights and optimizer state from the device into the host's memory and
+    back."""
+    stage: str = ""
+    """Of ``alone``, and of imports of one stage; "" where it is the same for all."""
+    nodes: int = Field(gt=0)
+    processes: int = Field(gt=0)
+
+
+class Interval(Section):
+    """An estimate with its 95 % confidence interval."""
+
+    value: float = Field(ge=0)
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Interval:
+        if not self.low <= self.value <= self.high:
+            raise ValueError(f"{self.value} is not between {self.low} and {self.high}")
+        return self
+
+
+class Link(Section):
+    """Time to move ``n`` bytes: ``latency_s + n / bandwidth``, fitted to several sizes."""
+
+    path: Literal["intra_node", "inter_node", "inter_partition", "write", "read"]
+    """``write`` and ``read``: through the shared filesystem, synced, page cache dropped."""
+    backend: Literal["gloo", "nccl", "file"]
+    between: tuple[str, ...]
+    """Kinds at its ends; one where both are the same."""
+    sizes_bytes: tuple[int, ...] = Field(min_length=2)
+    median_s: tuple[Seconds, ...]
+    """Medians for ``sizes_bytes``."""
+    repeats: int = Field(gt=0)
+    """Measurements of all sizes together."""
+    latency_s: Interval
+    bandwidth_bytes_per_s: Interval
+
+    @model_validator(mode="after")
+    def _paired(self) -> Link:
+        if len(self.sizes_bytes) != len(self.median_s):
+            raise ValueError(f"{len(self.sizes_bytes)} sizes but {len(self.median_s)} times")
+        if self.bandwidth_bytes_per_s.value == 0:
+            raise ValueError("bandwidth_bytes_per_s is 0")
+        return self
+
+
+class History(Section):
+    """Waits of past jobs."""
+
+    jobs: int = Field(gt=0)
+    q10_s: Seconds
+    q50_s: Seconds
+    q90_s: Seconds
+
+
+class Wait(Section):
+    """How long a job of so many nodes would wait in the queue."""
+
+    nodes: int = Field(gt=0)
+    test_only_s: Seconds | None = None
+    """What Slurm's scheduler expected (``sbatch --test-only``); None: it did not say."""
+    history: History | None = None
+    """Of jobs that this user could see in accounting; None: there are none."""
+
+
+class Lengths(Section):
+    """Response lengths in steps, sampled by rollouts of the run's full batch."""
+
+    samples: tuple[int, ...] = Field(min_length=1)
+    """Ascending; of many samples evenly spaced ranks, the shortest and the longest included."""
+    count: int = Field(gt=0)
+    """How many there were."""
+    truncated_share: float = Field(ge=0, le=1)
+    """Cut off at the horizon."""
+    horizon: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Lengths:
+        if any(a > b for a, b in zip(self.samples, self.samples[1:], strict=False)):
+            raise ValueError("samples are not ascending")
+        if self.samples[0] < 0:
+            raise ValueError("samples hold a negative length")
+        return self
+
+
+class KindProfile(Section):
+    """Measurements of one kind of device."""
+
+    partition: str
+    """"" on a machine without Slurm."""
+    gpu_type: str = ""
+    """As in GRES; "" where processes are the devices."""
+    devices_per_node: int = Field(gt=0)
+    duty_cycle: float = Field(default=1.0, gt=0, le=1)
+    hosts: tuple[str, ...] = ()
+    """Where the first processes ran."""
+    points: tuple[Point, ...] = Field(min_length=1)
+    overheads: tuple[Overhead, ...]
+    links: tuple[Link, ...] = ()
+    waits: tuple[Wait, ...] = ()
+
+    def overhead_s(self, name: OverheadName, processes: int) -> float:
+        """Median of an overhead at the measured number of processes nearest to ``processes``.
+
+        0 where it was not measured: a machine without Slurm has no submission.
+        """
+        known = [entry for entry in self.overheads if entry.name == name and not entry.stage]
+        if not known:
+            return 0.0
+        return min(known, key=lambda entry: abs(math.log(entry.processes / processes))).median_s
+
+
+class Profile(Section):
+    """What an experiment costs, by kind of device."""
+
+    schema_version: Literal[1]
+    taken: AwareDatetime
+    identity: Identity
+    samples: int = Field(gt=0)
+    """Of one iteration of the run: starts times group size."""
+    token_budget: int | None = Field(default=None, gt=0)
+    """Of the run's trainer."""
+    weights_bytes: int = Field(gt=0)
+    """Published by ``sync``."""
+    lengths: Lengths
+    kinds: dict[str, KindProfile] = Field(min_length=1)
+    """By ``partition``, or ``partition:gpu_type`` where a partition has several."""
+    links: tuple[Link, ...] = ()
+    """Between kinds of different partitions."""
+
+    def require(self, identity: Identity, kinds: Sequence[str], where: str) -> None:
+        """See that this profile serves a run on some kinds.
+
+        Raises:
+            PlanError: it is of another model, configuration or code, or lacks a kind.
+        """
+        for name, value in identity:
+            if (own := getattr(self.identity, name)) != value:
+                raise PlanError(
+                    f"{where}: identity.{name}: this profile is of another {_WORDS[name]} "
+                    f"({own}, the run has {value}); measure again with: rlinf profile"
+                )
+        for kind in kinds:
+            if kind not in self.kinds:
+                raise PlanError(f"{where}: {_lacks(kind, self.kinds)}")
+
+    def to_json(self) -> str:
+        """As text that :func:`load_profile` reads."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        save_text(path, self.to_json())
+
+
+def _lacks(kind: str, kinds: Mapping[str, KindProfile]) -> str:
+    return (
+        f"kinds: nothing measured on {kind!r}{nearest(kind, kinds)}; "
+        f"measure it with: rlinf profile --partition {kind.partition(':')[0]}"
+    )
+
+
+_WORDS = {"model": "model", "config": "configuration", "code": "version of the code"}
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        PlanError: missing, not JSON, of another schema, or a key is missing or wrong (negative,
+            not a number, empty); names the file and the key.
+    """
+    values = read_json(path, f"no file {path}; make one with: rlinf profile")
+    version = values.get("schema_version", SCHEMA)
+    if version != SCHEMA:
+        raise PlanError(
+            f"{path}: schema_version: {version!r}; this program reads {SCHEMA}. "
+            "Measure again with: rlinf profile"
+        )
+    return validated(Profile, values, path)
+
+
+def read_json(path: Path, missing: str) -> dict[str, Any]:
+    """The JSON object in a file of measurements.
+
+    Raises:
+        PlanError: there is none; ``missing`` is the message where the file is not there.
+    """
+    try:
+        values = json.loads(path.expanduser().read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(missing) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read ({error})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise PlanError(
+            f"{path} is not valid JSON ({error}); measure again with: rlinf profile --fresh"
+        ) from None
+    if not isinstance(values, dict):
+        raise PlanError(f"{path}: expected a JSON object with measurements")
+    return values
+
+
+def validated(section: type[S], values: Mapping[str, Any], path: Path) -> S:
+    """``values`` of a file as a section.
+
+    Raises:
+        PlanError: names the file and the key.
+    """
+    try:
+        return validate(section, values)
+    except ConfigError as error:
+        raise PlanError(f"{path}: {error}; measure again with: rlinf profile --fresh") from None

@@ -1,0 +1,110 @@
+"""A simulation as a picture: what each pool did, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import yaml
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from pipeline.planning.simulator.scenario import Scenario
+from pipeline.planning.simulator.show import figures, rows
+from pipeline.planning.simulator.trace import Trace
+from pipeline.report.colours import COLOURS
+from pipeline.report.style import inline
+from pipeline.report.template import render
+from rlinf.artifacts import save_text
+
+OTHER_COLOURS = {
+    "switch": "#b8bfc7",
+    "sync": COLOURS["sync"],
+    "redone": "#1c1c1c",
+    "queue": "#efe3c2",
+    "down": "#d8a0a0",
+}
+SPARE_COLOURS = ("#4aa3a2", "#8c6d46", "#7d7abc", "#b07aa1")
+"""Of stages that are not those of a language task."""
+
+
+def gantt(trace: Trace, newest: int = 3) -> Figure:
+    """Spans of the last iterations, a lane for each pool, and the idle share of each below."""
+    pools = len(trace.placement.pools)
+    since = trace.begins[max(0, len(trace.begins) - 1 - newest)]
+    colours = _stage_colours(trace)
+    height = 0.55 * pools + 1.3
+    figure, axis = plt.subplots(figsize=(10, height))
+    shown: set[str] = set()
+    for pool in range(pools):
+        bars: dict[str, list[tuple[float, float]]] = {}
+        for span in trace.spans:
+            if span.pool == pool and span.end > since and span.kind != "transfer":
+                name = span.stage if span.kind == "work" else span.kind
+                start = max(span.start, since)
+                bars.setdefault(name, []).append((start - since, span.end - start))
+        for name, spans in bars.items():
+            shown.add(name)
+            # Weights move beside what else the pool does.
+            y, thick = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
+            edge = "white" if len(spans) <= 120 else "none"
+            axis.broken_barh(spans, (y, thick), facecolors=colours[name], edgecolor=edge, lw=0.3)
+    for begin in trace.begins:
+        if begin >= since:
+            axis.axvline(begin - since, color="#9aa4af", lw=0.8, ls=":")
+    axis.set_yticks(range(pools), [_label(trace, pool) for pool in range(pools)], fontsize=8)
+    axis.set(
+        xlim=(0, trace.begins[-1] - since),
+        ylim=(pools - 0.45, -0.55),
+        xlabel="seconds",
+    )
+    axis.grid(axis="y", visible=False)
+    names = [name for name in colours if name in shown]
+    handles = [Patch(color=colours[name], label=name) for name in names]
+    axis.legend(
+        handles=handles, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8
+    )
+    figure.tight_layout()
+    return figure
+
+
+def write_png(trace: Trace, path: Path) -> None:
+    """The chart as a picture."""
+    figure = gantt(trace)
+    figure.savefig(path, format="png", dpi=110)
+    plt.close(figure)
+
+
+def write_html(
+    trace: Trace, path: Path, title: str, called: str, scenario: Scenario, seed: int
+) -> None:
+    """What was simulated, its figures, the chart and the table, in one file.
+
+    Args:
+        called: the name or the file of the scenario.
+    """
+    head, *body = rows(trace)
+    config = scenario.model_dump(mode="json", exclude_defaults=True)
+    page = render(
+        "simulation.html.jinja",
+        name=f"{title}: simulation",
+        tiles=figures(trace, seed),
+        called=called,
+        scenario=yaml.safe_dump(config, sort_keys=False) if config else "",
+        sections=[{"name": "gantt", "title": "Last iterations", "svg": inline(gantt(trace), "g")}],
+        head=head,
+        rows=body,
+    )
+    save_text(path, page)
+
+
+def _label(trace: Trace, pool: int) -> str:
+    stages, gpus = trace.label(pool)
+    return f"{stages}\n{gpus}"
+
+
+def _stage_colours(trace: Trace) -> dict[str, str]:
+    spare = iter(SPARE_COLOURS * len(trace.problem.stages))
+    names = [stage.name for stage in trace.problem.stages]
+    stages = {name: COLOURS.get(name) or next(spare) for name in names}
+    return {**stages, **OTHER_COLOURS}

@@ -1,0 +1,211 @@
+"""Clusters and models to study placements on: 64 to 4,096 GPUs of several kinds, 7B and 70B.
+
+**Every speed here is derived, none is measured**: from the figures of data sheets by the cost model
+(:mod:`pipeline.planning.cost`), whose devices name their sources. What is assumed beside them is
+said below.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.planning.cost.device import Device, from_data_sheet
+from pipeline.planning.cost.memory import mean_context, running_requests
+from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.rates import RateTable, data_sheet_rates
+from pipeline.planning.cost.times import decode_step, switch_seconds, sync_seconds
+from pipeline.planning.cost.work import Generation, Inference, Training, Work
+from pipeline.planning.planner.problem import Kind, Problem, Stage
+from pipeline.planning.simulator.lengths import relative_lengths
+from pipeline.planning.simulator.scenario import (
+    Lengths,
+    Losses,
+    Queue,
+    Replica,
+    Scenario,
+    Stragglers,
+)
+
+MODELS = {
+    # The published config.json of Qwen2.5-7B; and Llama 3 70B (arXiv 2407.21783, table 3).
+    "7b": ModelShape(28, 3584, 28, 4, 128, 18944, 152064, qkv_bias=True),
+    "70b": ModelShape(80, 8192, 64, 8, 128, 28672, 128256),
+}
+PRICES = {"h200-sxm": 3.5, "h100-sxm": 2.5, "a100-80gb-sxm": 1.5, "l40s": 0.8}
+"""Of a GPU-hour (assumed; only their ratio matters)."""
+GROUP, PROMPT, MEAN, SIGMA, LONGEST = 16, 512, 2000, 0.8, 4.0
+"""Responses per prompt, tokens of a prompt, mean tokens of a response; the logarithm of lengths has
+this standard deviation, and they are cut at this multiple of the mean (all assumed)."""
+MIXING = 0.95
+"""What unlike GPUs that work on one stage keep of their summed speed (assumed)."""
+CHUNK_S = 0.1
+"""Overhead of a micro-batch passed between pools (assumed)."""
+WAKE_S = 3.0
+"""To set up an engine's cache and graphs each time it takes its turn (assumed)."""
+PREEMPTIBLE = "a100-80gb-sxm"
+"""The kind that others may take away."""
+NODE_LOSSES = 419 / (54 * 24 * 16384)
+"""Unexpected interruptions per GPU and hour in the training of Llama 3 (arXiv 2407.21783, section
+3.3.4: 419 in 54 days on 16,384 GPUs)."""
+
+
+PREEMPTED_PER_HOUR = 1.0
+"""Each job on that kind (assumed)."""
+WAIT_S = 600.0
+"""Mean wait of a job in the queue (assumed)."""
+STARTUP_S = 120.0
+"""From the start of a job to its first work (assumed)."""
+SLOW = Stragglers(per_gpu_hour=0.002, factor=1.5, mean_s=600.0)
+"""Slow GPUs (assumed)."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model on a cluster."""
+
+    model: str
+    gpus: Mapping[str, int]
+    """By GPU of :data:`slurm.gpus.GPUS`, in nodes of eight."""
+    samples: int
+    """Responses of one iteration."""
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """What the planner is asked."""
+        kinds = [
+            Kind(
+                name,
+                count,
+                price=PRICES[name],
+                wait_s=WAIT_S,
+                losses_per_hour=NODE_LOSSES * count + PREEMPTED_PER_HOUR * (name == PREEMPTIBLE),
+            )
+            for name, count in self.gpus.items()
+        ]
+        stages = [
+            Stage(
+                name,
+                {kind.name: self._tables[name, kind.name].rates for kind in kinds},
+                after=after,
+                chunk_s=CHUNK_S,
+                switch_s={kind.name: self._switch_s(name, kind.name) for kind in kinds},
+            )
+            for name, after in (
+                ("rollout", ()),
+                ("inference", ("rollout",)),
+                ("train", ("inference",)),
+            )
+        ]
+        shape, device = MODELS[self.model], self._devices
+        return Problem(
+            stages,
+            kinds,
+            chunks=(1, 2, 4, 8, 16, 32, 64),
+            sync_s={
+                (a, b): sync_seconds(shape, device[a], device[b])
+                for a in self.gpus
+                for b in self.gpus
+            },
+            mixing=MIXING,
+        )
+
+    def only(self, kind: str) -> Study:
+        """The same with one kind of GPU."""
+        return Study(self.model, {kind: self.gpus[kind]}, self.samples)
+
+    def scenario(self, name: str) -> Scenario:
+        """What goes wrong; see :data:`SCENARIOS`.
+
+        Raises:
+            KeyError: no such scenario.
+        """
+        parts = SCENARIOS[name]
+        rates = {kind.name: kind.losses_per_hour for kind in self.problem.kinds}
+        return Scenario(
+            startup_s=STARTUP_S if "preemption" in parts else 0.0,
+            lengths=self._lengths() if "tails" in parts else None,
+            stragglers=Stragglers(per_gpu_hour=0.002, factor=1.5)
+            if "stragglers" in parts
+            else None,
+            queue=Queue() if "preemption" in parts else None,
+            losses=Losses(per_hour=rates) if "preemption" in parts else None,
+        )
+
+    @functools.cached_property
+    def _devices(self) -> dict[str, Device]:
+        return {name: from_data_sheet(name, inter_bytes_per_s=50e9) for name in self.gpus}
+
+    @functools.cached_property
+    def _work(self) -> dict[str, Work]:
+        tokens = MEAN * relative_lengths(
+            Lengths(samples=1, sigma=SIGMA, longest=LONGEST), 4096, np.random.default_rng(0)
+        )
+        longest = PROMPT + round(MEAN * LONGEST)
+        return {
+            "rollout": Generation(tokens, self.samples, PROMPT, GROUP),
+            "inference": Inference(self.samples, PROMPT + MEAN, longest),
+            # One optimizer step: gradients are summed over samples as they come.
+            "train": Training(self.samples, PROMPT + MEAN, longest),
+        }
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[str, str], RateTable]:
+        """By stage and kind."""
+        shape = MODELS[self.model]
+        return {
+            (stage, kind): data_sheet_rates(shape, work, device, self.gpus[kind])
+            for stage, work in self._work.items()
+            for kind, device in self._devices.items()
+        }
+
+    def _switch_s(self, stage: str, kind: str) -> float:
+        layout = self._tables[stage, kind].layout(self.gpus[kind])
+        if layout is None:
+            return 0.0
+        work, device = self._work[stage], self._devices[kind]
+        seconds = float(switch_seconds(MODELS[self.model], layout, work, device))
+        return seconds + (WAKE_S if stage == "rollout" else 0.0)
+
+    def _lengths(self) -> Lengths:
+        replicas = {}
+        shape, work = MODELS[self.model], self._work["rollout"]
+        assert isinstance(work, Generation)
+        for kind, device in self._devices.items():
+            layout = self._tables["rollout", kind].layout(self.gpus[kind])
+            if layout is None:
+                continue
+            slots = max(1, int(running_requests(shape, layout, work, device)))
+            one, full = (
+                float(decode_step(shape, layout, n, mean_context(work), device).total)
+                for n in (1, slots)
+            )
+            fixed = (one * slots / full - 1) / (slots - 1) if slots > 1 else 1.0
+            replicas[kind] = Replica(
+                gpus=int(layout.tp), slots=slots, fixed_share=float(np.clip(fixed, 0, 1))
+            )
+        return Lengths(samples=self.samples, sigma=SIGMA, longest=LONGEST, replicas=replicas)
+
+
+SCENARIOS: Mapping[str, frozenset[str]] = {
+    "calm": frozenset(),
+    "tails": frozenset({"tails"}),
+    "stragglers": frozenset({"stragglers"}),
+    "preemption": frozenset({"preemption"}),
+    "all": frozenset({"tails", "stragglers", "preemption"}),
+}
+"""What each adds: responses of unequal length, slow GPUs, losses of jobs with waits after them."""
+
+STUDIES: Mapping[str, Study] = {
+    "7b-64": Study("7b", {"h100-sxm": 32, "a100-80gb-sxm": 32}, 2048),
+    "7b-256": Study("7b", {"h100-sxm": 128, "a100-80gb-sxm": 64, "l40s": 64}, 8192),
+    "70b-256": Study("70b", {"h100-sxm": 128, "a100-80gb-sxm": 128}, 2048),
+    "70b-1024": Study("70b", {"h200-sxm": 256, "h100-sxm": 512, "a100-80gb-sxm": 256}, 8192),
+    "70b-4096": Study(
+        "70b", {"h200-sxm": 1024, "h100-sxm": 1536, "a100-80gb-sxm": 1024, "l40s": 512}, 32768
+    ),
+}
+"""By name: the model, and the GPUs of all kinds together."""

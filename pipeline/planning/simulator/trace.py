@@ -1,0 +1,140 @@
+"""What happened in a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from pipeline.planning.planner.problem import Placement, Problem
+
+Array = np.ndarray
+SpanKind = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something a pool did or had to wait for, in seconds since the submission of the first job."""
+
+    pool: int
+    stage: str
+    iteration: int
+    micro_batch: int
+    kind: SpanKind
+    """``work``; ``switch``: bringing a stage in; ``sync``: sending weights; ``transfer``: a
+    micro-batch on its way to ``pool``; ``redone``: work that was lost; ``queue``: a job waits to
+    start the first time; ``down``: it waits to start again."""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Hold:
+    """GPUs of one job, from its start to its end."""
+
+    pool: int
+    kind: str
+    gpus: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A preemption or failure of a job."""
+
+    pool: int
+    kind: str
+    time: float
+    while_working: bool
+
+
+@dataclass
+class Trace:
+    """The record of one simulation."""
+
+    problem: Problem
+    placement: Placement
+    begins: list[float] = field(default_factory=list)
+    """Seconds at which each iteration began, and the end of the last."""
+    gpu_busy: list[Array] = field(default_factory=list)
+    """By pool ``[gpus]``: seconds each GPU did work that counted, by kind."""
+    waits: list[dict[str, float]] = field(default_factory=list)
+    """By pool: seconds it had to wait, by what for: a stage, ``room in`` one, ``weights``."""
+    spans: list[Span] = field(default_factory=list)
+    holds: list[Hold] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    renewals: int = 0
+    """Jobs that took over from one at its wall-time limit."""
+    redone: int = 0
+    """Iterations that started again."""
+
+    def __post_init__(self) -> None:
+        self.gpu_busy = [np.zeros(sum(gpus)) for gpus in self.placement.gpus]
+        self.waits = [{} for _ in self.placement.pools]
+
+    def waited(self, pool: int, what: str, seconds: float) -> None:
+        """Count a wait."""
+        if seconds > 0:
+            self.waits[pool][what] = self.waits[pool].get(what, 0.0) + seconds
+
+    def mark_redone(self, first: int) -> None:
+        """What was done since a span does not count."""
+        for n in range(first, len(self.spans)):
+            if self.spans[n].kind in ("work", "switch", "sync", "transfer"):
+                self.spans[n] = replace(self.spans[n], kind="redone")
+
+    @property
+    def iteration_s(self) -> Array:
+        """``[iterations]`` seconds of each iteration."""
+        return np.diff(self.begins)
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds per iteration."""
+        return float(self.iteration_s.mean())
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from submission to the end, waits in the queue included."""
+        return self.begins[-1]
+
+    def gpu_idle(self, pool: int) -> Array:
+        """``[gpus]`` share of the iterations' time in which each GPU of a pool did nothing useful.
+
+        What was lost and done again counts as nothing useful.
+        """
+        length = self.begins[-1] - self.begins[0]
+        return 1 - self.gpu_busy[pool] / length
+
+    def idle(self, pool: int) -> float:
+        """Mean of ``gpu_idle`` over the GPUs of a pool."""
+        return float(self.gpu_idle(pool).mean())
+
+    def waits_most(self, pool: int) -> list[tuple[str, float]]:
+        """What a pool waits for, and the share of its time, longest first."""
+        length = self.begins[-1] - self.begins[0]
+        shares = [(what, seconds / length) for what, seconds in self.waits[pool].items()]
+        return sorted(shares, key=lambda entry: -entry[1])
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all GPUs held, working or not."""
+        return sum(hold.gpus * (hold.end - hold.start) for hold in self.holds) / 3600
+
+    @property
+    def cost(self) -> float:
+        """``gpu_hours`` times the prices of the kinds."""
+        prices = {kind.name: kind.price for kind in self.problem.kinds}
+        return sum(h.gpus * (h.end - h.start) / 3600 * prices[h.kind] for h in self.holds)
+
+    def label(self, pool: int) -> tuple[str, str]:
+        """A pool as a person reads it: ``rollout, reward`` and ``16 h100 + 8 a100``."""
+        stages = ", ".join(self.problem.stages[s].name for s in self.placement.pools[pool])
+        gpus = " + ".join(
+            f"{n} {kind.name}"
+            for n, kind in zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
+            if n
+        )
+        return stages, gpus

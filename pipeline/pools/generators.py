@@ -1,0 +1,368 @@
+"""The driver's side of elastic pools: rollouts under way, and the claims of their generators.
+
+A rollout is ordered from the worker that consumes it, which gathers the trajectories; generators
+get claims on its starts and send what comes of them there. Helpers, the workers of pools that have
+other stages besides, get claims as well until nothing is left to give out: generators then go on
+with the tails of what helpers have begun.
+
+Claims of a rollout go to those who have its weights in their memory, and to all once these are
+committed. What was made of weights that another attempt commits in the end who gathers refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from pipeline.flow import Node
+from pipeline.pools.claims import REMEMBERED, Claim, Claims, Pace, hand_out
+from pipeline.pools.leases import rank_of
+from pipeline.pools.scaling import Load
+from rlinf.artifacts import read_manifest
+from rlinf.errors import EXIT_REQUEUE, ArtifactError, StageError
+from stages.board import keep_newest
+from stages.layout import POOLS
+from stages.names import unfinished
+
+CLAIMS = "claims.jsonl"
+PREPARES = -1
+"""Number of the empty claim by which a worker loads its engine."""
+log = logging.getLogger("rlinf")
+
+
+@dataclass
+class _Rollout:
+    order: dict[str, Any]
+    """What all claims say."""
+    claims: Claims | None = None
+    """None until the gatherer has told what it has already."""
+    there: bool = False
+    """Its weights are committed."""
+    ends: bool = False
+    """All starts were given out once: helpers get no more."""
+
+
+class _Given(NamedTuple):
+    """A claim on its way."""
+
+    node: Node
+    """Its rollout."""
+    worker: str
+    claim: Claim
+    attempt: str | None
+    """By which its weights were made, while they were not committed."""
+    begun: int | None
+    """Number of the claim in which another worker has begun its samples."""
+
+
+class _Left(NamedTuple):
+    """A claim whose samples another worker has begun, for the one that is to go on with them."""
+
+    node: Node
+    heir: str
+    claim: Claim
+    begun: dict[str, Any]
+    """Where these samples are, how many, of which claim and weights, for the order."""
+
+
+@dataclass
+class Generators:
+    """Gives out the starts of all rollouts under way, the earliest iteration first."""
+
+    run: Path
+    batch: int
+    retries: int
+    _rollouts: dict[Node, _Rollout] = field(default_factory=dict)
+    _given: dict[str, _Given] = field(default_factory=dict)
+    _over: dict[str, _Given] = field(default_factory=dict)
+    """Claims of rollouts that are over; the word that one is done may come a little later."""
+    _heirs: dict[str, str] = field(default_factory=dict)
+    """Who is to go on with the tail of a claim that is on its way."""
+    _left: list[_Left] = field(default_factory=list)
+    """Not ordered yet."""
+    _pace: Pace = field(default_factory=Pace)
+    _made: dict[Node, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Claims that each worker has done, of the newest rollouts."""
+    _starts: dict[Node, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Starts in them."""
+    _failures: Counter[str] = field(default_factory=Counter)
+    _weights: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By weights on their way: who has them in its memory, by which attempt."""
+    _version: dict[str, int] = field(default_factory=dict)
+    """By worker: the iteration whose weights came to it last."""
+    _prepared: set[str] = field(default_factory=set)
+    """Workers that have an engine: starts are not to wait until one is loaded."""
+
+    def begin(self, node: Node, out: str, weights: str, to: str) -> None:
+        """A rollout was ordered from the gatherer ``to``."""
+        order = {"do": "claim", "iteration": node.iteration}
+        self._rollouts[node] = _Rollout({**order, "out": out, "weights": weights, "to": to})
+
+    def arrived(self, node: Node, starts: Sequence[int]) -> None:
+        """What the gatherer of a rollout has already."""
+        if node in self._rollouts:
+            self._rollouts[node].claims = Claims(self.batch, starts)
+
+    def has(self, worker: str, weights: str, attempt: str, iteration: int) -> None:
+        """A worker has the weights of an iteration in its memory; nobody has committed them yet."""
+        self._weights.setdefault(weights, {})[worker] = attempt
+        keep_newest(self._weights, REMEMBERED)
+        self._version[worker] = iteration
+
+    def gone(self, weights: str) -> None:
+        """Weights are made anew: what workers have of them counts no more."""
+        self._weights.pop(weights, None)
+
+    def version(self, worker: str) -> int:
+        """The iteration whose weights came to a worker last; all of it was computed by then."""
+        return self._version.get(worker, -1)
+
+    def end(self, node: Node) -> set[str]:
+        """A rollout is over; returns the workers that still do something for it."""
+        self._rollouts.pop(node, None)
+        self._left = [left for left in self._left if left.node != node]
+        stale = {name: given for name, given in self._given.items() if given.node == node}
+        for name in stale:
+            self._forget(name)
+        self._over = dict([*self._over.items(), *stale.items()][-REMEMBERED:])
+        return {given.worker for given in stale.values()}
+
+    def busy(self, worker: str) -> bool:
+        """Whether it has something to do, or will have."""
+        known = {given.worker for given in self._given.values()}
+        known.update(left.heir for left in self._left)
+        return worker in known or worker in self._heirs.values()
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone; what it had not finished others do."""
+        self._prepared.discard(worker)
+        for name in [name for name, given in self._given.items() if given.worker == worker]:
+            self._forget(name)
+        self._heirs = {name: heir for name, heir in self._heirs.items() if heir != worker}
+        for rollout in self._rollouts.values():
+            if rollout.claims is not None:
+                rollout.claims.lost(worker)
+
+    def reported(self, worker: str, content: dict[str, Any]) -> bool:
+        """A worker is through with a claim; whether it did it.
+
+        Raises:
+            StageError: a claim failed more often than is allowed.
+        """
+        name = str(content["claim"])
+        given = self._given.get(name)
+        self._forget(name)
+        rollout = self._rollouts.get(given.node) if given is not None else None
+        code = int(content["code"])
+        if given is None or rollout is None or rollout.claims is None:
+            late = self._over.pop(name, None)
+            if late is not None and not code and late.claim.starts:
+                self._note(late, late.claim, content)
+            return False
+        node, number = given.node, given.claim.number
+        if number == PREPARES and not code:
+            self._prepared.add(worker)
+            return False
+        if code:
+            rollout.claims.back(worker, number)
+            # Maybe it has its weights no more, or no engine that takes them.
+            self._weights.get(rollout.order["weights"], {}).pop(worker, None)
+            self._failures[node.name] += code != EXIT_REQUEUE
+            log.warning("%s on %s: %s", node.name, worker, content["reason"])
+            if self._failures[node.name] > self.retries:
+                raise StageError(f"{node.name} failed on {worker}: {content['reason']}")
+            return False
+        claim = rollout.claims.finished(worker, number)
+        if claim is None:
+            return True
+        if "rest" in content:
+            heir, samples = str(content["heir"]), int(content["samples"])
+            rest = rollout.claims.handed_over(claim, content["rest"], heir)
+            begun = {"claim": number, "channel": unfinished(name), "samples": samples}
+            begun["attempt"] = given.attempt
+            self._left.append(_Left(node, heir, rest, begun))
+            claim = Claim(number, tuple(s for s in claim.starts if s not in rest.starts))
+        if content["spans"]:
+            self._note(given, claim, content)
+        return True
+
+    def orders(
+        self, workers: Sequence[str], helpers: Mapping[str, int] = MappingProxyType({})
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Orders for those who are about to have nothing to do, or something better.
+
+        No claim to one whose weights are still to come: it would stand in the way of others, which
+        they come of.
+
+        Args:
+            workers: the generators that are there.
+            helpers: and the workers that generate beside other stages, with the earliest iteration
+                that these are of: until it is trained they generate for no later one.
+        """
+        orders = self._wills(workers)
+        open_ = {
+            node: rollout.claims
+            for node, rollout in sorted(self._rollouts.items(), key=lambda item: item[0].iteration)
+            if rollout.claims is not None and self._weights_there(rollout)
+        }
+        only = {worker: self._reach(worker, open_) for worker in [*workers, *helpers]}
+        over = bool(workers) and any(self._rollouts[node].ends for node in open_)
+        for worker, latest in helpers.items():
+            early = sum(node.iteration <= latest for node in open_)
+            only[worker] = 0 if over else min(early, only[worker])
+        able = [worker for worker in only if worker in workers or only[worker]]
+        # An engine is loaded from files.
+        first = next((node for node in open_ if self._rollouts[node].there), None)
+        if first is not None:
+            orders += [
+                (worker, self._order(first, worker, Claim(PREPARES, ())))
+                for worker in able
+                if worker not in self._prepared and not self.busy(worker)
+            ]
+        of = {id(claims): node for node, claims in open_.items()}
+        speeds = self._pace.speeds([worker for worker in able if worker in self._prepared])
+        batches = list(open_.values())
+        for claims, worker, claim in hand_out(batches, speeds, self._pace.least(), only):
+            orders.append((worker, self._order(of[id(claims)], worker, claim)))
+        heirs = [worker for worker in workers if worker in self._prepared]
+        return orders + (self._hand_over(helpers, heirs) if heirs else [])
+
+    def _hand_over(
+        self, helpers: Mapping[str, int], heirs: Sequence[str]
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Name a generator that goes on with what a helper has begun when nothing is left."""
+        orders = []
+        for name, given in self._given.items():
+            claims = (rollout := self._rollouts[given.node]).claims
+            if given.worker not in helpers or name in self._heirs or given.claim.number == PREPARES:
+                continue
+            able = [worker for worker in heirs if self._has(worker, given.node)]
+            if claims is not None and not claims.left and able:
+                rollout.ends = True
+                held = Counter(given.worker for given in self._given.values())
+                held.update(self._heirs.values())
+                self._heirs[name] = min(able, key=lambda worker: held[worker])
+                order = {"do": "hand_over", "claim": name, "to": self._heirs[name]}
+                orders.append((given.worker, order))
+        return orders
+
+    def _wills(self, workers: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+        """Have heirs go on with what was left to them; of those who are gone others begin anew."""
+        orders = []
+        for node, heir, claim, begun in self._left:
+            claims = self._rollouts[node].claims
+            if claims is None or claim not in claims.held(heir):
+                continue
+            if heir in workers and begun["samples"]:
+                orders.append((heir, self._order(node, heir, claim, begun)))
+            else:
+                claims.back(heir, claim.number)
+        self._left.clear()
+        return orders
+
+    def load(
+        self, node: Node, workers: Sequence[str], rest_s: float, *, overlap: bool
+    ) -> Load | None:
+        """What an iteration cost whose rollout is over; None if not all these workers did a part.
+
+        Args:
+            rest_s: seconds of its other stages.
+            overlap: whether they run beside the next rollout.
+        """
+        made = self._made.get(node, Counter())
+        if not workers or not set(workers) <= made.keys():
+            return None
+        fixed, each = self._pace.line()
+        claims = made.total() / len(made)
+        starts = sum(self._starts[node][worker] for worker in workers)
+        return Load(claims * fixed, each * starts, rest_s, overlap)
+
+    def _order(
+        self, node: Node, worker: str, claim: Claim, begun: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        name, rollout = secrets.token_hex(6), self._rollouts[node]
+        attempt, number = None, None
+        if begun is not None:
+            attempt, number = begun["attempt"], begun["claim"]
+        elif not rollout.there:
+            attempt = self._weights[rollout.order["weights"]][worker]
+        self._given[name] = _Given(node, worker, claim, attempt, number)
+        return {
+            **rollout.order,
+            "claim": name,
+            "attempt": attempt,
+            "name": node.name if claim.number == PREPARES else f"{node.name} claim {claim.number}",
+            "starts": list(claim.starts),
+            "begun": begun,
+        }
+
+    def _forget(self, name: str) -> None:
+        self._given.pop(name, None)
+        self._heirs.pop(name, None)
+
+    def _weights_there(self, rollout: _Rollout) -> bool:
+        """Whether anybody has them."""
+        if not rollout.there:
+            with contextlib.suppress(ArtifactError):  # seen by whoever reads it
+                rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
+        return rollout.there or bool(self._weights.get(rollout.order["weights"]))
+
+    def _has(self, worker: str, node: Node) -> bool:
+        """Whether a worker has the weights of a rollout, or can read them."""
+        rollout = self._rollouts[node]
+        return rollout.there or worker in self._weights.get(rollout.order["weights"], ())
+
+    def _reach(self, worker: str, nodes: Iterable[Node]) -> int:
+        """How many rollouts of these, from the first on, it has the weights of."""
+        return len(list(takewhile(lambda node: self._has(worker, node), nodes)))
+
+    def _note(self, given: _Given, claim: Claim, said: dict[str, Any]) -> None:
+        """Keep who did what, when and where."""
+        spans, node, worker = said["spans"], given.node, given.worker
+        times = [(start, end) for name, start, end in spans if name == "generate"]
+        seconds = sum(end - start for start, end in times)
+        rest = said.get("rest", [])
+        if given.begun is None and not rest:
+            self._pace.seen(worker, len(claim.starts), seconds)
+        self._made[node][worker] += 1
+        self._starts[node][worker] += len(claim.starts)
+        for kept in (self._made, self._starts):
+            while len(kept) > REMEMBERED:
+                del kept[next(iter(kept))]
+        about = {"node": node.name, "worker": worker, "host": said["host"], "claim": claim.number}
+        row = {**about, "starts": claim.starts, "rest": rest, "begun": given.begun, "spans": spans}
+        with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+def claimed(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """When generators were at work, by iteration, as spans of the rollout: whole claims and parts.
+
+    A line that is being written, or was damaged, is left out.
+    """
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    try:
+        text = (run / POOLS / CLAIMS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return found
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            row = json.loads(line)
+            times = [time for _, *pair in row["spans"] for time in pair]
+            worker = str(row["worker"])
+            who = {"worker": worker, "rank": rank_of(worker), "host": row["host"]}
+            who["claim"] = row.get("claim")
+            spans = [*row["spans"], ["rollout", min(times), max(times)]]
+            found[int(row["node"].partition("/")[2])] += [
+                {**who, "name": name, "start": start, "end": end} for name, start, end in spans
+            ]
+    return found

@@ -1,0 +1,77 @@
+"""The jobs of pools, and which pool each stage belongs to: all that follows from the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launchers.base import Job
+from pipeline.flow import Graph
+from pipeline.launch import ClusterConfig, resources
+from pipeline.needs import pool_needs
+from pipeline.plan import Plan
+from pipeline.pools.leases import PoolState
+from pipeline.run import Run
+from stages.layout import POOLS
+from stages.worker.inbox import SHARED_MEMORY
+
+STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
+"""Inputs that are records, by the name of their channel; they can be sent while they are made."""
+WITH = {"sync": "train", "warm_start": "train", "reward": "train", "inference": "train"}
+WITH["evaluate"] = "rollout"
+"""Where a stage runs that no pool of the plan names."""
+
+
+def pool_states(plan: Plan) -> list[PoolState]:
+    """The pools; of an elastic one the first worker."""
+    return [
+        PoolState(
+            i,
+            pool.stages,
+            pool_needs(plan, i),
+            None if pool.workers is None else 0,
+            helps=pool.helps_rollout,
+        )
+        for i, pool in enumerate(plan.pools)
+    ]
+
+
+def homes(plan: Plan) -> dict[str, int]:
+    """The number of the pool where each stage is ordered."""
+    found = {stage: i for i, pool in enumerate(plan.pools) for stage in pool.stages}
+    for stage, like in WITH.items():
+        found.setdefault(stage, found.get(like, len(plan.pools) - 1))
+    if plan.pools[found["rollout"]].workers is not None:
+        # It computes nothing where it is ordered, and its consumers need no copy.
+        found["rollout"] = found["train"]
+    return found
+
+
+def pool_folder(run: Run, pool: PoolState) -> Path:
+    """Where the leases of a pool are noted, each in a folder with its number."""
+    return run.folder / POOLS / pool.name
+
+
+def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> Job:
+    """The job of a pool's present lease."""
+    name = f"pool-{pool.name}-{pool.lease}"
+    argv = ["--run", str(run.folder), "--name", name, "--parts", str(plan.chunks)]
+    argv += ["--orphan-s", str(cluster.pool_grace_s)]
+    of, edges = homes(plan), Graph(run.config).edges()
+    shared = [edge for edge, way in plan.transports.items() if way == SHARED_MEMORY]
+    targets = {edge.rpartition(" ")[2] for edge in shared if edges[edge] & STREAMS}
+    if any(of[stage] == pool.number for stage in targets):
+        argv.append("--shared")
+    if of["inference"] != of["sync"]:
+        # It takes what engines take, and evaluates what is trained: engines then cast.
+        argv.append("--uncast")
+    needs, *further = (resources(part, cluster) for part in pool.needs)
+    return Job(
+        f"pool/{name}",
+        tuple(argv),
+        pool_folder(run, pool) / str(pool.lease),
+        run.folder / "logs" / POOLS,
+        needs,
+        "stages.worker.main",
+        tuple(further),
+        requeues=False,
+    )

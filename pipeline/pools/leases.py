@@ -1,0 +1,105 @@
+"""Pools as the driver keeps them: each a job that is renewed before its lease ends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.flow import Node
+from pipeline.plan import StagePlan
+from stages.names import worker_name
+from stages.runner import StageCall
+
+RENEW_S, RENEW_SHARE = 300.0, 0.25
+"""How long before the end of its lease a pool's successor is submitted: at most, and which share of
+a short one."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One lease of a pool: a job and its workers."""
+
+    name: str
+    job: str
+    size: int
+    joined: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What the workers that are there said of themselves, by rank."""
+    began: float = field(default_factory=time.time)
+    """When it was submitted, or found by this driver."""
+    given: set[Node] = field(default_factory=set)
+    finished: int = 0
+    leaving: bool = False
+    fellows: tuple[Member, ...] = ()
+    """Those that started with it and end with it."""
+
+    @property
+    def ready(self) -> bool:
+        return len(self.joined) == self.size
+
+    @property
+    def ends(self) -> float | None:
+        """When its time is up, if that is known."""
+        known = [about["ends"] for about in self.joined.values() if about.get("ends")]
+        return min(known, default=None)
+
+    @property
+    def due(self) -> bool:
+        """Whether to submit a successor: the lease is nearly over, however long it was."""
+        if self.ends is None:
+            return False
+        length = self.ends - self.began
+        return self.ends - time.time() < min(RENEW_S, RENEW_SHARE * length)
+
+    def workers(self, ranks: int) -> list[str]:
+        return [worker_name(self.name, rank) for rank in range(ranks)]
+
+    def hosts(self, ranks: int) -> dict[str, str | None]:
+        """Where its workers are, as far as that is known."""
+        return {
+            worker: self.joined.get(rank, {}).get("host")
+            for rank, worker in enumerate(self.workers(ranks))
+        }
+
+
+@dataclass(eq=False)
+class PoolState:
+    """A pool of the plan and its leases, the one in use first."""
+
+    number: int
+    stages: tuple[str, ...]
+    needs: tuple[StagePlan, ...]
+    slot: int | None = None
+    """Of one generator of an elastic pool: which."""
+    members: list[Member] = field(default_factory=list)
+    waiting: dict[Node, StageCall] = field(default_factory=dict)
+    """Started by the driver, not yet ordered."""
+    since: float = 0.0
+    lease: int = 0
+    failures: int = 0
+    reason: str = ""
+    resume: float = 0.0
+    retired: bool = False
+    """Not wanted any more: it leaves once it has nothing to do."""
+    helps: bool = False
+    """It generates in claims beside its stages."""
+
+    @property
+    def name(self) -> str:
+        return str(self.number) if self.slot is None else f"{self.number}w{self.slot}"
+
+    @property
+    def size(self) -> int:
+        return sum(part.nodes * part.processes for part in self.needs)
+
+    @property
+    def active(self) -> Member | None:
+        """The newest lease whose workers are all there."""
+        if self.retired:
+            return None
+        return next((m for m in reversed(self.members) if m.ready and not m.leaving), None)
+
+
+def rank_of(worker: str) -> int:
+    """The rank in a worker's name."""
+    return int(worker.rpartition("-r")[2])

@@ -1,0 +1,230 @@
+"""Generating in claims: a worker collects the starts it is given and sends what comes of them.
+
+It keeps nothing but the engine and the environment, so it can begin and end at any time. What it
+has sent when it dies counts; the rest of its starts others do. One that has something else to do
+hands the last samples of a claim, the long ones, over to another and goes back to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+from rlinf.artifacts import read_manifest
+from rlinf.channels.world import World
+from rlinf.config import RunConfig
+from rlinf.data.record import Record
+from rlinf.envs.base import UNFINISHED
+from rlinf.errors import EXIT_REQUEUE, InputFailed, RequeueRequested, RlinfError
+from stages.activity import Activity
+from stages.board import Board, Output
+from stages.context import Context, Input
+from stages.names import CLAIM, unfinished
+from stages.parts import WEIGHTS, serves
+from stages.rollout import collected
+from stages.runner import withdrawing
+from stages.turns import Turns
+from stages.worker.inbox import MADE_OF, Outbox
+
+TAIL = 0.25
+"""A claim is handed over once this share of its samples, or less, is unfinished."""
+log = logging.getLogger("rlinf")
+
+
+class Generator:
+    """Does claims one after the other, and other work between them, in a thread of its own.
+
+    Claims fill the time in which the worker's stages wait, the earliest iteration first.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: RunConfig,
+        board: Board,
+        outbox: Outbox,
+        turns: Turns,
+        resident: dict[str, Any],
+        activity: Activity,
+        report: Callable[[dict[str, Any]], None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._run, self._config, self._resident = run, config, resident
+        self._board, self._outbox, self._turns = board, outbox, turns
+        self._activity, self._report, self._stopping = activity, report, stopping
+        self._thread = ThreadPoolExecutor(1, "generate")
+        self._waiting: set[str] = set()
+        """Claims that are to be done; one that is dropped is not."""
+        self._queue: list[Mapping[str, Any]] = []
+        self._lock = threading.Lock()
+        self._heirs: dict[str, str] = {}
+        """Workers that are to go on with the tails of claims."""
+
+    def claim(self, order: Mapping[str, Any]) -> None:
+        """Do a claim after those of earlier iterations, and those that came before it."""
+        with self._lock:
+            self._waiting.add(str(order["claim"]))
+            self._queue.append(order)
+        self._thread.submit(self._next)
+
+    def hand_over(self, claim: str, heir: str) -> None:
+        """Let another worker go on with a claim once little is left of it; at once if it waits."""
+        with self._lock:
+            waits = [order for order in self._queue if order["claim"] == claim]
+            self._queue = [order for order in self._queue if order["claim"] != claim]
+            if not waits and claim in self._waiting:
+                self._heirs[claim] = heir
+        for order in waits:
+            self._ended(claim, rest=list(order["starts"]))
+
+    def drop(self) -> None:
+        """Nobody wants the claims of until now any more."""
+        self._waiting.clear()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do something else with the engine."""
+        self._thread.submit(work)
+
+    def close(self) -> None:
+        self.drop()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self) -> None:
+        with self._turns.spare():
+            with self._lock:
+                if not self._queue:
+                    return
+                order = min(self._queue, key=lambda order: int(order["iteration"]))
+                self._queue.remove(order)
+            if str(order["claim"]) in self._waiting:
+                self._do(order)
+
+    def _do(self, order: Mapping[str, Any]) -> None:
+        claim, code, reason, spans = str(order["claim"]), 0, "", []
+        rest, heir = list[Record](), ""
+        ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
+        name = str(order["name"])
+        self._activity.ordered(name, ctx.stage)
+        try:
+            with withdrawing():
+                self._activity.begins(name, lambda: ctx.doing)
+                rest, heir = self._send(ctx, order)
+            spans = [[s["name"], s["start"], s["end"]] for s in ctx.spans]
+        except (RequeueRequested, InputFailed) as error:
+            code, reason = EXIT_REQUEUE, str(error)
+        except RlinfError as error:
+            code, reason = error.exit_code, str(error)
+        except BaseException as error:
+            code, reason = 1, "".join(traceback.format_exception(error))
+        ctx.let_go()
+        self._activity.ended(name)
+        self._heirs.pop(claim, None)
+        if code:
+            log.warning("%s: %s", name, reason)
+        said: dict[str, Any] = {"code": code, "reason": reason[-8000:], "spans": spans}
+        if rest:
+            size = self._config.rollout.group_size
+            said["rest"] = sorted({record.identity.sample // size for record in rest})
+            said |= {"heir": heir, "samples": len(rest) if heir else 0}
+        self._ended(claim, **said)
+
+    def _ended(self, claim: str, **said: Any) -> None:
+        """Say what became of a claim that is still wanted, or that was done all the same.
+
+        Its last sample may end the rollout, and all claims of it, before this is said.
+        """
+        done = not said.get("code") and bool(said.get("spans"))
+        if claim in self._waiting or done:
+            self._waiting.discard(claim)
+            usual = {"code": 0, "reason": "", "spans": [], "heir": "", "samples": 0}
+            self._report({"claim": claim, "host": gethostname(), **usual, **said})
+
+    def _send(self, ctx: Context, order: Mapping[str, Any]) -> tuple[list[Record], str]:
+        """Send trajectories to who gathers them.
+
+        Returns:
+            The unfinished ones, and the heir that has them, if one has.
+
+        Raises:
+            InputFailed: who gathers no longer takes them, or the weights are not there.
+        """
+        self._take_weights(ctx, order)
+        # Who gathers sees whether the weights were committed in the end.
+        mark = {} if order["attempt"] is None else {MADE_OF: str(order["attempt"])}
+        to, claim, out = str(order["to"]), str(order["claim"]), str(order["out"])
+        sender = self._outbox.writer(f"{out}:trajectories", [to], 0, 1)
+        total, begun = len(order["starts"]) * self._config.rollout.group_size, None
+        if order["begun"]:
+            channel, total = str(order["begun"]["channel"]), int(order["begun"]["samples"])
+            output = self._board.output(out)
+            there = output.arriving(channel, total, ctx.stopping)
+            begun = {record.identity.sample: record for record in there}
+            output.forget(channel)
+
+        def gives_up(left: int, of: int) -> bool:
+            if ctx.stopping():
+                raise RequeueRequested(f"stopping with {left} of {of} samples left")
+            return claim in self._heirs and left <= TAIL * of
+
+        rest = []
+        for done, trajectory in enumerate(collected(ctx, order["starts"], begun, gives_up), 1):
+            if trajectory.info["stop_reason"] == UNFINISHED:
+                rest.append(trajectory)
+            else:
+                marked = replace(trajectory, info={**trajectory.info, **mark})
+                sender.put(marked, weight=len(trajectory))
+                ctx.progress(done, total, "samples")
+        if not sender.flush():
+            raise InputFailed(f"{to} did not take all trajectories")
+        if not rest:
+            return [], ""
+        heir = self._heirs[claim]
+        sender = self._outbox.writer(f"{out}:{unfinished(claim)}", [heir], 0, 1)
+        for trajectory in rest:
+            sender.put(trajectory, weight=len(trajectory))
+        return rest, heir if sender.flush() else ""
+
+    def _take_weights(self, ctx: Context, order: Mapping[str, Any]) -> None:
+        """Take the claim's weights from the board where they are there, else from the disk.
+
+        It must not wait for weights that are still to be committed: those that fail are made again
+        by this worker, or of what others do with its help.
+
+        Raises:
+            InputFailed: those it was to take are in neither place.
+        """
+        entry, folder = ctx.inputs["weights"], str(order["weights"])
+        manifest = read_manifest(entry.folder)
+        committed = None if manifest is None else manifest.data
+        attempt = order["attempt"] or committed
+        if attempt is not None and serves(ctx.resident):
+            output = self._board.output(folder)
+            if (tensors := output.held(WEIGHTS, attempt)) is not None:
+                entry.output = Output()
+                entry.output.bring(attempt, WEIGHTS, tensors)
+                return
+        if order["attempt"] not in (None, committed):
+            raise InputFailed(f"weights of {folder} by {attempt} are neither here nor committed")
+
+    def _context(self, order: Mapping[str, Any], stopping: Callable[[], bool]) -> Context:
+        out = self._run / str(order["out"])
+        weights = Input(self._run / str(order["weights"]), None, None, stopping)
+        return Context(
+            config=self._config,
+            stage=CLAIM,
+            iteration=int(order["iteration"]),
+            run=self._run,
+            out=out,
+            data=out,
+            world=World(),
+            inputs={"weights": weights},
+            resident=self._resident,
+            stopping=stopping,
+        )

@@ -1,0 +1,88 @@
+"""Records that arrive at one rank of a pool and are passed on to others.
+
+What another worker makes crosses to each node of a pool once, at another rank for each maker; these
+pass it on as a tree (:mod:`pipeline.pools.routes`). Who passes on and who gets it share a fate: a
+pool that loses a rank is replaced as a whole. What is lost on the way they read from disk: the end
+that a worker tells says how many records there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rlinf.data.record import Record
+from stages.worker.inbox import Outbox, Sender
+
+log = logging.getLogger("rlinf")
+
+
+class Relays:
+    """Sends on, in a thread of its own: inboxes are emptied whatever others do with theirs."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._thread = ThreadPoolExecutor(1, "relays")
+        self._relays: dict[str, dict[str, _Relay]] = {}
+        """By output and channel, and by who makes it."""
+
+    def want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
+        """Workers that get from here what a worker makes, what came before too; returns at once."""
+        self._submit(self._want, to, maker, dict(ways))
+
+    def arrived(self, to: str, maker: str, record: Record) -> None:
+        """A record, or the end of them, as it came from the inbox; returns at once."""
+        self._submit(self._arrived, to, maker, record)
+
+    def forget(self, folders: Collection[str]) -> None:
+        """Let go of outputs that are committed: who asks for them reads them from disk."""
+        self._submit(self._forget, folders)
+
+    def close(self) -> None:
+        """Pass on nothing more; what is just being sent ends with its connection."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # closed
+            self._thread.submit(work, *arguments)
+
+    def _want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
+        try:
+            self._relay(to, maker).sender.admit(ways)
+        except Exception:
+            # They wait for the commit instead.
+            log.warning("%s of %s was not passed on", to, maker, exc_info=True)
+
+    def _arrived(self, to: str, maker: str, record: Record) -> None:
+        try:
+            self._relay(to, maker).put(record)
+        except Exception:
+            log.warning("a record of %s was not passed on", to, exc_info=True)
+
+    def _forget(self, folders: Collection[str]) -> None:
+        for to in [to for to in self._relays if to.rpartition(":")[0] in folders]:
+            del self._relays[to]
+
+    def _relay(self, to: str, maker: str) -> _Relay:
+        relays = self._relays.setdefault(to, {})
+        if maker not in relays:
+            relays[maker] = _Relay(to, self._outbox)
+        return relays[maker]
+
+
+class _Relay:
+    """What one worker makes of one output."""
+
+    def __init__(self, to: str, outbox: Outbox) -> None:
+        self._came: dict[int, Record] = {}
+        """By sample; the end is one of its own."""
+        self.sender = Sender(to, outbox, 0, 1, lambda: list(self._came.values()))
+
+    def put(self, record: Record) -> None:
+        """Pass a record on, once: whoever makes it may have to send it again."""
+        if record.identity.sample not in self._came:
+            self._came[record.identity.sample] = record
+            self.sender.put(record)

@@ -1,0 +1,354 @@
+"""Weights on their way from the worker that made them to the boards of others.
+
+A version is announced by a record to the inboxes of those who want it. On the sender's node it then
+lies in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
+process group (:mod:`stages.worker.groups`), or lies on the shared filesystem
+(:mod:`stages.worker.versions`).
+
+Who gets buckets passes each on at once to the workers it was told of, so that many are reached as a
+tree. Whoever finds a part damaged, or gets none, takes the committed folder instead: only what
+arrived whole is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.record import Identity, Record, Scalar
+from rlinf.errors import RlinfError, TransferError
+from rlinf.leftovers import SEGMENT, segment_name
+from rlinf.weights.buckets import Layout, checksum, digest
+from rlinf.weights.shared import SharedReader, SharedWriter
+from stages.board import Board, keep_newest
+from stages.parts import WEIGHTS
+from stages.worker.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, COMES, DIGEST, NAME, WHAT, Groups
+from stages.worker.inbox import SHARED_MEMORY, SOCKET, Outbox
+from stages.worker.versions import Versions
+
+SUM = "_sum"
+SHARED, LAYOUT, BUCKET, DELTA = "shared", "layout", "bucket", "delta"
+KEEP = 2
+"""Versions kept in memory; an older one is on disk."""
+TOLD = 64
+"""Versions that were announced; some of them never come whole."""
+log = logging.getLogger("rlinf")
+
+
+class _Version(NamedTuple):
+    out: str
+    attempt: str
+    number: int
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass
+class _Memory:
+    """Shared memory and what was last written to it."""
+
+    name: str
+    layout: Layout
+    writer: SharedWriter
+    number: int = -1
+    holds: tuple[str, str] = ("", "")
+
+
+class Publisher:
+    """Sends the weights made here, in a thread of its own, to the workers that want them.
+
+    Args:
+        dtype: what float32 tensors are sent as, by ``versions`` too; None: as they are.
+    """
+
+    def __init__(
+        self, outbox: Outbox, versions: Versions, dtype: torch.dtype | None = None
+    ) -> None:
+        self._outbox, self.versions, self._dtype = outbox, versions, dtype
+        self.groups = Groups(outbox, dtype)
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._wanted: dict[str, dict[str, str]] = {}
+        self._made: dict[str, _Version] = {}
+        self._memory: _Memory | None = None
+
+    def want(self, out: str, ways: Mapping[str, str]) -> None:
+        """Workers that want the weights of an output, made or still to be made, and how."""
+        with self._lock:
+            self._wanted[out] = self._wanted.get(out, {}) | dict(ways)
+            if out in self._made:
+                self._thread.submit(self._send, out, dict(ways))
+
+    def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
+        """Send the weights among what an output holds; they do not change. Returns at once."""
+        if WEIGHTS not in objects:
+            return
+        with self._lock:
+            self._made[out] = _Version(out, attempt, number, objects[WEIGHTS])
+            while len(self._made) > KEEP:
+                gone = next(iter(self._made))
+                del self._made[gone]
+                self._wanted.pop(gone, None)
+            if wanted := self._wanted.get(out):
+                self._thread.submit(self._send, out, dict(wanted))
+
+    def forget(self, outs: Collection[str]) -> None:
+        """Let go of who wants outputs that are committed: who has not got them reads the disk."""
+        with self._lock:
+            for out in outs:
+                self._wanted.pop(out, None)
+
+    def apart(self, out: str) -> list[str]:
+        """Those who want an output by socket and are no longer this one's to serve.
+
+        Whoever passes on what arrives has them get it bucket by bucket; :meth:`publish` serves the
+        others, and who comes later.
+        """
+        with self._lock:
+            wanted = self._wanted.get(out, {})
+            far = [worker for worker, way in wanted.items() if way == SOCKET]
+            for worker in far:
+                del wanted[worker]
+        return far
+
+    def forward(self, out: str, workers: Sequence[str], record: Record) -> None:
+        """Send on a record about an output's weights. Returns at once."""
+        if workers:
+            self._thread.submit(self._forward, f"{out}:{WEIGHTS}", workers, record)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self.groups.close()
+        self.versions.close()
+        if self._memory is not None:
+            self._memory.writer.close()
+
+    def _forward(self, to: str, workers: Sequence[str], record: Record) -> None:
+        try:
+            self._outbox.writer(to, workers, 0, 1).put(record)
+        except Exception:
+            # They wait for the commit instead.
+            log.warning("weights of %s were not sent on", to, exc_info=True)
+
+    def _send(self, out: str, ways: Mapping[str, str]) -> None:
+        # What waits to be sent is kept no longer than versions are: one that is late is on disk.
+        if (made := self._made.get(out)) is None:
+            return
+        try:
+            by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
+            far = by.get(SOCKET, [])
+            if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
+                far += near
+            if followers := by.get(DELTA):
+                # Files take their time: those who get the weights another way need not wait.
+                self.versions.submit(self._write, out, followers)
+            for backend in BACKENDS:
+                if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
+                    far += members
+            if far:
+                self._stream(made, far)
+        except Exception:
+            # They wait for the commit instead.
+            log.warning("weights of %s were not sent", made.out, exc_info=True)
+
+    def _write(self, out: str, followers: list[str]) -> None:
+        if (made := self._made.get(out)) is None:
+            return
+        if (digest := self.versions.publish(made.number, made.tensors)) is not None:
+            self._put(made, followers, 0, {}, {WHAT: DELTA, DIGEST: digest})
+        else:
+            self._thread.submit(self._send, out, dict.fromkeys(followers, SOCKET))
+
+    def _share(self, made: _Version, workers: list[str]) -> bool:
+        layout, held = Layout.of(made.tensors, dtype=self._dtype), self._memory
+        try:
+            if held is None or held.holds != (made.out, made.attempt):
+                if held is None or held.layout != layout or held.number >= made.number:
+                    held = self._renew(layout)
+                held.writer.publish(made.number, made.tensors)
+                held.holds, held.number = (made.out, made.attempt), made.number
+        except TransferError as error:
+            log.warning("%s", error)
+            return False
+        self._put(made, workers, 0, {}, {WHAT: SHARED, NAME: held.name})
+        return True
+
+    def _renew(self, layout: Layout) -> _Memory:
+        if self._memory is not None:
+            self._memory.writer.close()
+            self._memory = None
+        name = segment_name()
+        self._memory = _Memory(name, layout, SharedWriter(name, layout))
+        return self._memory
+
+    def _stream(self, made: _Version, workers: list[str]) -> None:
+        layout = Layout.of(made.tensors, dtype=self._dtype)
+        text = layout.to_json().encode()
+        self._put(made, workers, 0, {LAYOUT: np.frombuffer(text, np.uint8)}, {WHAT: LAYOUT})
+        sums: list[int] = []
+        for bucket in range(layout.buckets):
+            span = layout.span(bucket)
+            part = torch.zeros(span.stop - span.start, dtype=torch.uint8)
+            layout.pack(bucket, made.tensors, part)
+            sums.append(int(checksum(part)))
+            self._put(
+                made,
+                workers,
+                bucket,
+                {BUCKET: part.numpy()},
+                {WHAT: BUCKET, SUM: f"{sums[-1]:x}"},
+            )
+        self._put(made, workers, 0, {}, {WHAT: DIGEST, DIGEST: digest(made.number, text, sums)})
+
+    def _put(
+        self,
+        made: _Version,
+        workers: list[str],
+        bucket: int,
+        arrays: dict[str, np.ndarray],
+        info: dict[str, Scalar],
+    ) -> None:
+        writer = self._outbox.writer(f"{made.out}:{WEIGHTS}", workers, 0, 1)
+        info = {ATTEMPT: made.attempt, **info}
+        writer.put(Record(Identity(made.number, bucket), context=arrays, info=info))
+
+
+@dataclass
+class _Coming:
+    attempt: str
+    number: int
+    text: bytes
+    layout: Layout
+    flat: Tensor
+    sums: dict[int, int] = field(default_factory=dict)
+
+
+class Arrivals:
+    """Puts the weights that arrive whole on the board; called by the inbox alone.
+
+    Args:
+        publisher: sends on what arrives, to those whom it was told of.
+        behind: versions that come before the one in use is done with.
+        tell: told of what is on the board: output, attempt, version.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        publisher: Publisher,
+        behind: int = 0,
+        tell: Callable[[str, str, int], None] = lambda *_: None,
+    ) -> None:
+        self._board, self._publisher, self._keep = board, publisher, KEEP + behind
+        self._tell = tell
+        self._others: dict[str, list[str]] = {}
+        """By output: who gets each bucket as it comes."""
+        self._coming: dict[str, _Coming] = {}
+        self._here: dict[int, tuple[str, str]] = {}
+        """By version: its output and attempt."""
+        self._reader: tuple[str, SharedReader] | None = None
+        self._announced: dict[int, tuple[str, str]] = {}
+        """By version: the output and attempt that were announced last."""
+        self._lock = threading.RLock()
+        """Groups and versions bring weights in threads of their own."""
+
+    def take(self, out: str, record: Record) -> None:
+        """A record about the weights of an output; damage is logged and forgets the version."""
+        try:
+            with self._lock:
+                self._take(out, record)
+        except (RlinfError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
+            self._coming.pop(out, None)
+            log.warning("weights of %s: %s; waiting for its commit", out, error)
+
+    def _take(self, out: str, record: Record) -> None:
+        what, number = record.info[WHAT], record.identity.iteration
+        if what in (SHARED, LAYOUT, DELTA, COMES):
+            self._announced[number] = (out, str(record.info[ATTEMPT]))
+            keep_newest(self._announced, TOLD)
+        if what in ABOUT_GROUPS:
+            self._publisher.groups.take(out, record, self._ready)
+            return
+        attempt = str(record.info[ATTEMPT])
+        if what == SHARED:
+            self._ready(out, number, attempt, self._from_memory(str(record.info[NAME]), number))
+            return
+        if what == DELTA:
+            content = str(record.info[DIGEST])
+            self._publisher.versions.follow(out, number, attempt, content, self._ready)
+            return
+        if what == LAYOUT:
+            text = record.context[LAYOUT].tobytes()
+            layout = Layout.from_json(text)
+            flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+            self._coming[out] = _Coming(attempt, number, text, layout, flat)
+            self._others[out] = [*self._others.get(out, ()), *self._publisher.apart(out)]
+            keep_newest(self._others, TOLD)
+            self._publisher.forward(out, self._others[out], record)
+            return
+        coming = self._coming.get(out)
+        if coming is None or (coming.attempt, coming.number) != (attempt, number):
+            return  # of an attempt that was given up
+        if what == BUCKET:
+            bucket = record.identity.sample
+            part = torch.from_numpy(np.array(record.context[BUCKET], np.uint8))
+            coming.sums[bucket] = int(checksum(part))
+            if f"{coming.sums[bucket]:x}" != record.info[SUM]:
+                raise TransferError(f"bucket {bucket} of version {number} arrived damaged")
+            here = coming.flat[coming.layout.span(bucket)]
+            here.copy_(part)
+            # What waits to be sent on takes no memory of its own.
+            record = replace(record, context={BUCKET: here.numpy()})
+            self._publisher.forward(out, self._others.get(out, ()), record)
+            return
+        sums = [coming.sums[bucket] for bucket in range(coming.layout.buckets)]
+        if digest(number, coming.text, sums) != record.info[DIGEST]:
+            raise TransferError(f"version {number} is not what was sent")
+        del self._coming[out]
+        self._publisher.forward(out, self._others.get(out, ()), record)
+        self._ready(out, number, attempt, coming.layout.views(coming.flat))
+
+    def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
+        if not SEGMENT.fullmatch(name):
+            raise TransferError(f"no name of shared memory: {name!r}")
+        if self._reader is None or self._reader[0] != name:
+            self._reader = (name, SharedReader(name))
+        view = self._reader[1].newest(after=number - 1)
+        if view is None:
+            raise TransferError(f"version {number} is no longer in shared memory")
+        with view:
+            if view.version != number:
+                raise TransferError(f"version {number} was replaced by {view.version}")
+            # Copied: who needs them may be busy for longer than the sender can spare the memory.
+            copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
+            return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
+
+    def _ready(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
+        with self._lock:
+            self._arrived(out, number, attempt, tensors)
+
+    def _arrived(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:
+        for old in [old for old, coming in self._coming.items() if coming.number <= number]:
+            del self._coming[old]  # the rest of it does not come any more
+        late = len(self._here) >= self._keep and number < min(self._here)
+        # What was announced before it can take longer on its way.
+        other = self._announced.get(number) != (out, attempt)
+        if late or other or self._here.get(number) == (out, attempt):
+            return
+        self._here[number] = (out, attempt)
+        while len(self._here) > self._keep:
+            gone, _ = self._here.pop(min(self._here))
+            if gone in self._board:
+                self._board.output(gone).objects.pop(WEIGHTS, None)
+        output = self._board.output(out)
+        output.bring(attempt, WEIGHTS, tensors)
+        log.info("weights of %s arrived", out)
+        self._tell(out, attempt, number)
+        self._publisher.publish(out, attempt, number, output.objects)

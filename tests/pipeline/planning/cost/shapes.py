@@ -1,0 +1,68 @@
+"""Models and devices of the cost model's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.planning.cost.device import Device, from_data_sheet
+from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.rates import RateTable, data_sheet_rates
+from pipeline.planning.cost.work import Generation, Inference, Training
+
+LLAMA_2_7B = ModelShape(32, 4096, 32, 32, 128, 11008, 32000)
+LLAMA_2_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 32000)
+LLAMA_3_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
+LLAMA_3_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 128256)
+MIXTRAL = ModelShape(
+    32, 4096, 32, 8, 128, 14336, 32000, experts=8, active_experts=2, expert_ffn=14336
+)
+SMALL = ModelShape(12, 768, 12, 4, 64, 2048, 32000)
+A100 = from_data_sheet("a100-80gb-sxm", inter_bytes_per_s=200e9)
+H100 = from_data_sheet("h100-sxm", inter_bytes_per_s=400e9)
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelShape:
+    """A model of the GPT-3 family: no gate, biases, one key-value head per head."""
+    return ModelShape(
+        layers,
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        4 * hidden,
+        vocab,
+        tied=True,
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def tiny_device(memory_gib: float) -> Device:
+    """A PCIe GPU with as much memory as wanted."""
+    return from_data_sheet("a40", memory_gib=memory_gib)
+
+
+KINDS = (
+    "a100-80gb-sxm",
+    "a100-40gb",
+    "h100-sxm",
+    "h100-pcie",
+    "h200-sxm",
+    "l40s",
+    "a40",
+    "v100-32gb",
+)
+
+
+def many_tables(shape: ModelShape) -> list[RateTable]:
+    """Rates of five stages of an iteration on 4,096 GPUs of each of eight kinds."""
+    lengths = np.random.default_rng(0).lognormal(7, 0.8, 4000).clip(1, 8192)
+    works = [Generation(lengths, 8192, 512, 16), *[Inference(8192, 2000, 8704)] * 3]
+    works.append(Training(1024, 2000, 8704, steps=8))
+    return [
+        data_sheet_rates(shape, work, from_data_sheet(kind), 4096)
+        for kind in KINDS
+        for work in works
+    ]

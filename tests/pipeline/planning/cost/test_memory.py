@@ -1,0 +1,193 @@
+"""Bytes per GPU, and what is said when they do not suffice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.planning.cost.layout import Layout
+from pipeline.planning.cost.memory import (
+    kv_bytes_per_token,
+    least_that_fits,
+    memory,
+    require_fit,
+    running_requests,
+)
+from pipeline.planning.cost.work import Generation, Inference, StateBytes, Training
+from rlinf.errors import PlanError
+from tests.pipeline.planning.cost.shapes import (
+    A100,
+    LLAMA_2_7B,
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    MIXTRAL,
+    SMALL,
+    gpt,
+    tiny_device,
+)
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_states_are_those_of_the_zero_paper(zero, gigabytes):
+    """Rajbhandari et al. 2020, figure 1 and table 1: 7.5 B parameters over 64 replicas."""
+    shape = gpt(36, 4096, 32)
+    used = memory(shape, Layout(dp=64), Training(64, 1, zero=zero))
+    states = used.weights + used.gradients + used.optimizer
+    if zero == 3:
+        # The paper leaves out the two layers that are whole at a time.
+        states = states - 2 * 2 * shape.shared_parameters.max()
+    assert states / 1e9 * (7.5e9 / shape.parameters) == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_experts_are_shared_by_expert_parallel_ranks_and_their_states_by_the_copies():
+    shared = MIXTRAL.parameters - MIXTRAL.expert_parameters.sum()
+    routed = MIXTRAL.expert_parameters.sum()
+    used = memory(MIXTRAL, Layout(tp=2, dp=8, ep=4), Training(64, 10, zero=1))
+    assert used.weights == pytest.approx(2 * (shared / 2 + routed / 8))
+    assert used.gradients == used.weights
+    assert used.optimizer == pytest.approx(12 * (shared / 16 + routed / 16))
+
+
+def test_memory_must_hold_the_longest_sequence():
+    usual, longest = Training(64, 1000), Training(64, 1000, 3000)
+    for work in (usual, Inference(64, 1000)):
+        longer = replace(work, longest=3000)
+        here = memory(SMALL, Layout(), work).activations
+        assert memory(SMALL, Layout(), longer).activations == pytest.approx(3 * here)
+    assert memory(SMALL, Layout(), longest).weights == memory(SMALL, Layout(), usual).weights
+
+
+def test_keys_and_values_are_those_of_the_paper_on_paged_attention():
+    """Kwon et al. 2023, section 1: 800 KB for a token of OPT-13B."""
+    assert kv_bytes_per_token(gpt(40, 5120, 40), 1) == 800 * 1024
+    # Fewer key-value heads than processes: each has one.
+    assert kv_bytes_per_token(LLAMA_3_70B, 16) == kv_bytes_per_token(LLAMA_3_70B, 8)
+
+
+def test_the_first_pipeline_stage_holds_activations_of_all_micro_batches_in_flight():
+    shape, work = gpt(8, 1024, 16), Training(64, 512)
+    flat = memory(shape, Layout(pp=1), work)
+    deep = memory(shape, Layout(pp=4), work)
+    layers = shape.activation_bytes().sum() * 512
+    logits = 512 * (shape.head_activation_bytes + 4 * shape.vocab)
+    assert flat.activations == pytest.approx(layers + logits)
+    # Four stages with a quarter of the layers each, and four micro-batches: as much; or the last
+    # stage, which has one micro-batch and the logits.
+    stages = [layers / 4 * (4 - s) + logits * (s == 3) for s in range(4)]
+    assert any(deep.activations == pytest.approx(stage) for stage in stages)
+
+
+layout_choices = st.builds(
+    Layout,
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([4, 8, 32]),
+    ep=st.sampled_from([1, 2, 4]),
+    micro_batch=st.sampled_from([1, 2, 4]),
+    recompute=st.sampled_from(["selective", "full"]),
+)
+works = st.one_of(
+    st.builds(
+        Training,
+        st.integers(200, 1000),
+        st.integers(10, 4000),
+        zero=st.integers(0, 3),
+        state=st.builds(StateBytes, st.sampled_from([2, 4])),
+    ),
+    st.builds(Inference, st.integers(200, 1000), st.integers(10, 4000)),
+)
+
+
+@given(st.sampled_from([MIXTRAL, LLAMA_3_70B]), layout_choices, works)
+def test_memory_never_falls_with_fewer_gpus_or_more_work(shape, layout, work):
+    here = memory(shape, layout, work).total
+    near = 1 - 1e-12
+    if layout.tp > 1:
+        assert memory(shape, replace(layout, tp=layout.tp // 2), work).total >= here * near
+    fewer = replace(layout, dp=layout.dp // 2, ep=min(layout.ep, layout.dp // 2))
+    assert memory(shape, fewer, work).total >= here * near
+    larger = replace(layout, micro_batch=2 * layout.micro_batch)
+    assert memory(shape, larger, work).total >= here * near
+    assert memory(shape, layout, replace(work, longest=2 * work.tokens)).total >= here * near
+
+
+@given(layout_choices, st.integers(10, 4000))
+def test_sharing_more_states_and_recomputing_more_never_take_memory(layout, tokens):
+    totals = [memory(MIXTRAL, layout, Training(512, tokens, zero=zero)).total for zero in (0, 1, 2)]
+    assert totals == sorted(totals, reverse=True)
+    work = Training(512, tokens)
+    full, selective = (
+        memory(MIXTRAL, replace(layout, recompute=how), work).activations
+        for how in ("full", "selective")
+    )
+    # Where few layers are kept at once, the one that is recomputed counts.
+    layer = MIXTRAL.activation_bytes().max() + 2 * MIXTRAL.hidden * MIXTRAL.layers
+    assert full <= selective + layout.micro_batch * tokens * layer / layout.tp
+
+
+@given(st.integers(1, 20), st.integers(1, 4000), st.floats(20, 80))
+@settings(deadline=None)
+def test_running_requests_fill_the_memory_that_is_left(tp_power, longest, gib):
+    tp = 2 ** (tp_power % 4)
+    device = tiny_device(gib)
+    work = Generation(np.array([1.0, longest]), 10_000, 100, max_running=100_000)
+    layout = Layout(tp=tp)
+    count = running_requests(LLAMA_3_8B, layout, work, device)
+    least = memory(LLAMA_3_8B, layout, work)
+    if not count:
+        assert least.total > device.usable_bytes
+        return
+    assert least.total <= device.usable_bytes
+    room = device.usable_bytes - least.weights - least.activations
+    context = 100 + (1 + longest**2) / (2 * (1 + longest))
+    each = kv_bytes_per_token(LLAMA_3_8B, tp) * context
+    assert count * each <= room or count == 1
+    assert (count + 1) * each > room
+
+
+def test_the_least_layout_that_fits_is_found_and_fits():
+    found = least_that_fits(LLAMA_3_8B, Training(256, 2048), A100, 64)
+    assert not found.lacking_bytes
+    # 16 bytes per parameter do not fit on one GPU of 80 GiB.
+    assert 1 < found.layout.gpus <= 4
+
+
+def test_the_error_says_how_much_is_lacking_and_what_would_fit():
+    work = Training(256, 4096)
+    with pytest.raises(PlanError) as caught:
+        require_fit("train", LLAMA_3_70B, work, A100, 8)
+    text = str(caught.value)
+    assert "stage 'train' does not fit: at best 8 x a100-80gb-sxm" in text
+    assert "GiB too much; it would fit on" in text
+    wanted = least_that_fits(LLAMA_3_70B, work, A100, 4096)
+    assert f"{wanted.layout.gpus} GPUs (there are 8): {wanted.layout}" in text
+    assert not require_fit("train", LLAMA_3_70B, work, A100, wanted.layout.gpus).lacking_bytes
+    with pytest.raises(PlanError, match="it would fit on"):
+        require_fit("train", LLAMA_3_70B, work, A100, wanted.layout.gpus - 1)
+
+
+def test_the_error_names_the_memory_that_would_do_where_no_number_of_gpus_does():
+    work = Training(64, 500_000)
+    with pytest.raises(PlanError, match=r"on no number of these GPUs.*GPUs with ([\d.]+) GiB") as e:
+        require_fit("train", LLAMA_2_7B, work, tiny_device(16), 64)
+    needed = float(str(e.value).split("GPUs with ")[1].split(" GiB")[0])
+    enough = require_fit("train", LLAMA_2_7B, work, tiny_device(needed + 0.1), 4096)
+    assert not enough.lacking_bytes
+
+
+def test_a_model_that_fits_is_described_in_words():
+    text = str(require_fit("reward", SMALL, Inference(8, 128), tiny_device(16), 8))
+    assert text.startswith("1 x a40 (tp 1, pp 1, dp 1")
+    assert "too much" not in text
+    assert "weights" in text
+
+
+def test_no_gpus_are_refused():
+    with pytest.raises(PlanError, match="at least one"):
+        least_that_fits(SMALL, Inference(8, 128), A100, 0)

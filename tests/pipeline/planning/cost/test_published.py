@@ -1,0 +1,249 @@
+"""Data-sheet times against published figures.
+
+``python -m tests.pipeline.planning.cost.test_published`` prints them all.
+
+The efficiencies of :mod:`pipeline.planning.cost.device` were chosen with :data:`FOUNDRY` in view;
+the other tables were not used for them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from pipeline.planning.cost.device import Device
+from pipeline.planning.cost.fit import Z
+from pipeline.planning.cost.layout import Layout
+from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.rates import DATA_SHEET_SPREAD
+from pipeline.planning.cost.times import decode_step, seconds
+from pipeline.planning.cost.work import Generation, StateBytes, Training
+from tests.pipeline.planning.cost.shapes import A100, H100, LLAMA_2_7B, LLAMA_2_70B, gpt
+
+
+class Row(NamedTuple):
+    """A published figure and ours, both in seconds."""
+
+    name: str
+    published_s: float
+    ours_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours_s / self.published_s
+
+
+MEGATRON = (
+    # heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s per GPU
+    (24, 2304, 24, 1, 1, 32, 512, 137),
+    (32, 3072, 30, 2, 1, 64, 512, 138),
+    (32, 4096, 36, 4, 1, 128, 512, 142),
+    (48, 6144, 40, 8, 1, 256, 1024, 135),
+    (64, 8192, 48, 8, 2, 512, 1536, 138),
+    (80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (96, 12288, 80, 8, 8, 1536, 2304, 148),
+    (128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (128, 20480, 105, 8, 35, 2520, 2520, 163),
+    (160, 25600, 128, 8, 64, 3072, 3072, 163),
+)
+"""Narayanan et al. 2021, arXiv 2104.04473, table 1; sequences of 2048, vocabulary 51,200."""
+
+RECOMPUTATION = (
+    # heads, hidden, layers, pp, batch, micro-batch, seconds with full and selective recomputation
+    (64, 6144, 48, 1, 4, 4, 1.42, 1.10),
+    (96, 12288, 96, 8, 64, 1, 18.13, 13.75),
+    (128, 20480, 105, 35, 280, 1, 49.05, 37.83),
+    (160, 25600, 128, 64, 512, 1, 94.42, 71.49),
+)
+"""Korthikanti et al. 2022, arXiv 2205.05198, tables 3 and 5; tp 8, one replica."""
+
+TURING = ((2240, 60.1), (2800, 50.2), (3360, 44.4))
+"""Smith et al. 2022, arXiv 2201.11990, section 2.4: GPUs and seconds; 530 B, batch 1920."""
+
+FOUNDRY_SHAPES = {
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+FOUNDRY = (
+    # device, model, sequence, GPUs, micro-batch, batch, recomputes, tokens per second and GPU
+    (H100, "70b", 2048, 64, 8, 2048, True, 1039),
+    (H100, "70b", 2048, 32, 2, 1024, True, 882),
+    (H100, "30b", 2048, 32, 14, 1344, True, 2308),
+    (H100, "30b", 2048, 8, 3, 504, True, 2002),
+    (H100, "13b", 16384, 8, 3, 72, True, 2985),
+    (H100, "13b", 4096, 8, 10, 240, True, 4717),
+    (H100, "13b", 2048, 64, 2, 128, False, 4800),
+    (H100, "13b", 2048, 8, 2, 16, False, 4792),
+    (H100, "7b", 8192, 8, 8, 128, True, 6935),
+    (H100, "7b", 2048, 8, 6, 48, False, 10643),
+    (H100, "3b", 2048, 64, 6, 1152, False, 22525),
+    (H100, "1b", 2048, 8, 14, 112, False, 45455),
+    (A100, "70b", 2048, 64, 8, 2048, True, 410),
+    (A100, "70b", 2048, 32, 2, 1024, True, 373),
+    (A100, "30b", 4096, 8, 1, 168, True, 814),
+    (A100, "30b", 2048, 8, 3, 504, True, 916),
+    (A100, "13b", 16384, 8, 3, 72, True, 1431),
+    (A100, "13b", 4096, 8, 10, 240, True, 2060),
+    (A100, "13b", 2048, 8, 2, 48, False, 2262),
+    (A100, "7b", 8192, 8, 8, 128, True, 3206),
+    (A100, "7b", 2048, 8, 6, 96, False, 4641),
+    (A100, "3b", 2048, 8, 10, 160, False, 10811),
+    (A100, "1b", 2048, 8, 14, 448, False, 20513),
+)
+"""MosaicML LLM Foundry, ``scripts/train/benchmarking/README.md``: FSDP, bfloat16."""
+
+ENGINE = (
+    # model, requests at once, tp, prompt, response, generated tokens per second and GPU
+    (LLAMA_2_7B, 384, 1, 128, 128, 5586),
+    (LLAMA_2_7B, 60, 1, 128, 2048, 1928),
+    (LLAMA_2_7B, 52, 1, 2048, 128, 591),
+    (LLAMA_2_7B, 64, 2, 2048, 2048, 782),
+    (LLAMA_2_70B, 1280, 4, 128, 128, 670),
+    (LLAMA_2_70B, 240, 4, 128, 2048, 525),
+    (LLAMA_2_70B, 120, 4, 2048, 128, 79),
+)
+"""TensorRT-LLM 0.6.1, ``docs/source/performance.md``: A100, float16."""
+
+ONE_REQUEST = (
+    (LLAMA_2_7B, 1, 104.9),
+    (LLAMA_2_7B, 2, 168.84),
+    (LLAMA_2_7B, 4, 254.02),
+    (LLAMA_2_7B, 8, 328.43),
+    (LLAMA_2_70B, 2, 21.32),
+    (LLAMA_2_70B, 4, 38.01),
+    (LLAMA_2_70B, 8, 62.50),
+)
+"""gpt-fast, ``README.md``: model, tp, tokens per second of one request; A100."""
+
+
+def train_s(shape: ModelShape, layout: Layout, work: Training, device: Device = A100) -> float:
+    return float(seconds(shape, layout, work, device).total)
+
+
+def megatron() -> list[Row]:
+    rows = []
+    for heads, hidden, layers, tp, pp, gpus, batch, tflops in MEGATRON:
+        # Their equation 3, with everything recomputed.
+        flops = 96 * batch * 2048 * layers * hidden**2
+        flops *= 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+        layout = Layout(tp, pp, gpus // tp // pp, recompute="full")
+        ours = train_s(gpt(layers, hidden, heads), layout, Training(batch, 2048, zero=0))
+        rows.append(Row(f"{tp} x {pp}, hidden {hidden}", flops / (gpus * tflops * 1e12), ours))
+    return rows
+
+
+def recomputation() -> list[Row]:
+    rows = []
+    for heads, hidden, layers, pp, batch, micro, full, selective in RECOMPUTATION:
+        for how, published in (("full", full), ("selective", selective)):
+            layout = Layout(8, pp, 1, 1, micro, how)
+            ours = train_s(gpt(layers, hidden, heads), layout, Training(batch, 2048, zero=0))
+            rows.append(Row(f"hidden {hidden}, {how}", published, ours))
+    return rows
+
+
+def turing() -> list[Row]:
+    shape, work = gpt(105, 20480, 128), Training(1920, 2048, zero=0)
+    return [
+        Row(
+            f"{gpus} GPUs",
+            published,
+            train_s(shape, Layout(8, 35, gpus // 280, recompute="full"), work),
+        )
+        for gpus, published in TURING
+    ]
+
+
+def foundry(shortest: int = 0, longest: int = 4096) -> list[Row]:
+    rows = []
+    for device, name, tokens, gpus, micro, batch, recomputes, rate in FOUNDRY:
+        if shortest <= tokens <= longest:
+            shape = gpt(*FOUNDRY_SHAPES[name], vocab=50368)
+            layout = Layout(
+                dp=gpus, micro_batch=micro, recompute="full" if recomputes else "selective"
+            )
+            work = Training(batch, tokens, zero=3, state=StateBytes(2, 2, 16))
+            ours = train_s(shape, layout, work, device)
+            label = f"{device.name} {name}, {gpus} GPUs, {tokens}"
+            rows.append(Row(label, batch * tokens / (gpus * rate), ours))
+    return rows
+
+
+def engine() -> list[Row]:
+    rows = []
+    for shape, batch, tp, prompt, response, rate in ENGINE:
+        work = Generation(np.array([float(response)]), batch, prompt, max_running=batch)
+        ours = float(seconds(shape, Layout(tp), work, A100).total)
+        label = f"{shape.layers} layers, {batch} x {prompt} + {response}"
+        rows.append(Row(label, batch * response / (tp * rate), ours))
+    return rows
+
+
+def one_request() -> list[Row]:
+    return [
+        Row(f"{shape.layers} layers, tp {tp}", 1 / rate, ours)
+        for shape, tp, rate in ONE_REQUEST
+        for ours in [float(decode_step(shape, Layout(tp), 1, 100, A100).total)]
+    ]
+
+
+TABLES = {
+    "megatron": megatron,
+    "recomputation": recomputation,
+    "turing": turing,
+    "foundry": foundry,
+    "foundry, long": lambda: foundry(8192, 16384),
+    "engine": engine,
+    "one request": one_request,
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    [
+        # Software of 2021 and early 2022: attention scores go through memory, which costs small
+        # models most; ours is for fused attention.
+        ("megatron", 0.68, 1.05),
+        ("recomputation", 0.78, 1.1),
+        ("turing", 0.68, 1.05),
+        ("foundry", 0.84, 1.2),
+        # Attention kernels of 2023 were far from the peak, most of all on the H100.
+        ("foundry, long", 0.7, 1.05),
+        ("one request", 0.85, 1.1),
+    ],
+)
+def test_times_are_near_the_published_ones(table, low, high):
+    for row in TABLES[table]():
+        assert low <= row.ratio <= high, row
+
+
+def test_generation_is_near_the_published_throughput_but_for_one_known_case():
+    """240 requests of 2048 tokens with grouped-query attention on tp 4: 1.8 times too quick."""
+    *near, odd = sorted(engine(), key=lambda row: -row.ratio)
+    assert odd.ratio == pytest.approx(1 / 1.8, rel=0.1)
+    for row in near:
+        assert 0.9 <= row.ratio <= 1.1, row
+
+
+def test_nine_in_ten_published_figures_lie_within_the_stated_interval():
+    rows = [row for table in TABLES.values() for row in table()]
+    inside = [abs(math.log(row.ratio)) <= Z * DATA_SHEET_SPREAD for row in rows]
+    assert np.mean(inside) >= 0.9
+    # The interval is not wider than it need be.
+    assert np.mean([abs(math.log(row.ratio)) <= DATA_SHEET_SPREAD / 2 for row in rows]) < 0.9
+
+
+if __name__ == "__main__":
+    for title, made in TABLES.items():
+        for entry in made():
+            print(
+                f"{title:14} {entry.name:30} {entry.published_s:9.4g} {entry.ours_s:9.4g} "
+                f"{entry.ratio:6.2f}"
+            )

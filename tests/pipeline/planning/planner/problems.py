@@ -1,0 +1,143 @@
+"""Random problems, for tests and benchmarks alike."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from pipeline.planning.planner.objective import IterationTime, Money, Objective, TimeTo
+from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
+from pipeline.planning.planner.search import groupings
+
+OBJECTIVES: tuple[Objective, ...] = (IterationTime(), Money(), TimeTo(20))
+NAMES = ("rollout", "reward", "inference", "train", "critic")
+
+
+def random_problem(
+    seed: int, sizes: tuple[int, ...], stages: int, *, smooth: bool = False
+) -> Problem:
+    """Stages of unlike scaling on kinds of unlike speed; some combinations cannot run."""
+    rng = np.random.default_rng([seed, stages, *sizes])
+    kinds = [
+        Kind(
+            f"kind{i}",
+            size,
+            price=float(rng.uniform(0.5, 4)),
+            wait_s=float(rng.choice([0, 60, 900])),
+            losses_per_hour=float(rng.choice([0, 0.1, 1.0])),
+        )
+        for i, size in enumerate(sizes)
+    ]
+    names = NAMES[:stages]
+    made = []
+    for s, name in enumerate(names):
+        rates = {}
+        for kind in kinds:
+            gpus = np.arange(kind.gpus + 1)
+            speed = rng.uniform(0.2, 2) / rng.uniform(20, 300) / max(1, sum(sizes) / 4)
+            curve = speed * gpus ** rng.uniform(0.7, 1)
+            least = 1 if smooth else int(rng.choice([1, 1, 2, 4]))
+            curve[gpus % least != 0] = 0
+            curve[0] = 0
+            if smooth or rng.random() > 0.15 or kind is kinds[0]:
+                rates[kind.name] = curve
+        after = (names[int(rng.integers(0, s))],) if s else ()
+        made.append(
+            Stage(
+                name,
+                rates,
+                after=after,
+                streams=bool(rng.random() < 0.8),
+                divisible=bool(rng.random() < 0.9) or smooth,
+                chunk_s=float(rng.choice([0.0, 0.05, 1.0])),
+                switch_s={k.name: float(rng.choice([0.0, 3.0, 9.0])) for k in kinds},
+                cycle="act" if stages > 2 and s < 2 and seed % 4 == 0 else None,
+            )
+        )
+    if made[0].cycle:
+        made[1] = Stage(**{**vars(made[1]), "after": (names[0],)})
+    return Problem(
+        made,
+        kinds,
+        chunks=(1, 2, 8, 32),
+        sync=(names[-1], names[0]),
+        sync_s={(a.name, b.name): float(rng.uniform(0, 9)) for a in kinds for b in kinds},
+        mixing=float(rng.choice([1.0, 0.9, 0.5])),
+        cycle_steps=int(rng.integers(1, 20)),
+    )
+
+
+def random_placement(problem: Problem, seed: int) -> Placement:
+    """Any grouping, any division; some stages may be unable to run."""
+    rng = np.random.default_rng([seed, 1])
+    groups: dict[int, list[int]] = {}
+    for s in range(len(problem.stages)):
+        groups.setdefault(int(rng.integers(len(problem.stages))), []).append(s)
+    pools = tuple(sorted(tuple(pool) for pool in groups.values()))
+    shares = [
+        rng.multinomial(kind.gpus, rng.dirichlet(np.full(len(pools) + 1, 2.0)))
+        for kind in problem.kinds
+    ]
+    gpus = tuple(tuple(int(share[p]) for share in shares) for p in range(len(pools)))
+    return Placement(pools, gpus, int(rng.choice(problem.chunks)))
+
+
+def public_case() -> Problem:
+    """128 like GPUs: the case, and the cost functions, of RLinf's placement tool.
+
+    Collocated a step takes 224 s of rollout, 10 s of inference and 101 s of training, for 512
+    prompts of 16 samples. Engines of 2 GPUs run 256 requests each, of which 90 % count; trainers
+    and inference are 4 GPUs, with 4 minibatches a step.
+    """
+    world, prompts, group = 128, 512, 16
+    gpus = np.arange(world + 1)
+
+    def rollout(total: float) -> np.ndarray:
+        rates = np.zeros(world + 1)
+        for n in range(2, world + 1, 2):
+            fits = n / 2 * np.ceil(256 * 0.9) >= prompts * group
+            rates[n] = 1 / (total if fits else total * world / n)
+        return rates
+
+    def trained(total: float) -> np.ndarray:
+        rates = np.zeros(world + 1)
+        for n in gpus[4::4]:
+            if (prompts * group // 4) % (n // 4 * group):
+                continue
+            ratio = world / n
+            scaled = total * ratio / (1 + min(0.9, max(ratio / 10, 0.1)))
+            rates[n] = 1 / (total if n == world else scaled)
+        return rates
+
+    return Problem(
+        [
+            Stage("rollout", {"gpu": rollout(224)}),
+            Stage("inference", {"gpu": trained(10)}, after=("rollout",)),
+            Stage("train", {"gpu": trained(101)}, after=("inference",)),
+        ],
+        [Kind("gpu", world)],
+        chunks=(prompts,),
+    )
+
+
+def exhaustive(problem: Problem, objective: Objective) -> float:
+    """The least cost of all placements there are, idle GPUs included, by plain enumeration."""
+    predictor = Predictor(problem)
+    least = math.inf
+    for pools in groupings(problem):
+        per_kind = []
+        for kind in problem.kinds:
+            numbers = itertools.product(range(kind.gpus + 1), repeat=len(pools))
+            per_kind.append([n for n in numbers if sum(n) <= kind.gpus])
+        divisions = np.array(list(itertools.product(*per_kind)))
+        gpus = [divisions[:, :, p].T for p in range(len(pools))]
+        for chunks in problem.chunks if len(pools) > 1 else (1,):
+            total = predictor.many(pools, gpus, chunks).total_s
+            runs = np.isfinite(total)
+            if runs.any():
+                held = [pool[:, runs] for pool in gpus]
+                least = min(least, float(objective.cost(problem, total[runs], held).min()))
+    return least

@@ -1,0 +1,116 @@
+"""A plan edited by hand is assessed like one of our own, or refused with the limit it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.commands.experiment import compose
+from pipeline.plan import Plan, parse_plan
+from pipeline.planning.planner.jobs import assess
+from pipeline.planning.planner.propose import propose
+from pipeline.planning.planner.request import Request
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from tests.pipeline.planning.planner.test_propose import ask
+
+GOOD = {"partition": "h100", "gpu_type": "h100", "processes": 1, "gpus": 1}
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+
+
+def plan(**train: Any) -> Plan:
+    stages = {"train": {**GOOD, **train}}
+    return parse_plan({"defaults": {"partition": "h100"}, "stages": stages}, "plan.yaml")
+
+
+def test_the_planner_agrees_with_its_own_plan(config: RunConfig) -> None:
+    request = ask(config)
+    best = propose(request)
+    again = assess(request, best.plan, "plan.yaml")
+    assert again.forecast.iteration_s == pytest.approx(best.forecast.iteration_s)
+    assert again.alternatives == ()
+    assert again.exact
+
+
+def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> None:
+    request = ask(config)
+    found = assess(request, plan(), "plan.yaml")
+    best = propose(request)
+    assert found.forecast.iteration_s > best.forecast.iteration_s
+    assert found.alternatives[0].seconds == pytest.approx(best.forecast.iteration_s)
+    assert not found.exact
+    assert found.plan.of("train").processes == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"partition": "h10"}, r"train\.partition: 'h10' is not here.*did you mean 'h100'"),
+        ({"nodes": 3}, r"train\.nodes: 3 asked of h100, which has 2"),
+        ({"processes": 3}, r"train\.processes: 3 a node, nodes of h100 have 2 devices"),
+        ({"gpu_type": "a100"}, r"train\.gpu_type: h100 has no 'a100'"),
+        ({"partition": "gpu", "gpu_type": None}, r"train\.gpu_type: gpu has a100, h100"),
+        ({"time_min": 61}, r"train\.time_min: 61 asked, the partition allows 60"),
+        ({"mem_mb": 300}, r"train\.mem_mb: 300, but 1 processes needed 400 MiB"),
+        (
+            {"partition": "gpu", "gpu_type": None, "nodes": 2, "shares": {"h100": 2, "a100": 1}},
+            r"train\.constraint: None does not say.*\[a100\*N&h100\*N\]",
+        ),
+        (
+            {"partition": "gpu", "gpu_type": None, "shares": {"h100": 2, "v100": 1}},
+            r"train\.shares: h100, v100 are not two kinds",
+        ),
+    ],
+)
+def test_an_impossible_plan_names_its_limit(
+    config: RunConfig, train: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError, match=r"plan\.yaml: stages\." + words):
+        assess(ask(config), plan(**train), "plan.yaml")
+
+
+def changed(request: Request, change: Callable[[Any], Any]) -> Request:
+    """The request with other measurements of training on H100s."""
+    own = request.devices["h100"]
+    points = tuple(change(p) if p.stage == "train" else p for p in own.profile.points)
+    profile = own.profile.model_copy(update={"points": points})
+    return replace(request, devices={**request.devices, "h100": replace(own, profile=profile)})
+
+
+def test_a_job_that_would_be_requeued_for_ever_is_refused(config: RunConfig) -> None:
+    def slow(point: Any) -> Any:
+        seconds = tuple(100 * s for s in point.time.seconds)
+        return point.model_copy(update={"time": type(point.time).of(seconds)})
+
+    with pytest.raises(PlanError, match=r"time_min: 10 minutes, but \d\d\.\d are expected on h100"):
+        assess(changed(ask(config), slow), plan(time_min=10), "plan.yaml")
+
+
+def test_what_ran_out_of_memory_when_measured_is_refused(config: RunConfig) -> None:
+    def failed(point: Any) -> Any:
+        if point.processes < 4:
+            return point
+        return point.model_copy(update={"time": None, "failure": "out of memory"})
+
+    request = changed(ask(config), failed)
+    with pytest.raises(PlanError, match="failed on 4 processes when it was measured on h100"):
+        assess(request, plan(nodes=2, processes=2, gpus=2), "plan.yaml")
+    assert propose(replace(request, devices={"h100": request.devices["h100"]})).rows[3].devices < 4
+
+
+def test_a_node_too_small_for_the_processes_is_refused(config: RunConfig) -> None:
+    request = ask(config)
+    own = request.devices["h100"]
+    small = replace(own, kind=replace(own.kind, mem_mb_per_node=700))
+    devices = {**request.devices, "h100": small}
+    with pytest.raises(
+        PlanError, match=r"2 a node need 800 MiB.*nodes of h100 have 700; at most 1"
+    ):
+        assess(replace(request, devices=devices), plan(processes=2, gpus=2), "plan.yaml")

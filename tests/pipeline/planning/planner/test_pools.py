@@ -1,0 +1,135 @@
+"""Plans of grain ``segment``: pools over the measured devices, explained, and as a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.commands.experiment import compose as hydra_compose
+from pipeline.commands.experiment import prepare
+from pipeline.needs import pool_needs
+from pipeline.plan import parse_plan
+from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.problem_file import read_problem
+from pipeline.planning.planner.propose import propose
+from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.segments import STAGES, build
+from pipeline.planning.planner.show import show, write
+from pipeline.planning.simulator import simulate
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from tests.pipeline.planning.planner.test_propose import ask
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return validate(RunConfig, hydra_compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+
+
+@pytest.fixture(scope="module")
+def asked(config: RunConfig) -> Request:
+    return ask(config, "a100", "h100", grain="segment")
+
+
+def test_every_stage_has_a_pool_within_what_there_is(asked: Request) -> None:
+    plan = propose(asked).plan
+    assert plan.grain == "segment"
+    assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(STAGES)
+    for kind, own in asked.devices.items():
+        assert sum(pool.gpus.get(kind, 0) for pool in plan.pools) <= own.count
+    assert asked.config.rollout.batch % plan.chunks == 0
+
+
+@pytest.mark.parametrize("pins", [{}, {"train": frozenset({"a100"})}])
+def test_the_driver_takes_the_plan_for_unlike_partitions(
+    asked: Request, pins: dict[str, frozenset[str]]
+) -> None:
+    """No job has devices of two partitions; generators are jobs of their own, of either kind."""
+    plan = propose(replace(asked, pins=pins)).plan
+    assert {kind for pool in plan.pools for kind in pool.gpus} == set(asked.devices)
+    for number, pool in enumerate(plan.pools):
+        assert len(pool.gpus) == 1 or (pool.stages, pool.workers) == (
+            ("rollout",),
+            sum(pool.gpus.values()),
+        )
+        jobs = [pool_needs(plan, number, slot) for slot in range(pool.workers or 1)]
+        assert all(len(parts) == 1 for parts in jobs)
+        asks = Counter[str]()
+        for (needs,) in jobs:
+            asks[str(needs.partition)] += needs.nodes * needs.processes
+        assert asks == pool.gpus
+
+
+def test_pools_beat_every_plan_on_one_kind_alone(asked: Request) -> None:
+    whole = propose(asked).forecast.iteration_s
+    for kind, own in asked.devices.items():
+        assert whole <= propose(replace(asked, devices={kind: own})).forecast.iteration_s
+
+
+def test_what_is_predicted_follows_from_the_plan(asked: Request) -> None:
+    from pipeline.planning.planner.problem import Placement
+
+    proposal = propose(asked)
+    problem, _ = build(asked)
+    names = [stage.name for stage in problem.stages]
+    pools = proposal.plan.pools
+    placement = Placement(
+        tuple(tuple(names.index(stage) for stage in pool.stages) for pool in pools),
+        tuple(tuple(pool.gpus.get(kind.name, 0) for kind in problem.kinds) for pool in pools),
+        proposal.plan.chunks,
+    )
+    total = float(Predictor(problem).one(placement).total_s)
+    forecast = proposal.forecast
+    assert forecast.iteration_s == pytest.approx(total)
+    assert forecast.low_s < forecast.iteration_s < forecast.high_s
+    ends = [entry.start_s + entry.seconds for entry in forecast.stages.values()]
+    assert max(ends) == pytest.approx(total)
+
+
+def test_pins_hold_for_pools(config: RunConfig) -> None:
+    request = ask(config, "a100", "h100", grain="segment", pins=("train=a100", "rollout=h100"))
+    for pool in propose(request).plan.pools:
+        assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
+        assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}
+
+
+def test_it_is_explained_and_kept_as_a_file(
+    asked: Request, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proposal = propose(asked, ["h100=8"])
+    show(proposal)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "what matters most" in printed
+    assert "h100=8" in printed
+    assert len(proposal.alternatives) == 4
+    costs = [proposal.forecast.cost, *(other.cost for other in proposal.alternatives)]
+    assert costs == sorted(costs)
+    page = write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
+    assert again == proposal.plan
+    assert "pool 1" in page.read_text()
+
+
+def test_the_simulator_takes_the_plan_as_it_is(asked: Request, tmp_path: Path) -> None:
+    proposal = propose(asked)
+    write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    problem, placement = read_problem(tmp_path / "plan.problem.yaml")
+    assert placement is not None
+    predicted = float(Predictor(problem).one(placement).total_s)
+    assert predicted == pytest.approx(proposal.forecast.iteration_s)
+    assert simulate(problem, placement).mean_s == pytest.approx(predicted, rel=0.05)
+
+
+def test_no_driver_takes_pools_for_jobs(
+    asked: Request, compose: Callable[..., dict[str, Any]]
+) -> None:
+    values = compose()
+    values["plan"] = propose(asked).plan.dump()
+    with pytest.raises(PlanError, match="pools are processes of their own"):
+        prepare(values)

@@ -1,0 +1,201 @@
+"""The closed form of an iteration's time equals stepping through its micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.planning.planner.predict import Predictor, cycles
+from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
+from tests.pipeline.planning.planner.problems import random_problem
+
+
+def stepped(problem: Problem, placement: Placement) -> float:
+    """The iteration by its definition: every micro-batch of every stage, one after another."""
+    predictor = Predictor(problem)
+    chunks = placement.chunks
+    pool_of = {s: p for p, pool in enumerate(placement.pools) for s in pool}
+    index = {stage.name: s for s, stage in enumerate(problem.stages)}
+    gpus = [np.array(pool)[:, None] for pool in placement.gpus]
+    free = [0.0] * len(placement.pools)
+    done: dict[int, list[float]] = {}
+    for group in cycles(problem):
+        sums: dict[int, float] = {}
+        for s in group:
+            alone = float(predictor.duration(s, gpus[pool_of[s]])[0])
+            sums[pool_of[s]] = sums.get(pool_of[s], 0.0) + alone
+        slowest, whole = max(sums.values()), sum(sums.values())
+        if len(sums) == 1:
+            time = whole
+        else:
+            # The last half leaves the first step behind the other: two at a time, or the slowest.
+            step = max(slowest, whole / 2)
+            time = step + min(slowest, whole - slowest) / (2 * problem.cycle_steps)
+        neighbours = [
+            (index[name], s)
+            for s, stage in enumerate(problem.stages)
+            for name in stage.after
+            if (s in group) != (index[name] in group) and pool_of[s] != pool_of[index[name]]
+        ]
+        streamed = any(problem.stages[s].streams for _, s in neighbours)
+        passed = chunks if streamed else min(1, len(neighbours))
+        time += passed * max(problem.stages[s].chunk_s for s in group)
+        clock = 0.0
+        for pool in sums:
+            change = 0.0
+            if not set(placement.pools[pool]) <= set(group):
+                for k, kind in enumerate(problem.kinds):
+                    if placement.gpus[pool][k]:
+                        each = (
+                            problem.stages[s].switch_s.get(kind.name, 0.0)
+                            for s in group
+                            if pool_of[s] == pool
+                        )
+                        change = max(change, sum(each))
+            clock = max(clock, free[pool] + change)
+        ends = []
+        for chunk in range(chunks):
+            for s in group:
+                for name in problem.stages[s].after:
+                    source = index[name]
+                    if source in group:
+                        continue
+                    streamed = problem.stages[s].streams and pool_of[source] != pool_of[s]
+                    clock = max(clock, done[source][chunk if streamed else -1])
+            clock += time / chunks
+            ends.append(clock)
+        for s in group:
+            done[s] = ends
+        for pool in sums:
+            free[pool] = clock
+    total = max(ends[-1] for ends in done.values())
+    if problem.sync is not None:
+        a, b = (pool_of[index[name]] for name in problem.sync)
+        if a != b:
+            sent = max(
+                problem.sync_s.get((x.name, y.name), 0.0)
+                for i, x in enumerate(problem.kinds)
+                for j, y in enumerate(problem.kinds)
+                if placement.gpus[a][i] and placement.gpus[b][j]
+            )
+            total = max(total, done[index[problem.sync[0]]][-1] + sent)
+    return total
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    stages=st.integers(1, 5),
+    code=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    chunks=st.sampled_from([1, 2, 3, 8, 32]),
+)
+def test_the_formula_is_what_stepping_gives(
+    seed: int, stages: int, code: list[int], chunks: int
+) -> None:
+    problem = random_problem(seed, (12, 8), stages)
+    groups: dict[int, list[int]] = {}
+    for s in range(stages):
+        groups.setdefault(code[s], []).append(s)
+    pools = tuple(sorted(tuple(pool) for pool in groups.values()))
+    rng = np.random.default_rng(seed)
+    gpus = tuple((int(n), int(m)) for n, m in rng.integers(0, 6, (len(pools), 2)))
+    placement = Placement(pools, gpus, chunks)
+    predicted = float(Predictor(problem).one(placement).total_s)
+    if np.isfinite(predicted):
+        assert predicted == pytest.approx(stepped(problem, placement), rel=1e-9)
+
+
+def test_a_stage_without_gpus_never_ends() -> None:
+    problem = Problem([Stage("train", {"a": np.array([0.0, 1.0])})], [Kind("a", 1)], sync=None)
+    assert np.isinf(Predictor(problem).one(Placement(((0,),), ((0,),), 1)).total_s)
+
+
+def test_unlike_gpus_add_their_speeds_but_for_the_loss_of_mixing() -> None:
+    problem = Problem(
+        [Stage("train", {"a": np.array([0.0, 0.25]), "b": np.array([0.0, 0.75])})],
+        [Kind("a", 1), Kind("b", 1)],
+        sync=None,
+        mixing=0.9,
+    )
+    time = Predictor(problem).one(Placement(((0,),), ((1, 1),), 1)).total_s
+    assert time == pytest.approx(1 / 0.9)
+
+
+def chain(*seconds: float, **problem: object) -> Problem:
+    """Stages one after the other, each on one GPU of a kind of its own."""
+    names = [f"s{i}" for i in range(len(seconds))]
+    stages = [
+        Stage(
+            name,
+            {name: np.array([0.0, 1 / s])},
+            after=(names[i - 1],) if i else (),
+            chunk_s=1.0,
+            cycle="act",
+        )
+        for i, (name, s) in enumerate(zip(names, seconds, strict=True))
+    ]
+    return Problem(stages, [Kind(name, 1) for name in names], sync=None, **problem)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "expected"),
+    [((8, 4), 1, 10), ((8, 4), 4, 8.5), ((6, 6, 6), 1, 12), ((6, 6, 6), 3, 10), ((9, 2, 2), 1, 11)],
+)
+def test_halves_of_a_cycle_swap_places(
+    seconds: tuple[int, ...], steps: int, expected: float
+) -> None:
+    """Three sides that are alike cannot all be busy with two halves."""
+    problem = chain(*seconds, cycle_steps=steps)
+    count = len(seconds)
+    alone = tuple((s,) for s in range(count))
+    gpus = tuple(tuple(int(k == s) for k in range(count)) for s in range(count))
+    assert Predictor(problem).one(Placement(alone, gpus, 8)).total_s == pytest.approx(expected)
+
+
+def test_only_what_passes_between_pools_costs_overhead() -> None:
+    rates = {"a": np.array([0.0, 0.1, 0.1])}
+    names = ("rollout", "reward", "train")
+    for streams, overhead in ((True, 8.0), (False, 1.0)):
+        stages = [
+            Stage(name, rates, (names[i - 1],) if i else (), streams=streams or i < 2, chunk_s=1.0)
+            for i, name in enumerate(names)
+        ]
+        problem = Problem(stages, [Kind("a", 2)], sync=None)
+        found = Predictor(problem).one(Placement(((0, 1), (2,)), ((1,), (1,)), 8))
+        alone = found.finish_s - found.start_s
+        assert alone[:2] == pytest.approx([10, 10 + overhead])
+
+
+def test_weights_move_beside_what_ends_later() -> None:
+    rates = {"a": np.array([0.0, 0.1])}
+    critic = {"a": np.array([0.0, 0.05])}
+    stages = [
+        Stage("rollout", {"b": rates["a"]}),
+        Stage("train", rates, ("rollout",)),
+        Stage("critic", {"c": critic["a"]}, ("rollout",)),
+    ]
+    problem = Problem(
+        stages,
+        [Kind("a", 1), Kind("b", 1), Kind("c", 1)],
+        chunks=(1,),
+        sync_s={("a", "b"): 4.0},
+    )
+    placement = Placement(((0,), (1,), (2,)), ((0, 1, 0), (1, 0, 0), (0, 0, 1)), 1)
+    assert Predictor(problem).one(placement).total_s == pytest.approx(30)
+
+
+def test_a_pipeline_of_two_equal_stages_halves_the_time_as_pieces_get_small() -> None:
+    rates = {"a": np.array([0.0, 0.1])}
+    problem = Problem(
+        [Stage("rollout", rates), Stage("train", {"b": rates["a"]}, after=("rollout",))],
+        [Kind("a", 1), Kind("b", 1)],
+        chunks=(1, 1000),
+        sync=None,
+    )
+    times = [
+        float(Predictor(problem).one(Placement(((0,), (1,)), ((1, 0), (0, 1)), m)).total_s)
+        for m in (1, 1000)
+    ]
+    assert times == pytest.approx([20.0, 10.01])

@@ -1,0 +1,265 @@
+"""Plans of grain ``stage``: the best by the measured numbers, explained, and kept as a file."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.commands.experiment import compose
+from pipeline.plan import parse_plan
+from pipeline.planning.planner.devices import devices_of, with_counts
+from pipeline.planning.planner.options import MIXING
+from pipeline.planning.planner.proposal import Proposal
+from pipeline.planning.planner.propose import propose
+from pipeline.planning.planner.request import Request, parse_pins
+from pipeline.planning.planner.show import show, write
+from pipeline.planning.planner.stagewise import cost
+from pipeline.planning.profile.schema import Measured
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from slurm.inventory import Inventory
+from slurm.site import Site
+from tests.pipeline.planning.planner import clusters
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+
+
+def ask(config: RunConfig, *partitions: str, site: Site | None = None, **more: object) -> Request:
+    profile = clusters.profile(config)
+    found, notes = devices_of(clusters.inventory(), site or Site(), profile, partitions)
+    pins = parse_pins(more.pop("pins", ()), found)  # type: ignore[arg-type]
+    return Request(config, profile, found, pins=pins, notes=notes, **more)  # type: ignore[arg-type]
+
+
+def rows(proposal: Proposal) -> dict[str, tuple[str, str]]:
+    return {row.stage: (row.place, row.size) for row in proposal.rows}
+
+
+def test_each_stage_goes_where_the_measured_times_are_least(config: RunConfig) -> None:
+    proposal = propose(ask(config, "a100", "h100"))
+    assert rows(proposal)["rollout"] == rows(proposal)["train"] == ("h100", "2x2")
+    forecast = proposal.forecast
+    overhead = sum(clusters.OVERHEADS[name] for name in ("submission", "startup", "imports"))
+    for stage, load in (("rollout", "engine_load"), ("train", "trainer_load")):
+        expected = overhead + clusters.OVERHEADS[load] + clusters.work(stage, "h100", 4)
+        assert forecast.stages[stage].seconds == pytest.approx(expected, rel=0.02)
+        assert sum(forecast.stages[stage].parts_s.values()) == pytest.approx(
+            forecast.stages[stage].seconds
+        )
+
+
+def test_stages_that_do_not_wait_for_each_other_run_side_by_side(config: RunConfig) -> None:
+    """Reward and inference both wait for the rollout alone."""
+    forecast = propose(ask(config, "h100")).forecast
+    stages = forecast.stages
+    assert stages["reward"].start_s == stages["inference"].start_s == stages["rollout"].seconds
+    longer = max(stages["reward"].seconds, stages["inference"].seconds)
+    assert stages["train"].start_s == pytest.approx(stages["rollout"].seconds + longer)
+    chain = ("rollout", "train", "sync")
+    total = longer + sum(stages[stage].seconds for stage in chain)
+    assert forecast.iteration_s == pytest.approx(total)
+
+
+@pytest.mark.parametrize("objective", ["time", "gpu-hours", "money", "time-to-end"])
+def test_no_combination_of_options_costs_less(config: RunConfig, objective: str) -> None:
+    request = ask(config, "a100", "h100", objective=objective)
+    options, goal, after = request.options(), request.goal(), request.after()
+    few = {stage: found[::3] + found[-1:] for stage, found in options.items()}
+    best = float("inf")
+    for choice in itertools.product(*few.values()):
+        costs = {option.stage: cost(option, goal) for option in choice}
+        if objective in ("gpu-hours", "money"):
+            best = min(best, sum(costs.values()))
+            continue
+        ends: dict[str, float] = {}
+        for stage, own in costs.items():
+            ends[stage] = own + max((ends[s] for s in after[stage]), default=0.0)
+        best = min(best, max(ends.values()))
+    assert propose(request).forecast.cost <= best * (1 + 1e-9)
+
+
+def test_unlike_nodes_of_one_partition_share_a_stage_by_their_speed(config: RunConfig) -> None:
+    proposal = propose(ask(config, "gpu"))
+    assert rows(proposal)["train"] == ("gpu: a100+h100", "2+2x2")
+    plan = proposal.plan.of("train")
+    assert plan.partition == "gpu"
+    assert plan.constraint == "[a100*2&h100*2]"
+    assert plan.gpu_type is None
+    assert isinstance(plan.shares, dict)
+    assert plan.shares["h100"] / plan.shares["a100"] == pytest.approx(2.0, rel=0.05)
+    # Four processes of each kind: what does not shrink is paid once, the rest goes at the sum.
+    rate = sum(4 * clusters.SPEED[kind] for kind in ("a100", "h100"))
+    seconds = (clusters.FIXED + clusters.WORK["train"] / rate) / MIXING
+    assert proposal.forecast.stages["train"].parts_s["work"] == pytest.approx(seconds, rel=0.03)
+
+
+def test_stages_whose_time_does_not_depend_on_the_batch_are_divided_evenly(
+    config: RunConfig,
+) -> None:
+    request = ask(config, "gpu")
+
+    def flat(kind: str) -> object:
+        own = request.devices[kind]
+        points = [
+            p.model_copy(update={"time": Measured.of([1.0, 1.0])}) for p in own.profile.points
+        ]
+        return replace(own, profile=own.profile.model_copy(update={"points": tuple(points)}))
+
+    devices = {kind: flat(kind) for kind in request.devices}
+    for option in replace(request, devices=devices).options()["train"]:
+        assert option.speeds in ((), (1.0, 1.0))
+        assert option.seconds > 1
+
+
+def test_gpu_hours_are_saved_where_more_devices_bring_little(config: RunConfig) -> None:
+    quick = propose(ask(config, "h100"))
+    thrifty = propose(ask(config, "h100", objective="gpu-hours"))
+    assert thrifty.forecast.gpu_hours < quick.forecast.gpu_hours
+    assert thrifty.forecast.iteration_s > quick.forecast.iteration_s
+
+
+def test_money_follows_the_prices_of_the_site(config: RunConfig) -> None:
+    dear = Site.model_validate({"partitions": {"h100": {"cost_per_gpu_hour": 100.0}}})
+    request = ask(config, "a100", "h100", site=dear, objective="money")
+    # Prices are part of the inventory, as rlinf inventory saves it.
+    found, _ = devices_of(
+        clusters.inventory().with_site(dear), dear, request.profile, ["a100", "h100"]
+    )
+    priced = propose(replace(request, devices=found))
+    assert {place for place, _ in rows(priced).values()} == {"a100"}
+
+
+def test_a_long_queue_counts_in_the_time_to_the_end(config: RunConfig) -> None:
+    profile = clusters.profile(config, h100=600.0)
+    found, _ = devices_of(clusters.inventory(), Site(), profile, ["a100", "h100"])
+    request = Request(config, profile, found, objective="time-to-end")
+    assert {place for place, _ in rows(propose(request)).values()} == {"a100"}
+    assert rows(propose(replace(request, objective="time")))["train"][0] == "h100"
+
+
+def test_pins_are_kept(config: RunConfig) -> None:
+    proposal = propose(ask(config, "a100", "h100", pins=("train=a100", "rollout=a100")))
+    assert rows(proposal)["train"][0] == rows(proposal)["rollout"][0] == "a100"
+    assert rows(proposal)["inference"][0] == "h100"
+
+
+def test_the_plan_is_a_file_that_says_the_same_when_read(config: RunConfig, tmp_path: Path) -> None:
+    proposal = propose(ask(config), ["h100=8"])
+    page = write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
+    assert again == proposal.plan
+    assert again.of("warm_start") == again.of("train")
+    assert again.of("evaluate") == again.of("rollout")
+    text = page.read_text()
+    assert "Predicted iteration" in text
+    assert "h100=8" in text
+    assert "src=" not in text
+
+
+def test_alternatives_are_worse_and_say_why(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proposal = propose(ask(config))
+    costs = [other.cost for other in proposal.alternatives]
+    assert costs == sorted(costs)
+    assert len(costs) == 4
+    assert costs[0] >= proposal.forecast.cost
+    assert all(other.why for other in proposal.alternatives)
+    show(proposal)
+    printed = capsys.readouterr().out
+    assert "why" in printed
+    assert "no plan is better" in " ".join(printed.split())
+
+
+def test_what_if_tells_the_best_plan_of_another_cluster(config: RunConfig) -> None:
+    request = ask(config, "a100", "h100")
+    cases = {case.what: case.seconds for case in propose(request, ["h100=2"]).what_ifs}
+    fewer = replace(request, devices=with_counts(request.devices, {"h100": 2}))
+    assert cases["h100=2"] == propose(fewer).forecast.iteration_s
+    assert cases["h100=8"] < propose(request).forecast.iteration_s < cases["without h100"]
+
+
+def test_more_processes_than_were_measured_are_marked(config: RunConfig) -> None:
+    request = ask(config, "h100")
+    more = replace(request, devices=with_counts(request.devices, {"h100": 16}))
+    proposal = propose(more)
+    assert rows(proposal)["rollout"] == ("h100", "8x2")
+    assert any("more processes than were measured" in note for note in proposal.notes)
+
+    def width(p: Proposal) -> float:
+        stage = p.forecast.stages["rollout"]
+        return (stage.high_s - stage.low_s) / stage.seconds
+
+    assert width(proposal) > 2 * width(propose(request))
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (("train",), "expected STAGE=KIND"),
+        (("trian=h100",), "no stage 'trian'.*did you mean 'train'"),
+        (("train=h10",), "no kind 'h10'.*did you mean 'h100'"),
+    ],
+)
+def test_a_pin_that_means_nothing_is_refused(
+    config: RunConfig, pins: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        ask(config, "a100", "h100", pins=pins)
+
+
+def test_what_cannot_be_asked_is_refused(config: RunConfig) -> None:
+    request = ask(config, "a100", "h100")
+    with pytest.raises(PlanError, match="nodes of h100 have 2"):
+        propose(request, ["h100=3"])
+    with pytest.raises(PlanError, match="expected KIND=NUMBER"):
+        propose(request, ["h100"])
+    with pytest.raises(PlanError, match="did you mean 'money'"):
+        propose(replace(request, objective="mony"))
+    with pytest.raises(PlanError, match=r"no partition 'h10'.*did you mean 'h100'"):
+        ask(config, "h10")
+
+
+def test_a_partition_without_measurements_is_left_out_or_refused(config: RunConfig) -> None:
+    profile = clusters.profile(config, "a100")
+    found, notes = devices_of(clusters.inventory(), Site(), profile)
+    # The A100s of the partition ``gpu`` are the nodes that were measured.
+    assert set(found) == {"a100", "gpu:a100"}
+    assert any("h100 was not measured" in note for note in notes)
+    with pytest.raises(PlanError, match=r"nothing measured on 'h100'.*rlinf profile --partition"):
+        devices_of(clusters.inventory(), Site(), profile, ["h100"])
+    with pytest.raises(PlanError, match="it has a100, this cluster cpu"):
+        devices_of(_without("a100", "gpu", "h100"), Site(), profile)
+
+
+def _without(*names: str) -> Inventory:
+    whole = clusters.inventory()
+    kept = {name: p for name, p in whole.partitions.items() if name not in names}
+    return whole.model_copy(update={"partitions": kept})
+
+
+def test_a_stage_that_failed_everywhere_says_why(config: RunConfig) -> None:
+    request = ask(config, "h100")
+    own = request.devices["h100"]
+    points = [
+        p.model_copy(update={"time": None, "failure": "out of memory"}) if p.stage == "train" else p
+        for p in own.profile.points
+    ]
+    broken = replace(own, profile=own.profile.model_copy(update={"points": tuple(points)}))
+    with pytest.raises(PlanError, match=r"'train' fits nowhere: h100: .*out of memory"):
+        propose(replace(request, devices={"h100": broken}))
+
+
+def test_memory_of_a_node_limits_its_processes(config: RunConfig) -> None:
+    request = ask(config, "h100")
+    own = request.devices["h100"]
+    small = replace(own, kind=replace(own.kind, mem_mb_per_node=700))
+    proposal = propose(replace(request, devices={"h100": small}))
+    assert rows(proposal)["train"] == ("h100", "2x1")

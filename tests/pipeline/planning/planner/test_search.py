@@ -1,0 +1,163 @@
+"""The planner finds the best placement, and says honestly how far it may be from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.planning.planner.objective import Objective
+from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.problem import Kind, Problem, Stage
+from pipeline.planning.planner.relax import Relaxation, upper_lines
+from pipeline.planning.planner.search import groupings, solve
+from rlinf.errors import PlanError
+from tests.pipeline.planning.planner.problems import (
+    OBJECTIVES,
+    exhaustive,
+    public_case,
+    random_problem,
+)
+
+SIZES = st.one_of(
+    st.tuples(st.integers(1, 16)),
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)),
+    st.tuples(*[st.integers(1, 2)] * 4),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=SIZES,
+    stages=st.integers(1, 3),
+    objective=st.sampled_from(OBJECTIVES),
+    mixes=st.sampled_from([None, frozenset[str](), frozenset({"rollout"})]),
+    per_node=st.sampled_from([0, 2]),
+)
+def test_small_problems_are_solved_as_exhaustive_search_does(
+    seed: int,
+    sizes: tuple[int, ...],
+    stages: int,
+    objective: Objective,
+    mixes: frozenset[str] | None,
+    per_node: int,
+) -> None:
+    problem = replace(random_problem(seed, sizes, stages), mixes=mixes)
+    kinds = [replace(kind, per_node=per_node) for kind in problem.kinds]
+    problem = replace(problem, kinds=kinds)
+    expected = exhaustive(problem, objective)
+    if math.isinf(expected):
+        with pytest.raises(PlanError):
+            solve(problem, objective)
+        return
+    best = solve(problem, objective)[0]
+    assert best.exact
+    assert best.cost == pytest.approx(expected, rel=1e-9)
+    assert best.bound == best.cost
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_what_pools_may_mix_does_not_matter_where_there_is_one_kind(seed: int) -> None:
+    problem = random_problem(seed, (64,), 4)
+    alone = solve(replace(problem, mixes=frozenset({"rollout"})))[0]
+    assert alone.cost <= solve(problem)[0].cost * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), objective=st.sampled_from(OBJECTIVES))
+def test_four_stages_too(seed: int, objective: Objective) -> None:
+    problem = random_problem(seed, (4, 3), 4)
+    best = solve(problem, objective)[0]
+    assert best.cost == pytest.approx(exhaustive(problem, objective), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sixteen_gpus_of_four_kinds_are_counted_out(seed: int) -> None:
+    assert solve(random_problem(seed, (4, 4, 4, 4), 4))[0].exact
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), stages=st.integers(2, 4))
+def test_no_placement_goes_below_the_relaxation_of_its_grouping(seed: int, stages: int) -> None:
+    problem = random_problem(seed, (20, 12, 8), stages)
+    predictor = Predictor(problem)
+    relaxation = Relaxation(predictor)
+    rng = np.random.default_rng(seed)
+    for pools in groupings(problem):
+        bound = relaxation.solve(pools).bound_s
+        shares = [rng.dirichlet(np.full(len(pools), 0.5), 200) for _ in problem.kinds]
+        given_ = [
+            np.floor(s * k.gpus).astype(int) for s, k in zip(shares, problem.kinds, strict=True)
+        ]
+        gpus = [np.stack([g[:, p] for g in given_]) for p in range(len(pools))]
+        for chunks in problem.chunks:
+            assert predictor.many(pools, gpus, chunks).total_s.min() >= bound * (1 - 1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_bound_holds_where_the_answer_is_not_exact(seed: int) -> None:
+    problem = random_problem(seed, (64, 64, 32), 3, smooth=True)
+    smooth = Problem(**{**vars(problem), "mixing": 1.0})
+    best = solve(smooth)[0]
+    assert best.bound <= best.cost
+    # What is left between a relaxation of smooth speeds and whole GPUs.
+    assert best.gap < 0.3
+
+
+def test_the_public_case_of_like_gpus_is_solved_as_well_as_known_or_better() -> None:
+    best, *others = solve(public_case(), alternatives=5)
+    assert best.exact
+    assert best.cost <= 289.1
+    collocated = next(s for s in others if s.placement.mode == "collocated")
+    assert collocated.cost == pytest.approx(335.0)
+
+
+def test_a_pin_is_kept_and_an_impossible_one_refused() -> None:
+    problem = random_problem(7, (8, 8), 2, smooth=True)
+    free = solve(problem)[0]
+    for name in ("kind0", "kind1"):
+        pinned = Problem(**{**vars(problem), "allowed": {"reward": frozenset({name})}})
+        best = solve(pinned)[0]
+        assert best.cost >= free.cost
+        k = [kind.name for kind in pinned.kinds].index(name)
+        pool = next(p for p, pool in enumerate(best.placement.pools) if 1 in pool)
+        assert best.placement.gpus[pool][k] > 0
+    only = Stage("reward", {"kind0": problem.stages[1].rates["kind0"]}, after=("rollout",))
+    nowhere = Problem(
+        **{
+            **vars(problem),
+            "stages": [problem.stages[0], only],
+            "allowed": {"reward": frozenset({"kind1"})},
+        }
+    )
+    with pytest.raises(PlanError, match="'reward' can run nowhere on kind1"):
+        solve(nowhere)
+
+
+def test_alternatives_are_other_groupings_and_cost_more() -> None:
+    solutions = solve(random_problem(3, (16, 16), 3, smooth=True), alternatives=3)
+    assert len({s.placement.pools for s in solutions}) == 3
+    assert [s.cost for s in solutions] == sorted(s.cost for s in solutions)
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=60))
+def test_the_lines_lie_on_or_above_the_speeds(values: list[float]) -> None:
+    rates = np.maximum.accumulate(np.array([0.0, *values]))
+    lines = upper_lines(rates)
+    gpus = np.arange(len(rates))
+    above = (lines[:, :1] * gpus + lines[:, 1:]).min(0)
+    assert np.all(above >= rates - 1e-9 * rates.max())
+
+
+def test_bad_measurements_are_refused() -> None:
+    for bad in (np.array([0.0, -1.0]), np.array([0.0, np.nan])):
+        with pytest.raises(PlanError, match="negative or not a number"):
+            Problem([Stage("train", {"a": bad})], [Kind("a", 1)], sync=None)

@@ -1,0 +1,116 @@
+"""The problem of grain ``segment`` says what the profile says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.commands.experiment import compose
+from pipeline.planning.planner.devices import devices_of
+from pipeline.planning.planner.expected import expect
+from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.search import solve
+from pipeline.planning.planner.segments import STAGES, build
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from slurm.site import Site
+from tests.pipeline.planning.planner import clusters
+from tests.pipeline.planning.planner.test_propose import ask
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+
+
+@pytest.fixture(scope="module")
+def asked(config: RunConfig) -> Request:
+    profile = clusters.profile(config, "a100", "h100")
+    found, _ = devices_of(clusters.inventory(4), Site(), profile, ["a100", "h100"])
+    return Request(config, profile, found, grain="segment")
+
+
+def test_rates_are_those_measured_with_everything_loaded(asked: Request) -> None:
+    problem, _ = build(asked)
+    assert [stage.name for stage in problem.stages] == list(STAGES)
+    for stage in problem.stages:
+        for kind in problem.kinds:
+            for n in (1, 2, 4):
+                true = clusters.work(stage.name, kind.name, n)
+                assert 1 / stage.rates[kind.name][n] == pytest.approx(true, rel=0.01)
+
+
+def test_beyond_what_was_measured_tables_say_so_and_their_spread_grows(asked: Request) -> None:
+    _, tables = build(asked)
+    train = tables["train"]["h100"]
+    assert (train.source(4), train.source(8)) == ("measured", "extrapolated")
+    assert train.spread[8] > train.spread[4]
+    assert train.memory_bytes[8] == 400 << 20
+
+
+def test_what_one_process_does_is_not_quicker_on_two_kinds(asked: Request) -> None:
+    problem, tables = build(asked)
+    assert np.all(tables["reward"]["h100"].used[1:] == 1)
+    predictor, reward = Predictor(problem), list(STAGES).index("reward")
+    seconds = [
+        float(predictor.duration(reward, np.array([[a100], [h100]]))[0])
+        for a100, h100 in ((1, 1), (0, 1), (4, 4))
+    ]
+    assert seconds[0] == seconds[1] == seconds[2]
+
+
+def test_more_devices_than_pieces_of_work_stand_idle(asked: Request) -> None:
+    """The rollout has 16 prompts; a seventeenth process would have nothing to do."""
+    own = asked.devices["h100"]
+    many = replace(own, kind=replace(own.kind, nodes=20))
+    rates = build(replace(asked, devices={"h100": many}))[1]["rollout"]["h100"].rates
+    assert rates[16] == rates[40] > rates[15]
+
+
+def test_no_more_processes_than_failed_are_planned_with(asked: Request) -> None:
+    own = asked.devices["a100"].profile
+    failed = own.points[0].model_copy(
+        update={"stage": "train", "processes": 6, "time": None, "failure": "out of memory"}
+    )
+    profiled = own.model_copy(update={"points": (*own.points, failed)})
+    changed = {**asked.devices, "a100": replace(asked.devices["a100"], profile=profiled)}
+    _, tables = build(replace(asked, devices=changed))
+    assert tables["train"]["a100"].used[8] == 5
+    assert tables["train"]["h100"].used[8] == 8
+
+
+def test_a_few_measurements_count_for_what_they_are(asked: Request) -> None:
+    """Too few for a fit: other numbers of devices are not guessed."""
+    own = asked.devices["h100"]
+    few = [p for p in own.profile.points if p.samples == 32 and p.processes in (1, 4)]
+    thin = replace(own, profile=own.profile.model_copy(update={"points": tuple(few)}))
+    rates = build(replace(asked, devices={"h100": thin}))[1]["train"]["h100"].rates
+    assert rates[1] == rates[2] == rates[3] < rates[4]
+    assert rates[4] == pytest.approx(1 / clusters.work("train", "h100", 4), rel=0.01)
+
+
+def test_what_is_expected_of_the_best_plan_holds_its_prediction(asked: Request) -> None:
+    problem, tables = build(asked)
+    best = solve(problem)[0]
+    expected = expect(problem, best.placement, tables)
+    assert expected.nominal_s == pytest.approx(best.prediction.total_s)
+    assert expected.q10_s <= expected.nominal_s <= expected.q90_s
+    assert expected.influences[0].saved_s > 0
+
+
+def test_nodes_of_two_partitions_are_counted_once(config: RunConfig) -> None:
+    whole = build(ask(config, grain="segment"))[0]
+    assert {kind.name: kind.gpus for kind in whole.kinds} == {"a100": 4, "cpu": 8, "h100": 4}
+
+
+def test_a_stage_that_ran_nowhere_is_named(asked: Request) -> None:
+    broken = {
+        name: replace(own, profile=own.profile.model_copy(update={"points": points}))
+        for name, own in asked.devices.items()
+        for points in [tuple(p for p in own.profile.points if p.stage != "train")]
+    }
+    with pytest.raises(PlanError, match="'train' fits nowhere: a100: no measurement"):
+        build(replace(asked, devices=broken))

@@ -1,0 +1,95 @@
+"""Measuring inside a job: same work every time, and times told apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.check import check
+from pipeline.commands.experiment import prepare, warm_start
+from pipeline.planning.profile.bench import COPIES, adapted, measure, spans
+from pipeline.planning.profile.trial import Case, Task, load_trial
+from rlinf.artifacts import Manifest
+from rlinf.config import RunConfig, validate
+from stages.layout import CONFIG, stage_folder
+from stages.parts import make_algorithm
+
+Compose = Callable[..., dict[str, Any]]
+
+
+def manifest(*spans: tuple[str, int, float, float]) -> Manifest:
+    entries = [{"name": n, "rank": r, "start": a, "end": b} for n, r, a, b in spans]
+    return Manifest("train", 0, "", "", "", {}, {}, {}, {"spans": entries}, "", "")
+
+
+def test_the_slowest_rank_counts_with_all_its_spans_of_a_name() -> None:
+    made = manifest(
+        ("update", 0, 0, 1), ("update", 0, 2, 4), ("update", 1, 0, 2), ("train", 0, 0, 9)
+    )
+    assert spans(made) == {"update": 3}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 9), st.floats(0, 9)), min_size=1))
+def test_parts_are_never_negative_even_if_a_clock_steps_back(
+    found: list[tuple[int, float, float]],
+) -> None:
+    assert spans(manifest(*(("load", *span) for span in found)))["load"] >= 0
+
+
+@pytest.mark.parametrize("experiment", ["arithmetic_grpo", "cartpole_ppo"])
+def test_a_case_changes_the_size_and_stills_the_weights_alone(
+    compose: Compose, experiment: str
+) -> None:
+    config = validate(RunConfig, compose("run.name=x", experiment=experiment))
+    made = adapted(config, Case(starts=16, token_budget=100))
+    check(made)
+    assert made.rollout.batch == 16
+    assert make_algorithm(made).config.lr < 1e-20
+    before, after = config.semantic(), made.semantic()
+    assert {key for key in before if before[key] != after[key]} <= {
+        "rollout",
+        "trainer",
+        "algorithm",
+    }
+    assert after["trainer"] == {**before["trainer"], "token_budget": 100}
+    assert before["rollout"] == {**after["rollout"], "batch": before["rollout"]["batch"]}
+    changed = {k for k in after["algorithm"] if after["algorithm"][k] != before["algorithm"].get(k)}
+    assert changed <= {"lr", "lr_warmup", "schedule"}
+
+
+@pytest.mark.parametrize("gib", ["null", "0.0003"])
+def test_what_a_stage_moves_is_measured_apart_from_its_work(
+    compose: Compose, tmp_path: Path, gib: str
+) -> None:
+    """Also where the run's own budget moves things all the time."""
+    run = prepare(compose(f"device_memory_gib={gib}", "algorithm.kl_coefficient=0.1"))
+    warm_start(run)
+    task = Task(
+        config=run.folder / CONFIG,
+        initial=stage_folder(run.folder, "warm_start", 0),
+        key="key",
+        kinds=("cpu",),
+        folder=tmp_path / "task",
+        nodes=1,
+        processes=1,
+        cases=(Case(starts=4),),
+        seconds=0.1,
+        submitted=time.time(),
+    )
+    task.folder.mkdir()
+    (task.folder / "task.json").write_text(task.model_dump_json())
+    measure(task.folder / "task.json", time.time(), time.time())
+    trial = load_trial(task.trial)
+    assert trial is not None
+    for name in ("offload", "onload"):
+        assert len(trial.overheads_s[name]) == COPIES
+        assert min(trial.overheads_s[name]) > 0
+    parts = {name for sample in trial.samples for name in sample.parts_s}
+    assert parts >= {"generate", "update"}
+    assert not parts & {"offload", "onload"}

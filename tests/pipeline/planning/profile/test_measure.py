@@ -1,0 +1,197 @@
+"""The profile pass itself, on this machine, with the run's own stages."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from pipeline.commands.experiment import prepare, warm_start
+from pipeline.planning.profile.identity import Identity, kind_key
+from pipeline.planning.profile.kinds import local_kind
+from pipeline.planning.profile.measure import Options, cases, conclude, profile, settled
+from pipeline.planning.profile.schema import OverheadName, Profile
+from pipeline.planning.profile.trial import ENOUGH, Case, Task, load_trial
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError
+from slurm.jobs import State, Status
+from stages.layout import PER_ITERATION
+from tests.pipeline.planning.profile.examples import task
+
+Compose = Callable[..., dict[str, Any]]
+WORDS = ("cluster=local", "warm_start.max_steps=0")
+
+
+@pytest.fixture(autouse=True)
+def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any spread will do: the machine that runs the tests is busy."""
+    monkeypatch.setattr("pipeline.planning.profile.trial.SPREAD", 1e9)
+    monkeypatch.setattr("pipeline.planning.profile.alone.ITERATIONS", 2)
+
+
+def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(compose: Compose) -> None:
+    run = prepare(compose(*WORDS))
+    options = Options(minutes=0.3, processes=2)
+    made = profile(run, options, warm_start)
+    made.require(Identity.of(run.config), ["local"], "profile.json")
+    assert Profile.model_validate_json(made.to_json()) == made
+    assert made.samples == 16
+    assert made.lengths.count % 16 == 0
+    assert made.weights_bytes > 10_000
+    local = made.kinds["local"]
+    for stage in PER_ITERATION:
+        whole = [p for p in local.points if p.stage == stage and p.samples == made.samples]
+        own = [p for p in whole if p.token_budget in (None, made.token_budget)]
+        assert sorted(p.processes for p in own) == ([1] if stage == "reward" else [1, 2])
+        for point in own:
+            assert point.cold is not None
+            assert point.time is not None
+            assert point.time.median_s > 0
+            assert point.peak_memory_bytes is not None
+            assert point.peak_memory_bytes > 50 << 20
+            assert point.tokens > 0 or stage == "sync"
+    names = {entry.name for entry in local.overheads}
+    assert names == set(get_args(OverheadName)) - {"submission"}
+    assert local.overhead_s("imports", 1) > 0.5
+    assert {link.path for link in local.links} == {"intra_node", "write", "read"}
+    assert not (run.folder / "it").exists(), "the run itself has made no iteration"
+    # Once all is settled no job is started.
+    for path in (run.folder.parent / ".profiles").rglob("trial.json"):
+        trial = load_trial(path)
+        assert trial is not None
+        assert trial.iterations >= 2
+        told = Task.model_validate_json((path.parent / "task.json").read_text())
+        for case in told.cases * ENOUGH:
+            trial = trial.repeated(case, 1.0)
+        trial.save(path)
+    start = time.monotonic()
+    assert profile(run, options, warm_start).kinds == made.kinds
+    assert time.monotonic() - start < 4
+
+
+def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
+    compose: Compose, tmp_path: Path
+) -> None:
+    run = prepare(compose(*WORDS))
+    warm_start(run)
+    wanted = task(run, tmp_path / "trial", cases=cases(run.config, 1), seconds=600)
+    process = start(wanted)
+    deadline = time.monotonic() + 60
+    while (trial := load_trial(wanted.trial)) is None or not trial.repeats:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    # Kill it in the middle of a stage, not between two iterations.
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        trial = load_trial(wanted.trial)
+        assert trial is not None
+        if trial.running is not None:
+            break
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    conclude(wanted, Status(State.FAILED, -9, "killed by SIGKILL"))
+    failed = load_trial(wanted.trial)
+    assert failed is not None
+    assert failed.samples[-1].failure == "killed by SIGKILL"
+    assert failed.samples[-1].stage == trial.running.stage
+    smaller = [c for c in wanted.cases if not c.covers(trial.running.case)]
+    again = wanted.model_copy(update={"seconds": 0.1})
+    assert start(again).wait(60) == 0
+    after = load_trial(wanted.trial)
+    assert after is not None
+    assert after.iterations >= trial.iterations + (2 if smaller else 0)
+    assert after.running is None
+
+
+def start(wanted: Task) -> subprocess.Popen[bytes]:
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    path = wanted.folder / "task.json"
+    path.write_text(wanted.model_dump_json())
+    return subprocess.Popen([sys.executable, "-m", "pipeline.planning.profile.probe", str(path)])
+
+
+def test_cases_are_the_run_s_own_size_and_others_around_it(compose: Compose) -> None:
+    config = validate(RunConfig, compose("trainer.token_budget=100", "algorithm.minibatches=4"))
+    assert cases(config, 1) == (
+        Case(starts=4, token_budget=100),
+        Case(starts=2, token_budget=100),
+        Case(starts=1, token_budget=100),
+        Case(starts=4, token_budget=50),
+        Case(starts=4, token_budget=200),
+    )
+    assert [c.starts for c in cases(config, 4)] == [4, 4, 4]
+    uneven = validate(RunConfig, compose("trainer.token_budget=100", "algorithm.minibatches=16"))
+    assert [c.starts for c in cases(uneven, 1)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (Status(State.FAILED, 65, "algorithm.lr: wrong"), InputError),
+        (Status(State.FAILED, 1, "ValueError: something else"), StageError),
+        (Status(State.OUT_OF_MEMORY, None, "oom-kill"), None),
+        (Status(State.TIMEOUT, None, ""), None),
+        (Status(State.PREEMPTED, None, ""), None),
+    ],
+)
+def test_only_want_of_memory_and_lost_nodes_are_no_errors(
+    compose: Compose, tmp_path: Path, status: Status, error: type[Exception] | None
+) -> None:
+    wanted = task(prepare(compose(*WORDS)), tmp_path)
+    if error is None:
+        conclude(wanted, status)
+        assert not settled(wanted)
+    else:
+        with pytest.raises(error, match=r"profile of local on 1 processes: .*(wrong|else)"):
+            conclude(wanted, status)
+
+
+def test_an_unknown_partition_is_refused_before_anything_runs(compose: Compose) -> None:
+    run = prepare(compose(*WORDS))
+    with pytest.raises(PlanError, match=r"--partition a100: .*valid: local"):
+        profile(run, Options(partitions=("a100",)), warm_start)
+    assert not (run.folder / "warm_start").exists()
+
+
+def test_a_damaged_trial_is_refused_until_fresh(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Jobs on their own have no trial.
+    monkeypatch.setattr("pipeline.planning.profile.alone.measure", lambda *_: [])
+    run = prepare(compose(*WORDS))
+    key = kind_key(Identity.of(run.config), local_kind())
+    trial = run.folder.parent / ".profiles" / key / "1x1" / "trial.json"
+    trial.parent.mkdir(parents=True)
+    trial.write_text('{"key": ')
+    with pytest.raises(PlanError, match=r"trial\.json is not valid JSON.*--fresh"):
+        profile(run, Options(minutes=0.01, processes=1), warm_start)
+    fresh = profile(run, Options(minutes=0.01, processes=1, fresh=True), warm_start)
+    assert fresh.kinds["local"].points
+
+
+def test_two_passes_over_one_run_are_refused(compose: Compose) -> None:
+    run = prepare(compose(*WORDS))
+    with run.driven(), pytest.raises(RunLockedError):
+        profile(run, Options(), warm_start)
+
+
+def test_a_run_that_cannot_be_composed_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlinf", "profile", "experiment=none", f"run.root={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ConfigError.exit_code
+    assert "none" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

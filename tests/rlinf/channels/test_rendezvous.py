@@ -1,0 +1,264 @@
+"""How ranks find each other: all of a group, nobody else, and nobody of a former attempt."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch.distributed as dist
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+
+from rlinf.channels import rendezvous
+from rlinf.channels.curve import client_socket, routing_id
+from rlinf.channels.keys import Keys, run_keys
+from rlinf.channels.rendezvous import Guest, Host, Rendezvous, Table, meet
+from rlinf.channels.world import GROUP, World
+from rlinf.errors import ConfigError, StageError
+from tests.rlinf.channels.proxy import Proxy
+
+KEYS = st.sampled_from(["a", "b", "c"])
+VALUES = st.sampled_from(["", "1", "2", "17"])
+OPERATIONS = st.one_of(
+    st.tuples(st.just("set"), KEYS, VALUES),
+    st.tuples(st.just("add"), KEYS, st.integers(-3, 3)),
+    st.tuples(st.just("compare_set"), KEYS, VALUES, VALUES),
+    st.tuples(st.just("delete_key"), KEYS),
+    st.tuples(st.just("check"), st.lists(KEYS, min_size=1)),
+    st.tuples(st.just("num_keys")),
+)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(run_keys(tmp_path))
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def guest(tmp_path: Path, host: Host) -> Iterator[Guest]:
+    guest = Guest(run_keys(tmp_path), host.addresses[-1])
+    yield guest
+    guest.close()
+
+
+@given(st.lists(OPERATIONS, max_size=30))
+def test_it_does_what_the_stores_of_torch_do(operations: list[tuple[Any, ...]]) -> None:
+    ours, theirs = Rendezvous(Table().do, 1.0), HashStore()
+    for name, *arguments in operations:
+        if name == "add" and theirs.check([arguments[0]]) and not theirs.get(arguments[0]):
+            continue  # not a number
+        assert getattr(ours, name)(*arguments) == getattr(theirs, name)(*arguments)
+        for key in "abc":
+            assert ours.check([key]) == theirs.check([key])
+            if ours.check([key]):
+                assert ours.get(key) == theirs.get(key)
+
+
+def test_each_rank_sees_what_another_has_set(host: Host, guest: Guest) -> None:
+    here, there = Rendezvous(host.do, 5.0), Rendezvous(guest.do, 5.0)
+    threading.Timer(0.2, there.set, ("late", b"\0\xff")).start()
+    assert here.get("late") == b"\0\xff"
+    assert (there.add("n", 2), here.add("n", 3), there.get("n")) == (2, 5, b"5")
+    with pytest.raises(dist.DistStoreError, match="nobody has set x, y for"):
+        there.wait(["late", "x", "y"], timedelta(seconds=0.05))
+
+
+def test_threads_share_the_end_of_a_rank(host: Host, guest: Guest) -> None:
+    store = Rendezvous(guest.do, 5.0)
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(lambda _: store.add("n", 1), range(200))) == list(range(1, 201))
+
+
+def test_what_is_asked_twice_is_done_once(tmp_path: Path, host: Host) -> None:
+    """An answer that was lost must not count twice."""
+    with zmq.Context() as context, raw(context, tmp_path, host) as client:
+        for _ in range(2):
+            client.send(msgpack.packb((1, "add", "n", 1)))
+            assert msgpack.unpackb(client.recv()) == [1, 1]
+    assert host.do("value", "n") == b"1"
+
+
+def test_a_network_that_breaks_costs_repetitions_and_nothing_else(
+    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "AGAIN_S", 0.1)
+    ip, port = host.addresses[-1].removeprefix("tcp://").split(":")
+    proxy = Proxy((ip, int(port)), cut_after=3000)
+    with closing(Guest(run_keys(tmp_path), f"tcp://127.0.0.1:{proxy.port}")) as guest:
+        assert [guest.do("add", "n", 1) for _ in range(400)] == list(range(1, 401))
+    assert proxy.cuts > 1
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b""], [b"\xc1"], [msgpack.packb(7)], [b"a", b"b"]]
+    + [[msgpack.packb(m)] for m in ((1,), (1, "no verb"), (1, "add", "n"), ("1", "count"))],
+)
+def test_what_makes_no_sense_is_dropped(
+    tmp_path: Path, host: Host, guest: Guest, frames: list[bytes]
+) -> None:
+    with zmq.Context() as context, raw(context, tmp_path, host) as client:
+        client.send_multipart(frames)
+        until = time.monotonic() + 10
+        while not host.malformed:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert guest.do("count") == 0
+
+
+def raw(context: zmq.Context[zmq.Socket[bytes]], folder: Path, host: Host) -> zmq.Socket[bytes]:
+    client = client_socket(
+        context, run_keys(folder), routing_id(), timeout_s=5, max_bytes=rendezvous.MAX_BYTES
+    )
+    client.connect(host.addresses[-1])
+    return client
+
+
+def test_a_stranger_gets_nothing_and_stops_nothing(
+    tmp_path: Path, host: Host, guest: Guest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest.do("set", "secret", b"1")
+    own, other = run_keys(tmp_path), run_keys(tmp_path / "other")
+    monkeypatch.setattr(rendezvous, "SILENT_S", 1.0)
+    # The host's public key alone, should it be known, opens nothing.
+    stranger = Guest(Keys(own.host_public, "", *other[2:]), host.addresses[-1])
+    with pytest.raises(dist.DistStoreError, match="not answered"):
+        stranger.do("value", "secret")
+    stranger.close()
+    assert host.refused > 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.linger = 0
+        plain.connect(host.addresses[-1])
+        plain.send(msgpack.packb((1, "set", "secret", b"2")))
+        assert not plain.poll(500)
+    ip, port = host.addresses[-1].removeprefix("tcp://").split(":")
+    with socket.create_connection((ip, int(port))) as noise:
+        noise.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100)
+    assert guest.do("value", "secret") == b"1"
+
+
+def both(first: Path, second: Path, timeout_s: float = 20.0) -> list[Rendezvous]:
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(meet, p, r, 2, timeout_s) for r, p in enumerate((first, second))]
+        return [end.result()[0] for end in ends]
+
+
+def test_the_file_is_private_and_gone_once_all_are_there(tmp_path: Path) -> None:
+    folder, modes = tmp_path / "channels", list[int]()
+    pointer = folder / "group-7.0-0.json"
+
+    def look() -> None:
+        while not pointer.exists():
+            time.sleep(0.005)
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in (folder, pointer))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, looked = pool.submit(meet, pointer, 0, 2, 20.0), pool.submit(look)
+        looked.result()
+        meet(pointer, 1, 2, 20.0)
+        first.result()
+    assert modes == [0o700, 0o600]
+    assert not pointer.exists()
+
+
+def test_a_restarted_group_sees_no_key_of_the_former_one(tmp_path: Path) -> None:
+    before = both(*[tmp_path / "group-7.0-0.json"] * 2)
+    before[0].set("key", "of the former")
+    after = both(*[tmp_path / "group-7.0-1.json"] * 2)
+    assert not any(end.check(["key"]) for end in after)
+    after[1].set("key", "new")
+    assert (before[1].get("key"), after[0].get("key")) == (b"of the former", b"new")
+
+
+def test_ranks_of_two_attempts_do_not_meet(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"rank \d waited 1 s"):
+        both(tmp_path / "group-7.0-0.json", tmp_path / "group-7.0-1.json", 1.0)
+
+
+def test_who_never_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "SILENT_S", 1.0)
+    pointer = tmp_path / "group-x.json"
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(meet, pointer, rank, 4, 2.0) for rank in (0, 2)]
+        for end in ends:
+            with pytest.raises((StageError, dist.DistStoreError), match=r"1, 3|not answered"):
+                end.result()
+    assert not pointer.exists()
+    with pytest.raises(StageError, match=rf"rank 1 waited 0.5 s for rank 0.*no {pointer}"):
+        meet(pointer, 1, 4, 0.5)
+
+
+def test_where_rank_0_is_gone_the_addresses_are_named(tmp_path: Path) -> None:
+    pointer = tmp_path / "group-x.json"
+    pointer.write_text('{"addresses": ["tcp://127.0.0.1:9", "tcp://127.0.0.2:9"]}')
+    with pytest.raises(StageError, match=r"answers at none of tcp://127\.0\.0\.1:9, tcp"):
+        meet(pointer, 1, 2, 0.5)
+
+
+def test_a_world_of_several_without_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv(GROUP, raising=False)
+    assert World.from_environment() == World(1, 2)
+    with pytest.raises(ConfigError, match=GROUP):
+        World.from_environment(tmp_path)
+    monkeypatch.setenv(GROUP, "7.0-1")
+    assert World.from_environment(tmp_path).meeting == tmp_path / "group-7.0-1.json"
+
+
+TOGETHER = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from rlinf.channels.world import World
+
+class NoStore:
+    def __init__(self, *arguments, **options):
+        raise AssertionError("a store that is open to strangers")
+
+sys.modules["torch.distributed.rendezvous"].TCPStore = NoStore
+rank, size = int(sys.argv[2]), int(sys.argv[3])
+World(rank, size, meeting=Path(sys.argv[1]) / "group-t.json").connect("cpu", 60)
+halves = [dist.new_group([i for i in range(size) if i % 2 == odd]) for odd in (0, 1)]
+total = torch.tensor([float(rank)])
+dist.all_reduce(total, group=halves[rank % 2])
+dist.barrier()
+dist.monitored_barrier()
+print(os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"], float(total), flush=True)
+"""
+
+
+def test_processes_form_groups_without_an_open_store(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(TOGETHER))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "program.py", tmp_path, str(rank), "3"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in said] == ["0 2.0\n", "0 1.0\n", "0 2.0\n"], said
+    assert [process.returncode for process in processes] == [0, 0, 0]

@@ -1,0 +1,207 @@
+"""Claims of a generator have their turns among the other stages of its worker."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from pipeline.commands.experiment import compose, prepare, warm_start
+from rlinf.artifacts import read_manifest
+from rlinf.config import RunConfig
+from rlinf.errors import EXIT_REQUEUE, InputFailed
+from stages.activity import Activity
+from stages.board import Board
+from stages.layout import CONFIG
+from stages.names import unfinished
+from stages.parts import WEIGHTS
+from stages.runner import load_config
+from stages.turns import Turns
+from stages.worker.generate import Generator
+from stages.worker.inbox import MADE_OF, Inbox, Outbox
+from tests.conftest import QUIET, TINY
+
+OUT = "it/0000/rollout"
+
+
+class Bench:
+    """A generator with the real engine, and the inbox where its trajectories go."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.config = run, load_config(run / CONFIG)
+        folder = run / "channels"
+        self.board, self.turns = Board(), Turns()
+        self.inbox, self.outbox = Inbox(folder, "w", self.board), Outbox(folder)
+        self.reports: Queue[dict[str, Any]] = Queue()
+        self.resident: dict[str, Any] = {}
+        self.generator = self._make(self.config)
+
+    def _make(self, config: RunConfig) -> Generator:
+        return Generator(
+            self.run,
+            config,
+            self.board,
+            self.outbox,
+            self.turns,
+            self.resident,
+            Activity(),
+            self.reports.put,
+            lambda: False,
+        )
+
+    def claim(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
+        order = {
+            "claim": name,
+            "name": name,
+            "iteration": iteration,
+            "out": OUT,
+            "weights": "warm_start",
+            "attempt": None,
+            "to": "w",
+            "starts": starts,
+            "begun": None,
+        }
+        self.generator.claim({**order, **more})
+
+    def report(self, code: int = 0) -> dict[str, Any]:
+        said = self.reports.get(timeout=60)
+        assert said["code"] == code, said["reason"]
+        return said
+
+    def weights(self, out: str, attempt: str) -> None:
+        """Have weights come to the board: the first ones, by another name."""
+        (path,) = self.run.glob("warm_start/data-*/weights/model.safetensors")
+        self.board.output(out).bring(attempt, WEIGHTS, load_file(path))
+
+    def texts(self, out: str, count: int) -> dict[int, Any]:
+        """What came to who gathers, by sample, once there are so many."""
+        arriving = self.board.output(out).arriving("trajectories", count, lambda: False)
+        return {record.identity.sample: record.info["text"] for record in arriving}
+
+    def close(self) -> None:
+        self.generator.close()
+        self.outbox.close()
+        self.inbox.close()
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run after its warm start."""
+    root = tmp_path_factory.mktemp("warm")
+    words = ["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY]
+    run = prepare(compose([*words, "iterations=1", "++rollout.horizon=64"]))
+    warm_start(run)
+    assert read_manifest(run.folder / "warm_start") is not None
+    return run.folder
+
+
+@pytest.fixture
+def bench(warm: Path, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(shutil.copytree(warm, tmp_path / "tiny"))
+    yield made
+    made.close()
+
+
+def test_claims_are_done_by_iteration_whatever_came_first(bench: Bench) -> None:
+    """Tails and starts of lost workers come late, and more waits for them."""
+    with bench.turns.enter((0, 0, 0)):
+        bench.claim("late", 0, iteration=2)
+        bench.claim("early", 1)
+    assert [bench.report()["claim"] for _ in range(2)] == ["early", "late"]
+
+
+def test_claims_fill_the_time_in_which_stages_wait(bench: Bench) -> None:
+    """A stage that has its inputs goes first; a dropped claim takes no time."""
+    with bench.turns.enter((0, 0, 0)) as stage:
+        bench.claim("dropped", 0)
+        bench.generator.drop()
+        bench.claim("wanted", 1)
+        assert bench.reports.empty(), "the stage computes"
+        with stage.resting():
+            assert bench.report()["claim"] == "wanted"
+    size = bench.config.rollout.group_size
+    there = bench.texts(OUT, size)
+    assert there.keys() == set(range(size, 2 * size)), "dropped ones are not generated"
+
+
+def test_a_claim_that_was_not_begun_is_handed_over_whole(bench: Bench) -> None:
+    with bench.turns.enter((0, 0, 0)):
+        bench.claim("waits", 0, 1)
+        bench.generator.hand_over("waits", "w")
+        said = bench.report()
+    assert (said["rest"], said["samples"], said["heir"]) == ([0, 1], 0, "")
+
+
+def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) -> None:
+    bench.claim("whole", 0, 1)
+    bench.report()
+    whole = bench.texts(OUT, 2 * bench.config.rollout.group_size)
+    out = "it/0000/elsewhere"
+    bench.claim("cut", 0, 1, out=out)
+    while not bench.turns.busy:
+        time.sleep(0)
+    bench.generator.hand_over("cut", "w")
+    said = bench.report()
+    assert 1 <= said["samples"] <= len(whole) // 4, "a quarter or less is handed over"
+    assert set(said["rest"]) <= {0, 1}
+    channel = unfinished("cut")
+    bench.claim(
+        "heir", *said["rest"], out=out, begun={"channel": channel, "samples": said["samples"]}
+    )
+    assert "rest" not in bench.report()
+    assert bench.texts(out, len(whole)) == whole
+
+
+SYNC = "it/0000/sync"
+
+
+def made_of(bench: Bench, attempt: str) -> None:
+    """See that all samples that came say of which weights they were made."""
+    arriving = bench.board.output(OUT).arriving("trajectories", 1, lambda: False, attempt)
+    assert MADE_OF not in next(arriving).info
+
+
+def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Bench) -> None:
+    bench.claim("prepares")
+    bench.report()
+    bench.weights(SYNC, "data-a")
+    bench.claim("live", 0, iteration=1, weights=SYNC, attempt="data-a")
+    assert [name for name, *_ in bench.report()["spans"]] == ["load", "generate"]
+    made_of(bench, "data-a")
+    with pytest.raises(InputFailed):
+        made_of(bench, "data-b")
+
+
+def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench: Bench) -> None:
+    """And from the disk if another attempt was committed."""
+    bench.claim("prepares")
+    bench.report()
+    folder = bench.run / SYNC
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(bench.run / "warm_start", folder)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
+        bench.resident["engine_weights"] = "older ones"
+        bench.weights(SYNC, attempt)
+        bench.claim(attempt, 0, iteration=1, weights=SYNC)
+        names = [name for name, *_ in bench.report()["spans"]]
+        assert [name for name in names if name == "verify"] == spans
+
+
+def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
+    """It does not wait for them: they may be made again by whom it would hold up."""
+    bench.weights(SYNC, "data-a")
+    live = {"iteration": 1, "weights": SYNC}
+    bench.claim("no engine", 0, **live, attempt="data-a")
+    bench.report(EXIT_REQUEUE)
+    bench.claim("prepares")
+    bench.report()
+    bench.claim("another attempt", 0, **live, attempt="data-b")
+    assert "data-b" in bench.report(EXIT_REQUEUE)["reason"]

@@ -1,0 +1,151 @@
+"""Weights through a process group: what all members got whole is served, nothing else, soon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore, Store
+
+from rlinf.data.record import Identity, Record
+from stages.parts import WEIGHTS
+from stages.worker import groups
+from stages.worker.groups import CAME, DIGEST, GLOO, NCCL, WHAT, Mail, device_of
+from stages.worker.versions import Ready
+from tests.stages.worker.test_weights import OUT, Worker, soon, state
+
+Make = Callable[[str], Worker]
+
+
+@pytest.fixture
+def formed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rank and size of every end of a group that was formed."""
+    found: list[tuple[int, int]] = []
+    form = groups.form
+
+    def noted(backend: str, store: Store, rank: int, size: int) -> groups.Group:
+        group = form(backend, store, rank, size)
+        found.append((rank, size))
+        return group
+
+    monkeypatch.setattr(groups, "form", noted)
+    return found
+
+
+def publish(source: Worker, number: int, to: list[str], way: str = GLOO) -> str:
+    out = f"it/{number:04d}/sync"
+    source.publisher.want(out, dict.fromkeys(to, way))
+    source.publisher.publish(out, "data-a", number, {WEIGHTS: state(number)})
+    return out
+
+
+def test_every_member_holds_each_version_by_one_group(
+    worker: Make, formed: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    source, ranks = worker("s"), [worker(f"r{i}") for i in range(3)]
+    for number in (3, 4, 5):
+        out = publish(source, number, ["r0", "r1", "r2"])
+        assert soon(lambda out=out, n=number: all(r.holds(n, out) for r in ranks))
+        assert ranks[0].board.output(out).attempt(lambda: True) == "data-a"
+    assert sorted(formed) == [(rank, 4) for rank in range(4)], "one group serves them all"
+    assert "no gloo" not in caplog.text
+
+
+def test_other_members_are_another_group(
+    worker: Make, formed: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    source, first, second = worker("s"), worker("r0"), worker("r1")
+    out = publish(source, 3, ["r0"])
+    assert soon(lambda: first.holds(3, out))
+    out = publish(source, 4, ["r1"])
+    assert soon(lambda: second.holds(4, out))
+    out = publish(source, 5, ["r0"])
+    assert soon(lambda: first.holds(5, out))
+    assert sorted(formed) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert "no gloo" not in caplog.text
+
+
+def test_where_one_is_missing_the_others_get_them_by_socket(
+    worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(groups, "TIMEOUT_S", 1.0)
+    source, there = worker("s"), worker("r0")
+    began = time.monotonic()
+    out = publish(source, 3, ["r0", "never was"])
+    assert soon(lambda: there.holds(3, out))
+    assert time.monotonic() - began < 8
+    assert "no gloo with r0, never was" in caplog.text
+    # Nobody waits for that one a second time.
+    monkeypatch.setattr(groups, "TIMEOUT_S", 100.0)
+    out = publish(source, 4, ["r0", "never was"])
+    assert soon(lambda: there.holds(4, out))
+
+
+def test_who_has_no_gpu_gets_weights_for_nccl_by_socket(worker: Make) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    source, there = worker("s"), worker("r0")
+    out = publish(source, 3, ["r0"], NCCL)
+    assert soon(lambda: there.holds(3, out))
+    with pytest.raises(groups.TransferError, match="needs a GPU"):
+        device_of(NCCL)
+
+
+def test_weights_that_are_not_those_announced_are_not_served(
+    worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes by the group must be what the inbox says."""
+    source, there = worker("s"), worker("r0")
+    take = there.publisher.groups.take
+
+    def forged(out: str, record: Record, ready: Ready) -> None:
+        if record.info[WHAT] == CAME:
+            record.info[DIGEST] = "0" * 32
+        take(out, record, ready)
+
+    monkeypatch.setattr(there.publisher.groups, "take", forged)
+    out = publish(source, 3, ["r0"])
+    assert soon(lambda: "not what was sent" in caplog.text)
+    assert not there.holds(3, out)
+
+
+def test_gloo_takes_the_interfaces_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    form = groups.form(GLOO, HashStore(), 0, 1)
+    assert form.size() == 1
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    with pytest.raises(RuntimeError):
+        groups.form(GLOO, HashStore(), 0, 1)
+
+
+def test_mail_tells_the_others_and_says_who_did_not_come() -> None:
+    told: dict[str, bytes] = {}
+    mail = Mail()
+    mail.tell = told.__setitem__
+    mail.set("0/1", "here")
+    assert told == {"0/1": b"here"} == {"0/1": mail.get("0/1")}
+    assert not mail.check(["0/1", "0/2"])
+    late = threading.Timer(0.2, mail.told, ("0/2", b"too"))
+    late.start()
+    mail.wait(["0/1", "0/2"], timedelta(seconds=10))
+    with pytest.raises(RuntimeError, match="0/3"):
+        mail.wait(["0/2", "0/3"], timedelta(seconds=0.05))
+
+
+def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> None:
+    there = worker("r0")
+    for info in (
+        {WHAT: CAME, "_name": "group-none"},
+        {WHAT: groups.FORM, "_name": "group-x", "_members": "a,b", "_backend": GLOO},
+        {WHAT: groups.TOLD, "_name": "group-x"},
+        {WHAT: groups.FORM},
+    ):
+        worker_out = there.outbox.writer(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
+        worker_out.put(Record(Identity(3, 0), info=dict(info)))
+    source = worker("s")
+    out = publish(source, 4, ["r0"])
+    assert soon(lambda: there.holds(4, out)), "the inbox works on"

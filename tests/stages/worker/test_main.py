@@ -1,0 +1,209 @@
+"""A worker keeps what its stages are to read, however much is ordered, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import stages.inference
+import stages.reward
+import stages.rollout
+from pipeline.commands.experiment import compose
+from rlinf.artifacts import Manifest, commit, content_digest, read_manifest
+from rlinf.channels.control import Controller, Report
+from rlinf.config import RunConfig, validate
+from rlinf.data.record import Identity, Record
+from slurm.signals import StopFlag
+from stages.board import Board
+from stages.context import Context
+from stages.layout import CONFIG
+from stages.worker.inbox import SOCKET, Inbox, Outbox
+from stages.worker.main import CHANNELS, Worker
+from tests.conftest import QUIET, TINY
+
+NAME, SAMPLES = "pool-0-1-r0", 16
+MANY = 100
+"""Rollouts ordered at once, as with a staleness of 64; more than anybody keeps by a count."""
+
+
+def trajectory(sample: int) -> Record:
+    steps = {"actions": np.zeros(3, np.int64)}
+    return Record(Identity(0, sample), steps, info={"stop_reason": "end", "group": 0})
+
+
+class Bench:
+    """A worker in a thread of its own, and the driver's end of its link."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.stop = run, StopFlag()
+        words = ["experiment=arithmetic_grpo", f"++run.root={run}", *QUIET, *TINY]
+        values = compose(words)
+        (run / CONFIG).write_text(yaml.safe_dump(values))
+        config = validate(RunConfig, values)
+        self.controller = Controller(run / CHANNELS)
+        self.worker = Worker(run, config, "pool-0-1", 1, self.stop, shared=False, uncast=False)
+        self._thread = threading.Thread(target=self.worker.serve, args=(600.0,), daemon=True)
+        self._thread.start()
+        self.reports: dict[str, dict[str, Any]] = {}
+
+    def order(self, *orders: dict[str, Any]) -> None:
+        self.controller.send(NAME, {"do": "run", "stages": list(orders)})
+
+    def ended(self, node: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        """What the worker said of a stage in the end."""
+        deadline = time.monotonic() + timeout_s
+        while node not in self.reports and time.monotonic() < deadline:
+            for event in self.controller.events(0.1):
+                if isinstance(event, Report) and "code" in event.content:
+                    self.reports[event.content["node"]] = event.content
+        said = self.reports[node]
+        assert not said["code"], said["reason"]
+        return said
+
+    def close(self) -> None:
+        self.controller.send(NAME, {"do": "leave"})
+        self._thread.join(30)
+        self.controller.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> dict[str, Any]:
+    """To make a stage of some of the same iteration, which are under way here."""
+    live = {name: [f"it/{iteration:04d}/{source}", True] for name, source in map(split, inputs)}
+    if gathers:
+        live["weights"] = ["warm_start", False]
+    return {
+        "node": f"{stage}/{iteration}",
+        "stage": stage,
+        "iteration": iteration,
+        "position": [iteration, 0, ["rollout", "reward", "inference"].index(stage)],
+        "out": f"it/{iteration:04d}/{stage}",
+        "attempt": f"{stage}{iteration}",
+        "ranks": 1,
+        "inputs": live,
+        "gathers": gathers,
+        "queued": False,
+    }
+
+
+def split(word: str) -> tuple[str, str]:
+    name, _, source = word.partition("<")
+    return name, source
+
+
+def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return there()
+
+
+def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: Bench) -> None:
+    about = {"files": {}, "inputs": {}, "metrics": {}, "timing": {}, "extra": {}}
+    content = content_digest({}, {})
+    (bench.run / "warm_start" / "data").mkdir(parents=True)
+    commit(
+        bench.run / "warm_start",
+        Manifest("warm_start", 0, "key", content, "data", **about, host="", job="", world=1),
+    )
+    bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
+    outbox = Outbox(bench.run / CHANNELS)
+    assert until(lambda: len(bench.worker._busy) == MANY)
+    writer = outbox.writer("it/0000/rollout:trajectories", [NAME], 0, 1)
+    for sample in range(SAMPLES):
+        writer.put(trajectory(sample))
+    bench.ended("rollout/0")
+    outbox.close()
+
+
+def test_records_are_freed_once_they_are_on_disk_and_were_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Record]] = []
+    read: list[int] = []
+    goes_on = threading.Event()
+
+    def rollout(ctx: Context) -> None:
+        trajectories = ctx.writer("trajectories")
+        for sample in range(SAMPLES):
+            record = trajectory(sample)
+            made.append(weakref.ref(record))
+            trajectories.put(record)
+        trajectories.close()
+
+    def reward(ctx: Context) -> None:
+        goes_on.wait(20)
+        read.append(len(ctx.records("trajectories", range(SAMPLES))))
+
+    monkeypatch.setattr(stages.rollout, "run", rollout)
+    monkeypatch.setattr(stages.reward, "run", reward)
+    taker = Board()
+    inbox = Inbox(bench.run / CHANNELS, "taker", taker)
+    for iteration in range(3):
+        send = {"out": f"it/{iteration:04d}/rollout", "channel": "trajectories", "maker": NAME}
+        bench.controller.send(NAME, {"do": "send", **send, "to": {"taker": SOCKET}})
+    bench.order(
+        *(order("rollout", i) for i in range(3)),
+        *(order("reward", i, "trajectories<rollout") for i in range(3)),
+    )
+    bench.ended("rollout/0")
+    time.sleep(0.3)
+    assert any(ref() for ref in made), "a stage here is still to read them"
+    goes_on.set()
+    for iteration in range(3):
+        bench.ended(f"reward/{iteration}")
+    assert read == [SAMPLES] * 3
+    assert len(made) == 3 * SAMPLES
+    assert until(lambda: not any(ref() for ref in made))
+    there = taker.output("it/0002/rollout").stream("trajectories")
+    assert until(lambda: there.complete(range(SAMPLES + 1)))
+    inbox.close()
+
+
+@pytest.mark.parametrize("came", [0, 3])
+def test_who_comes_late_reads_the_rest_of_what_was_sent_from_disk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, came: int
+) -> None:
+    """The worker that made it has committed it and let go of it, or was lost."""
+
+    def rollout(ctx: Context) -> None:
+        trajectories = ctx.writer("trajectories")
+        for sample in range(SAMPLES):
+            trajectories.put(trajectory(sample))
+        trajectories.close()
+
+    read: list[list[int]] = []
+
+    def inference(ctx: Context) -> None:
+        for samples in (range(3), range(3, SAMPLES)):
+            read.append([r.identity.sample for r in ctx.records("trajectories", samples)])
+
+    monkeypatch.setattr(stages.rollout, "run", rollout)
+    monkeypatch.setattr(stages.inference, "run", inference)
+    bench.order(order("rollout", 0))
+    bench.ended("rollout/0")
+    assert read_manifest(bench.run / "it/0000/rollout") is not None
+    assert until(lambda: "it/0000/rollout" not in bench.worker._board)
+    outbox = Outbox(bench.run / CHANNELS)
+    writer = outbox.writer("it/0000/rollout:trajectories", [NAME], 0, 1)
+    for sample in range(came):
+        writer.put(trajectory(sample))
+    assert writer.flush()
+    bench.order(order("inference", 0, "trajectories<rollout"))
+    bench.ended("inference/0")
+    assert read == [[0, 1, 2], list(range(3, SAMPLES))]
+    outbox.close()

@@ -1,0 +1,352 @@
+"""Weights from the worker that made them to the boards of others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlinf.artifacts import Manifest, commit, content_digest
+from rlinf.data.record import Identity, Record
+from rlinf.errors import RequeueRequested
+from stages.board import Board
+from stages.context import Input
+from stages.parts import WEIGHTS
+from stages.worker.inbox import TO, Inbox, Outbox
+from stages.worker.versions import Versions
+from stages.worker.weights import BUCKET, DIGEST, NAME, WHAT, Arrivals, Publisher
+
+OUT = "it/0003/sync"
+NOWHERE = Versions(Path("/nowhere"))
+"""For tests that use no files."""
+
+
+def state(seed: int = 0) -> dict[str, Tensor]:
+    """Weights of several buckets, two names tied."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "big": torch.randn(1200, 1000, generator=generator),
+        "half": torch.randn(7, 3, generator=generator).bfloat16(),
+        "count": torch.tensor(seed),
+    }
+    return tensors | {"tied": tensors["big"]}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@dataclass
+class Wire:
+    """An outbox whose records a test delivers itself."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def writer(self, to: str, workers: list[str], rank: int, ranks: int) -> Wire:
+        return self
+
+    def put(self, record: Record, weight: int = 1) -> None:
+        self.records.append(record)
+
+
+def sent(way: str, out: str = OUT, attempt: str = "data-a", number: int = 3) -> list[Record]:
+    """What a publisher sends of one version."""
+    wire = Wire()
+    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher.want(out, {"w": way})
+    publisher.publish(out, attempt, number, {WEIGHTS: state(number)})
+    publisher.close()
+    return wire.records
+
+
+def test_the_first_of_very_many_versions_goes_to_those_who_want_it() -> None:
+    """As many as the driver orders at once of rollouts far behind."""
+    wire = Wire()
+    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    for number in range(100):
+        publisher.want(f"it/{number:04d}/sync", {"w": "socket"})
+    publisher.forget({"it/0001/sync"})
+    for number in range(2):
+        publisher.publish(f"it/{number:04d}/sync", "data-a", number, {WEIGHTS: state(number)})
+    publisher.close()
+    assert {record.identity.iteration for record in wire.records} == {0}
+
+
+class Worker:
+    """What a resident worker has to send and take weights."""
+
+    def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
+        self.board, self.outbox = Board(), Outbox(folder, name=name)
+        self.publisher = Publisher(self.outbox, Versions(folder, dtype=dtype), dtype)
+        takers = {WEIGHTS: Arrivals(self.board, self.publisher).take}
+        self.inbox = Inbox(folder, name, self.board, takers)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.outbox.close()
+        self.inbox.close()
+
+    def holds(self, number: int, out: str = OUT) -> bool:
+        held = self.board.output(out).objects.get(WEIGHTS)
+        return held is not None and same(held, state(number))
+
+
+@pytest.fixture
+def workers(worker: Callable[[str], Worker]) -> tuple[Publisher, Board]:
+    return worker("here").publisher, worker("there").board
+
+
+def arrivals(board: Board, behind: int = 0) -> Arrivals:
+    """Of a worker that nobody asks for anything."""
+    return Arrivals(board, Publisher(Wire(), NOWHERE), behind)  # type: ignore[arg-type]
+
+
+def soon(met: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not met() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return met()
+
+
+@pytest.mark.parametrize("way", ["socket", "shared_memory"])
+@pytest.mark.parametrize("early", [True, False])
+def test_weights_arrive_as_they_were_with_the_name_of_their_attempt(
+    workers: tuple[Publisher, Board], way: str, early: bool
+) -> None:
+    publisher, board = workers
+    for number in (3, 4, 5):
+        out = f"it/{number:04d}/sync"
+        if early:
+            publisher.want(out, {"there": way})
+        publisher.publish(out, f"data-{number}", number, {WEIGHTS: state(number)})
+        if not early:
+            publisher.want(out, {"there": way})
+        entry = Input(Path(out), None, board.output(out))
+        assert entry.state == f"{out}/data-{number}"
+        assert same(entry.held(WEIGHTS), state(number))
+        assert entry.held(WEIGHTS)["tied"] is entry.held(WEIGHTS)["big"]
+    # The oldest made room: it is on disk.
+    assert not board.output("it/0003/sync").objects
+
+
+@pytest.mark.parametrize("way", ["socket", "shared_memory", "gloo", "delta"])
+def test_weights_are_sent_in_the_type_that_engines_take(
+    worker: Callable[..., Worker], way: str
+) -> None:
+    """Statistics and counts keep their own."""
+    source, there = worker("here", torch.bfloat16), worker("there")
+    made = {**state(3), "mean": torch.ones(3, dtype=torch.float64)}
+    source.publisher.want(OUT, {"there": way})
+    source.publisher.publish(OUT, "data-a", 3, {WEIGHTS: made})
+    assert soon(lambda: WEIGHTS in there.board.output(OUT).objects)
+    cast = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in made.items()}
+    held = there.board.output(OUT).objects[WEIGHTS]
+    assert {n: t.dtype for n, t in held.items()} == {n: t.dtype for n, t in cast.items()}
+    assert same(held, cast)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_who_gets_weights_passes_them_on(worker: Callable[[str], Worker], late: bool) -> None:
+    """To another node bucket by bucket, on its own through shared memory; late ones too."""
+    source, relay, far, near = (worker(name) for name in ("source", "relay", "far", "near"))
+    ways = {"far": "socket", "near": "shared_memory"}
+    if not late:
+        relay.publisher.want(OUT, ways)
+    source.publisher.want(OUT, {"relay": "socket"})
+    source.publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
+    if late:
+        assert soon(lambda: relay.holds(3))
+        relay.publisher.want(OUT, ways)
+    for taker in (relay, far, near):
+        assert soon(lambda taker=taker: taker.holds(3))  # type: ignore[misc]
+        entry = Input(Path(OUT), None, taker.board.output(OUT))
+        assert entry.state == f"{OUT}/data-a"
+
+
+def test_another_attempt_reaches_those_who_got_a_part_of_the_first() -> None:
+    wire, board = Wire(), Board()
+    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher.want(OUT, {"far": "socket"})
+    taker = Arrivals(board, publisher)
+    first, second = sent("socket"), sent("socket", attempt="data-b")
+    for record in [*first[:2], *second]:
+        taker.take(OUT, record)
+    assert soon(lambda: len(wire.records) == 2 + len(second))
+    publisher.close()
+    last = Board()
+    end = arrivals(last)
+    for record in wire.records:
+        end.take(OUT, record)
+    assert same(last.output(OUT).objects[WEIGHTS], state(3))
+    assert Input(Path(OUT), None, last.output(OUT)).state == f"{OUT}/data-b"
+
+
+def test_nobody_is_sent_what_nobody_wants() -> None:
+    wire = Wire()
+    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher.publish(OUT, "data-a", 3, {WEIGHTS: state()})
+    publisher.close()
+    assert not wire.records
+
+
+def flip(record: Record) -> Record:
+    part = record.context[BUCKET].copy()
+    part[len(part) // 2] ^= 1
+    return replace(record, context={BUCKET: part})
+
+
+def test_a_flipped_bit_is_found_and_the_version_is_never_served() -> None:
+    records = sent("socket")
+    buckets = [i for i, record in enumerate(records) if record.info[WHAT] == BUCKET]
+    assert len(buckets) > 1
+    for damaged in buckets:
+        board = Board()
+        taker = arrivals(board)
+        for i, record in enumerate(records):
+            taker.take(OUT, flip(record) if i == damaged else record)
+        assert not board.output(OUT).objects
+
+
+def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
+    records, other = sent("socket"), sent("socket", number=4)
+    swapped = [records[0], replace(other[1], identity=records[1].identity), *records[2:]]
+    for stream in (records[:1] + records[2:], swapped, records[:-1]):
+        board = Board()
+        taker = arrivals(board)
+        for record in stream:
+            taker.take(OUT, record)
+        assert not board.output(OUT).objects
+    assert records[-1].info[WHAT] == DIGEST
+
+
+def test_damage_in_shared_memory_is_found_and_not_served() -> None:
+    wire, board = Wire(), Board()
+    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher.want(OUT, {"w": "shared_memory"})
+    publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
+    assert soon(lambda: bool(wire.records))
+    for slot in (0, 1):
+        memory = np.memmap(f"/dev/shm/{wire.records[0].info[NAME]}-{slot}", np.uint8, "r+")
+        memory[len(memory) // 2] ^= 1
+    arrivals(board).take(OUT, wire.records[0])
+    publisher.close()
+    assert not board.output(OUT).objects
+    assert not list(Path("/dev/shm").glob(f"{wire.records[0].info[NAME]}*"))
+
+
+def test_a_name_that_is_not_ours_is_not_opened() -> None:
+    record = sent("shared_memory")[0]
+    board = Board()
+    arrivals(board).take(OUT, replace(record, info={**record.info, NAME: "../../etc/passwd"}))
+    assert not board.output(OUT).objects
+
+
+def test_what_a_dead_sender_left_gives_way_to_the_next_attempt() -> None:
+    board = Board()
+    taker = arrivals(board)
+    first, second = sent("socket"), sent("socket", attempt="data-b")
+    for record in [*first[:2], *second[:1], *first[2:], *second[1:]]:
+        taker.take(OUT, record)
+    assert Input(Path(OUT), None, board.output(OUT)).state == f"{OUT}/data-b"
+    assert same(board.output(OUT).objects[WEIGHTS], state(3))
+
+
+def test_another_attempt_that_comes_whole_replaces_the_first() -> None:
+    """It is the one that will be committed; who took the first finds out then."""
+    board = Board()
+    taker = arrivals(board)
+    for attempt in ("data-a", "data-b", "data-b"):
+        for record in sent("socket", attempt=attempt):
+            taker.take(OUT, record)
+    assert Input(Path(OUT), None, board.output(OUT)).state == f"{OUT}/data-b"
+
+
+def test_weights_that_came_in_part_are_freed_by_the_next(tmp_path: Path) -> None:
+    board = Board()
+    taker = arrivals(board)
+    for number in range(3):
+        for record in sent("socket", f"it/{number}", f"data-{number}", number)[:2]:
+            taker.take(f"it/{number}", record)
+    for record in sent("socket", "it/3", "data-3", 3):
+        taker.take("it/3", record)
+    assert not taker._coming
+
+
+def test_older_weights_do_not_take_the_place_of_newer_ones() -> None:
+    board = Board()
+    taker = arrivals(board)
+    for number in (5, 6, 4, 5):
+        for record in sent("socket", f"it/{number}", f"data-{number}", number):
+            taker.take(f"it/{number}", record)
+    held = [n for n in range(4, 7) if WEIGHTS in board.output(f"it/{n}").objects]
+    assert held == [5, 6]
+
+
+def test_stale_rollouts_find_the_versions_they_lag_behind() -> None:
+    board = Board()
+    taker = arrivals(board, behind=2)
+    for number in range(6):
+        for record in sent("socket", f"it/{number}", f"data-{number}", number):
+            taker.take(f"it/{number}", record)
+    held = [n for n in range(6) if WEIGHTS in board.output(f"it/{n}").objects]
+    assert held == [2, 3, 4, 5]
+
+
+def test_who_waits_for_weights_that_never_come_goes_on_when_they_are_committed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "sync"
+    (folder / "data-x").mkdir(parents=True)
+    entry = Input(folder, None, Board().output("sync"))
+    timer = threading.Timer(0.2, lambda: commit(folder, manifest("data-x")))
+    timer.start()
+    assert entry.state == f"{folder}/data-x"
+    assert entry.held(WEIGHTS) is None
+    # What came from memory is checked against the commit; nothing did.
+    assert entry.output is None
+    timer.join()
+
+
+def test_who_waits_for_weights_can_be_asked_to_stop(tmp_path: Path) -> None:
+    entry = Input(tmp_path, None, Board().output("sync"), stopping=lambda: True)
+    with pytest.raises(RequeueRequested):
+        _ = entry.state
+
+
+def test_the_inbox_still_takes_records_after_damaged_weights(
+    workers: tuple[Publisher, Board], tmp_path: Path
+) -> None:
+    _, board = workers
+    outbox = Outbox(tmp_path)
+    to = f"{OUT}:{WEIGHTS}"
+    outbox.writer(to, ["there"], 0, 1).put(Record(Identity(3, 0), info={"odd": 1}))
+    outbox.writer("it/0003/rollout:trajectories", ["there"], 0, 1).close()
+    stream = board.output("it/0003/rollout").stream("trajectories")
+    assert soon(lambda: stream.complete(range(1)))
+    assert TO not in board.output(OUT).objects
+    outbox.close()
+
+
+def manifest(data: str) -> Manifest:
+    return Manifest(
+        stage="sync",
+        iteration=0,
+        key="k",
+        content=content_digest({}, {}),
+        data=data,
+        files={},
+        inputs={},
+        metrics={},
+        timing={},
+        host="",
+        job="",
+        world=1,
+        extra={},
+    )
