@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from rlinf.data.counted import counted
 from rlinf.data.record import Record, Scalar
 from stages.context import Context
 from stages.parts import WEIGHTS, held_environment, make_algorithm, make_reward
@@ -30,7 +31,10 @@ def run(ctx: Context) -> None:
         rewards = reward.rewards(trajectories, part)
         group = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
         total = np.array([steps.sum(dtype=np.float64) for steps in rewards])
-        kept = algorithm.keep(total, group)
+        # One without a step that counts has no gradient, and no place in its group's mean.
+        kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
+        ungraded["uncounted"] += int((~kept).sum())
+        kept[kept] = algorithm.keep(total[kept], group[kept])
         for trajectory, score, steps, counts in zip(trajectories, part, rewards, kept, strict=True):
             info: dict[str, Scalar] = {
                 "score": float(score),

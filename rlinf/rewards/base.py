@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import numpy as np
 
 from rlinf.config import Section
+from rlinf.data.counted import counted, credited
 from rlinf.data.record import Record
+from rlinf.errors import InputError
 from rlinf.fit import Part
+
+Judgement = float | np.ndarray
+"""One number for a whole trajectory, or ``[T]`` one for each of its steps."""
 
 
 class Reward(Part, ABC):
@@ -22,5 +27,53 @@ class Reward(Part, ABC):
         self.config = config
 
     @abstractmethod
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Judgement]:
+        """What each trajectory is worth.
+
+        Args:
+            scores: the task's own measure of each.
+
+        Returns:
+            For each one number, which goes on its last step that counts, or one for each step; of a
+            step that does not count it goes on the last one before it that does.
+        """
+
+    @final
     def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        """Rewards per step, float32 ``[T]`` for each trajectory."""
+        """Rewards per step, float32 ``[T]`` for each trajectory, on steps that count alone.
+
+        A trajectory without any such step has none to be rewarded for: zeros.
+
+        Raises:
+            InputError: :meth:`judge` gave another number of rewards, one of another shape, or one
+                that is not finite; names the sample.
+        """
+        judged = self.judge(trajectories, scores)
+        name = type(self).__name__
+        if len(judged) != len(trajectories):
+            raise InputError(
+                f"reward {name}: {len(judged)} rewards for {len(trajectories)} trajectories; give "
+                "one for each"
+            )
+        out = []
+        for trajectory, judgement in zip(trajectories, judged, strict=True):
+            worth, length = np.asarray(judgement, np.float64), len(trajectory)
+            sample = f"sample {trajectory.identity.sample}"
+            if worth.shape not in ((), (length,)):
+                raise InputError(
+                    f"reward {name}: {sample} got rewards of shape {list(worth.shape)}; give one "
+                    f"number, or one for each of its {length} steps"
+                )
+            if not np.isfinite(worth).all():
+                raise InputError(
+                    f"reward {name}: {sample} got {worth[~np.isfinite(worth)].flat[0]}; a reward "
+                    "must be finite, or it makes every weight so"
+                )
+            counts = counted(trajectory)
+            if not counts.any():
+                out.append(np.zeros(length, np.float32))
+                continue
+            if not worth.ndim:
+                worth = np.append(np.zeros(length - 1), worth)
+            out.append(credited(worth, counts))
+        return out
