@@ -92,7 +92,7 @@ def test_steps_that_do_not_count_take_no_time(seed: int, gamma: float, lam: floa
         for number, column in enumerate(wide):
             put = [given[number][at]]
             fill = [float(random.normal()) if number == 1 else 0.0] * gap
-            column += [*fill, *put] if number >= 2 else [*put, *fill]
+            column.extend([*fill, *put] if number >= 2 else [*put, *fill])
     got, _ = generalised(
         *(torch.tensor(c, dtype=torch.float64)[None] for c in wide),
         torch.tensor(mask, dtype=torch.float64)[None],
