@@ -72,7 +72,9 @@ def collected(
         begun=begun,
     )
     engine.newer = newer_weights(ctx, engine) if follows else None
-    engine.gives_up = gives_up
+    # Asked all the same: it also stops the engine when the allocation ends.
+    resumes = environment.resumes
+    engine.gives_up = gives_up and (lambda left, of: gives_up(left, of) and resumes)
     try:
         with ctx.span("generate"):
             yield from collect(environment, engine, episodes, "rollout")

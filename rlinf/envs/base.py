@@ -68,6 +68,8 @@ class Environment(Part, ABC):
     """What the policy acts in."""
 
     Config: ClassVar[type[Section]]
+    resumes: ClassVar[bool] = False
+    """Whether :meth:`simulate` goes on with samples that another engine gave up."""
 
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:
@@ -102,9 +104,10 @@ class Environment(Part, ABC):
 
         Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (behaviour policy), and
         ``info`` with ``group``, ``policy_version`` and ``stop_reason``; ``steps["versions"]`` where
-        the weights may change on the way. Closes ``observations`` when no more are coming. What an
-        engine gives up has the stop reason :data:`UNFINISHED` and is gone on with from
-        ``episodes.begun``.
+        the weights may change on the way; ``steps["mask"]``, 0 where a step does not count (see
+        :mod:`rlinf.data.counted`), where not all do. Closes ``observations`` when no more are
+        coming. Where the environment :attr:`resumes`, what an engine gives up has the stop reason
+        :data:`UNFINISHED` and is gone on with from ``episodes.begun``.
         """
 
     @abstractmethod

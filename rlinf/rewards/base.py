@@ -4,15 +4,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
+from rlinf.channels.world import World
 from rlinf.config import Section
 from rlinf.data.counted import counted, credited
 from rlinf.data.record import Record
 from rlinf.errors import InputError
 from rlinf.fit import Part
+
+if TYPE_CHECKING:
+    from rlinf.residency import Residency
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the stage lends a reward; one that needs no device leaves it alone.
+
+    The stage may run as several processes, each of which judges whole groups; a model that they
+    share is the reward's own affair.
+    """
+
+    world: World = field(default_factory=World)
+    """Which process of how many this is."""
+    device: str = "cpu"
+    """Of this process: a model computes there."""
+    residency: Residency | None = None
+    """Stages take turns on the device: a reward that holds tensors on it between two calls is a
+    :class:`rlinf.residency.Holder` and asks ``residency.need(self)`` before it computes. None: the
+    device is its own."""
+
 
 Judgement = float | np.ndarray
 """One number for a whole trajectory, or ``[T]`` one for each of its steps."""
@@ -22,16 +46,23 @@ class Reward(Part, ABC):
     """Turns the task's scores into the rewards the algorithm maximises."""
 
     Config: ClassVar[type[Section]]
+    needs_score: ClassVar[bool] = True
+    """Whether the task is to score the trajectories first; if not, :meth:`judge` gets no scores and
+    the stage makes no environment."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, resources: Resources) -> None:
+        """It is made once in a process and kept: a model is loaded here, or with the first call."""
         self.config = config
+        self.resources = resources
 
     @abstractmethod
     def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Judgement]:
         """What each trajectory is worth.
 
         Args:
-            scores: the task's own measure of each.
+            trajectories: whole groups. What the task knows of each, data columns of the user's
+                file among it, is in ``info``.
+            scores: the task's own measure of each; empty unless :attr:`needs_score`.
 
         Returns:
             For each one number, which goes on its last step that counts, or one for each step; of a
@@ -77,3 +108,6 @@ class Reward(Part, ABC):
                 worth = np.append(np.zeros(length - 1), worth)
             out.append(credited(worth, counts))
         return out
+
+    def close(self) -> None:
+        """Free devices and end processes of its own."""

@@ -11,6 +11,7 @@ from rlinf.channels.base import Channel
 from rlinf.data.record import Record
 from rlinf.envs.arithmetic import ArithmeticEnvironment
 from rlinf.envs.base import Episodes
+from rlinf.envs.prompts import Prompt
 
 
 class ToolSpeaksLast(ArithmeticEnvironment):
@@ -31,6 +32,9 @@ class ToolSpeaksLast(ArithmeticEnvironment):
                 for name, column in made.steps.items()
             }
             yield replace(made, steps={**steps, "mask": mask})
+
+    def prompts(self, episodes: Episodes) -> list[Prompt]:
+        return [replace(p, info={"hint": p.text[::-1]}) for p in super().prompts(episodes)]
 
     def grade(self, response: str, answer: str) -> float:
         return sum(c.isdigit() for c in response) / max(1, len(response))
