@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -91,9 +91,9 @@ class GymEnvironment(Environment):
     ) -> Iterator[Record]:
         """One request per time step, of all environments of a part still running.
 
-        Besides ``actions`` and ``logprobs`` trajectories have the step columns ``observations``
-        ``[T, D]``, ``values``, ``rewards``, ``terminated``, ``truncated`` and ``bootstrap``: the
-        value of the state after a step at which an episode was cut off, 0 at all others.
+        Trajectories have all columns of the replies and ``observations`` ``[T, D]``, ``rewards``,
+        ``terminated``, ``truncated``. Where the policy gives ``values``, ``bootstrap`` is the value
+        of the state after a step at which an episode was cut off, 0 at all others.
         """
         if self._processes is not None:
             yield from self._processes.collect(episodes, observations, actions)
@@ -149,28 +149,26 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Par
         version = int(reply.info["version"])
         for k, i in enumerate(live):
             row, last = rows[i], time + 1 == episodes.horizon
-            if "version" in reply.steps:
-                row.columns.setdefault("versions", []).append(reply.steps["version"][k])
-            row.step(*(reply.steps[name][k] for name in ("action", "logprob", "value")))
+            row.step({name: column[k] for name, column in reply.steps.items() if name != "sample"})
             if row.truncated or (last and not row.terminated):
                 cut.append((i, time, row.seen))
             if row.ended and not last and episodes.split == "train":
                 row.reset()
         if episodes.split == "test":
             live = [i for i in live if not rows[i].ended]
-    bootstrap = [np.zeros(len(row.columns["rewards"]), np.float32) for row in rows]
-    if cut and episodes.split == "train":
+    valued = bool(rows) and "values" in rows[0].columns
+    if valued:
+        for row in rows:
+            row.columns["bootstrap"] = [np.float32(0)] * len(row.columns["rewards"])
+    if cut and valued and episodes.split == "train":
         who = samples[[i for i, _, _ in cut]]
         reply = yield _request(episodes, who, [seen for _, _, seen in cut], 0, temperature=0.0)
         for (i, at, _), value in zip(cut, reply.steps["value"], strict=True):
-            bootstrap[i][at] = value
+            rows[i].columns["bootstrap"][at] = value
     return [
         Record(
             Identity(episodes.iteration, int(sample)),
-            steps={
-                **{name: np.stack(column) for name, column in row.columns.items()},
-                "bootstrap": values,
-            },
+            steps={name: np.stack(column) for name, column in row.columns.items()},
             info={
                 "group": int(start),
                 "policy_version": version,
@@ -179,7 +177,7 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Par
                 "episodes": len(row.returns),
             },
         )
-        for sample, start, row, values in zip(samples, starts, rows, bootstrap, strict=True)
+        for sample, start, row in zip(samples, starts, rows, strict=True)
     ]
 
 
@@ -213,7 +211,7 @@ class _Sample:
         space = world.action_space
         self._bounds = (space.low, space.high) if hasattr(space, "low") else None
         self._first_action = int(getattr(space, "start", 0))
-        self.columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.columns: dict[str, list[Any]] = {}
         self.returns: list[float] = []
         self.reset()
 
@@ -228,9 +226,9 @@ class _Sample:
         self.terminated = self.truncated = False
         self.running = 0.0
 
-    def step(self, action: Any, logprob: Any, value: Any) -> None:
-        """Act and record."""
-        before = self.seen
+    def step(self, reply: Mapping[str, Any]) -> None:
+        """Act and record: all that was replied, and what comes of the action."""
+        before, action = self.seen, reply["action"]
         if self._bounds is None:
             performed = int(action) + self._first_action
         else:
@@ -241,10 +239,15 @@ class _Sample:
         self.running += float(reward)
         if self.ended:
             self.returns.append(self.running)
-        flags = np.uint8(self.terminated), np.uint8(self.truncated)
-        step = (before, action, logprob, value, np.float32(reward), *flags)
-        for name, entry in zip(COLUMNS, step, strict=True):
-            self.columns[name].append(entry)
+        step = {
+            **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
+            "observations": before,
+            "rewards": np.float32(reward),
+            "terminated": np.uint8(self.terminated),
+            "truncated": np.uint8(self.truncated),
+        }
+        for name, entry in step.items():
+            self.columns.setdefault(name, []).append(entry)
 
     @property
     def ended(self) -> bool:
@@ -252,15 +255,13 @@ class _Sample:
         return self.terminated or self.truncated
 
 
-COLUMNS = (
-    "observations",
-    "actions",
-    "logprobs",
-    "values",
-    "rewards",
-    "terminated",
-    "truncated",
-)
+COLUMN_OF = {
+    "action": "actions",
+    "logprob": "logprobs",
+    "value": "values",
+    "version": "versions",
+}
+"""What a trajectory calls a column of replies; any other has the same name there."""
 
 
 def make(config: GymConfig) -> Any:

@@ -109,15 +109,19 @@ def value_of(observations: np.ndarray) -> np.ndarray:
     return np.asarray(observations.sum(-1) + 10, np.float32)
 
 
-def script(act: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Any:
-    """An engine that acts by a function of sample numbers and observations."""
+def script(
+    act: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    say: Callable[[np.ndarray], dict[str, np.ndarray]] = lambda seen: {"value": value_of(seen)},
+) -> Any:
+    """An engine that acts by a function of sample numbers and observations, and says more."""
 
     def serve(observations: Channel, actions: Channel) -> None:
         for asked in observations:
             samples, seen = asked.steps["sample"], asked.steps["observation"]
-            steps = {"sample": samples, "action": act(samples, seen), "value": value_of(seen)}
+            steps = {"sample": samples, "action": act(samples, seen), **say(seen)}
             steps["logprob"] = np.zeros(len(samples), np.float32)
             actions.put(Record(asked.identity, steps, info={"version": 1}))
+        actions.close()
 
     return serve
 
@@ -261,3 +265,28 @@ def test_mujoco_leaves_no_log_in_the_working_directory(
     spec = GymEnvironment.describe(GymConfig(id="HalfCheetah-v5"))
     assert spec == {"observation": 17, "action": {"kind": "box", "size": 6}}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_whatever_a_policy_says_of_its_actions_is_in_the_trajectory(processes: int) -> None:
+    """The denoising chain of an action, say; a policy without a value head gives no values."""
+
+    def chain(seen: np.ndarray) -> dict[str, np.ndarray]:
+        return {"chain": seen[:, None, :2] * np.arange(3, dtype=np.float32)[None, :, None]}
+
+    task = GymEnvironment(GymConfig(id="CartPole-v1", processes=processes), None)
+    asked, answers = ReferenceChannel(), ReferenceChannel()
+    worker = threading.Thread(target=script(balance, chain), args=(asked, answers))
+    worker.start()
+    try:
+        records = list(
+            task.simulate(Episodes(1, 2, "train", range(3), 3, 1, 9, 1.0), asked, answers)
+        )
+    finally:
+        task.close()
+    worker.join(timeout=30)
+    for record in records:
+        np.testing.assert_array_equal(
+            record.steps["chain"], chain(record.steps["observations"])["chain"]
+        )
+        assert not {"values", "bootstrap"} & record.steps.keys()
