@@ -80,8 +80,20 @@ class Environment(Part, ABC):
     def describe(cls, config: Any) -> Spec:
         """What a policy must know to be created for this environment.
 
+        From the configuration and data files alone: the machine that starts a run need not be able
+        to build a simulator.
+
         Raises:
             DataError: a data file of the task is missing, empty or malformed.
+        """
+
+    @classmethod
+    def verify(cls, config: Any) -> None:
+        """See that :meth:`describe` is right; asked where the run computes, before it makes
+        anything of it.
+
+        Raises:
+            ConfigError: it is not, or the simulator cannot be built.
         """
 
     @classmethod

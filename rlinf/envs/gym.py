@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,11 +35,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class ActionConfig(Section):
+    """What a policy chooses: one of ``size`` numbers, or a vector of that length."""
+
+    kind: Literal["discrete", "box"]
+    size: int = Field(gt=0)
+
+
 class GymConfig(Section):
     """A registered Gymnasium environment with vector observations."""
 
-    id: str
+    id: str = Field(min_length=1)
     """``CartPole-v1``, or ``module:Name-v0`` to import the module that registers it."""
+    observation: int | None = Field(default=None, gt=0)
+    """Length of an observation vector."""
+    action: ActionConfig | None = None
+    """With ``observation`` what a policy is made for: no simulator is built to find it out, which
+    may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
+    prints both; the first stage sees that they are right."""
     kwargs: dict[str, Any] = {}
     """Arguments of ``gymnasium.make``."""
     processes: int = Field(default=0, ge=0)
@@ -67,6 +82,31 @@ class GymEnvironment(Environment):
     @classmethod
     def describe(cls, config: GymConfig) -> Spec:
         """``observation``: length of a vector; ``action``: ``kind`` discrete or box, and ``size``.
+
+        Raises:
+            ConfigError: the configuration does not say them.
+        """
+        if config.observation is None or config.action is None:
+            key = "observation" if config.observation is None else "action"
+            raise ConfigError(
+                f"task.{key}: is not set; a policy is made for task.observation (a length) and "
+                "task.action (kind and size), which, where the simulator is installed, "
+                f"`python -m rlinf.envs.gym {config.id}` prints"
+            )
+        return {"observation": config.observation, "action": config.action.model_dump()}
+
+    @classmethod
+    def verify(cls, config: GymConfig) -> None:
+        found, given = cls.measured(config), cls.describe(config)
+        for name, value in found.items():
+            if given[name] != value:
+                raise ConfigError(
+                    f"task.{name}: {given[name]} is not what {config.id} has; set it to {value}"
+                )
+
+    @classmethod
+    def measured(cls, config: GymConfig) -> Spec:
+        """What :meth:`describe` should say, by building a simulator.
 
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
@@ -277,7 +317,7 @@ def make(config: GymConfig) -> Any:
         raise MissingPackageError("gymnasium", "sims", "task.name: gym") from None
     _quiet_mujoco()
     try:
-        # The checker repeats assertions at every step; describe() has looked at the spaces.
+        # The checker repeats assertions at every step; measured() has looked at the spaces.
         return gymnasium.make(config.id, disable_env_checker=True, **config.kwargs)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ConfigError(f"task.id: cannot make {config.id!r}: {error}") from None
@@ -292,3 +332,8 @@ def _quiet_mujoco() -> None:
     except ImportError:
         return
     mujoco.set_mju_user_warning(functools.cache(functools.partial(log.warning, "MuJoCo: %s")))
+
+
+if __name__ == "__main__":
+    for name, value in GymEnvironment.measured(GymConfig(id=sys.argv[1])).items():
+        sys.stdout.write(f"task.{name}: {json.dumps(value)}\n")
