@@ -317,8 +317,8 @@ def test_the_first_stage_sees_that_the_configuration_knows_the_simulator(
         ({"id": "nowhere:Thing-v0"}, "nowhere"),
         ({"kwargs": {"wind": 3}}, "wind"),
         ({"id": "Blackjack-v1"}, "observations"),
-        ({"id": "Pendulum-v1"}, "observation"),
-        ({"action": {"kind": "box", "size": 2}}, "action"),
+        ({"id": "Pendulum-v1"}, "4 is not what"),
+        ({"action": {"kind": "box", "size": 2}}, "is not what CartPole"),
     ],
 )
 def test_a_simulator_that_is_another_is_refused(changes: dict[str, Any], said: str) -> None:
