@@ -67,7 +67,7 @@ class Extent:
 class Environment(Part, ABC):
     """What the policy acts in."""
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
 
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:

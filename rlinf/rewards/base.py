@@ -16,7 +16,7 @@ from rlinf.fit import Part
 class Reward(Part, ABC):
     """Turns the task's scores into the rewards the algorithm maximises."""
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
 
     def __init__(self, config: Any) -> None:
         self.config = config
