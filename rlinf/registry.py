@@ -19,12 +19,15 @@ from rlinf.errors import ConfigError, RlinfError, nearest
 class Registry:
     """Parts of one kind by name."""
 
-    def __init__(self, kind: str, entries: dict[str, str], base: str) -> None:
+    def __init__(
+        self, kind: str, entries: dict[str, str], base: str, *, instances: bool = False
+    ) -> None:
         """
         Args:
-            base: ``module:class`` that every part is a subclass of, or an instance of.
+            base: ``module:class`` that every part is a subclass of.
+            instances: parts are instances of it instead.
         """
-        self.kind = kind
+        self.kind, self._instances = kind, instances
         self._entries = dict(entries)
         self._base = base
 
@@ -63,24 +66,19 @@ class Registry:
             return _attribute(target)
         key = key or f"{self.kind}.name"
         module, _, attribute = target.partition(":")
-        part = _own(module, attribute, key)
-        base = _attribute(self._base)
-        if inspect.isclass(part):
-            missing = sorted(getattr(part, "__abstractmethods__", ()))
-            if not issubclass(part, base):
+        part = own_attribute(module, attribute, key)
+        base, shown = _attribute(self._base), self._base.replace(":", ".")
+        if self._instances:
+            if not isinstance(part, base):
                 raise ConfigError(
-                    f"{key}: {name} is no {self.kind}: make it a subclass of "
-                    f"{self._base.replace(':', '.')}"
+                    f"{key}: {name} is no {self.kind} but of type {type(part).__name__}; expected "
+                    f"a variable of type {shown}"
                 )
-            if missing:
-                raise ConfigError(
-                    f"{key}: {name} lacks {', '.join(missing)}, which every {self.kind} has: see "
-                    f"{self._base.replace(':', '.')}"
-                )
-        elif not isinstance(part, base):
+        elif not (inspect.isclass(part) and issubclass(part, base)):
+            raise ConfigError(f"{key}: {name} is no {self.kind}: make it a subclass of {shown}")
+        elif missing := sorted(getattr(part, "__abstractmethods__", ())):
             raise ConfigError(
-                f"{key}: {name} is no {self.kind} but of type {type(part).__name__}; expected "
-                f"{self._base.replace(':', '.')}"
+                f"{key}: {name} lacks {', '.join(missing)}, part of every {self.kind}; see {shown}"
             )
         return part
 
@@ -90,8 +88,8 @@ def _attribute(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _own(module: str, attribute: str, key: str) -> Any:
-    """What a user's target names.
+def own_attribute(module: str, attribute: str, key: str) -> Any:
+    """What a user's target names: ``attribute`` of ``module``.
 
     Raises:
         ConfigError: it cannot be imported, or is not there.
@@ -115,8 +113,9 @@ def _own(module: str, attribute: str, key: str) -> Any:
     except Exception as error:  # a module of the user's may raise anything
         raise _broken(module, key, error) from error
     if not hasattr(found, attribute):
-        hint = nearest(attribute, _classes(found)) or "; it defines no class"
-        raise ConfigError(f"{key}: {found.__file__} has no {attribute!r}{hint}")
+        raise ConfigError(
+            f"{key}: {found.__file__} has no {attribute!r}{nearest(attribute, _defined(found))}"
+        )
     return getattr(found, attribute)
 
 
@@ -131,6 +130,12 @@ def _broken(module: str, key: str, error: Exception) -> ConfigError:
     return ConfigError(f"{key}: importing {module} failed in {where}: {text}")
 
 
-def _classes(module: ModuleType) -> list[str]:
-    """Names of the classes that a module defines itself."""
-    return [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+def _defined(module: ModuleType) -> list[str]:
+    """Names of what a module defines and others may want: no imports, nothing private."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and getattr(value, "__module__", module.__name__) == module.__name__
+    ]

@@ -54,7 +54,7 @@ def test_a_name_with_a_colon_is_the_part_itself(own: Path) -> None:
         ("registered.god:Mine", ["no module 'registered.god'"]),
         ("registered.good:Mien", ["good.py has no 'Mien'; did you mean 'Mine'?"]),
         ("registered.odd:Mine", ["is no reward", "rlinf.rewards.base.Reward"]),
-        ("registered.odd:mine", ["is no reward but of type int"]),
+        ("registered.odd:mine", ["is no reward", "make it a subclass"]),
         ("registered.half:Mine", ["lacks rewards"]),
         ("registered.wrong:Mine", ["wrong.py, line 1: SyntaxError"]),
         ("registered.lacks:Mine", ["lacks.py, line 2", "no_such_package"]),
