@@ -19,8 +19,12 @@ from rlinf.rewards import rewards
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
+<<<<<<< HEAD
 from stages.flow import Flow, flow_of
 from stages.parts import environment_class, make_algorithm, make_reward, policy_class
+=======
+from stages.parts import environment_class, make_algorithm, policy_class, reward_class
+>>>>>>> wt-signal
 
 
 def check(config: RunConfig) -> None:
@@ -39,7 +43,7 @@ def check(config: RunConfig) -> None:
     trainer = trainers.get(config.trainer.name)
     trainer_options = config.trainer.options(trainer.Config, "trainer")
     algorithm = make_algorithm(config)
-    make_reward(config)
+    reward_class(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.site is not None:
         load_site(cluster.site)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 
 import numpy as np
 
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.envs.base import Episodes
 from stages.collect import collect
@@ -71,7 +72,9 @@ def collected(
         begun=begun,
     )
     engine.newer = newer_weights(ctx, engine) if follows else None
-    engine.gives_up = gives_up
+    # Asked all the same: it also stops the engine when the allocation ends.
+    resumes = environment.resumes
+    engine.gives_up = gives_up and (lambda left, of: gives_up(left, of) and resumes)
     try:
         with ctx.span("generate"):
             yield from collect(environment, engine, episodes, "rollout")
@@ -80,15 +83,19 @@ def collected(
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
-    """Put trajectories into the output channel and say what they are like."""
+    """Put trajectories into the output channel and say what they are like.
+
+    Lengths, steps and lags are of the steps that count.
+    """
     trajectories = ctx.writer("trajectories")
     lengths, truncated, lags = [], 0, 0
     for trajectory in made:
         trajectories.put(trajectory, weight=len(trajectory))
-        lengths.append(len(trajectory))
+        counts = counted(trajectory)
+        lengths.append(int(counts.sum()))
         truncated += trajectory.info["stop_reason"] == "length"
         if "versions" in trajectory.steps:
-            lags += int((ctx.iteration - trajectory.steps["versions"]).sum())
+            lags += int((ctx.iteration - trajectory.steps["versions"])[counts].sum())
         ctx.progress(len(lengths), total, "samples")
     trajectories.close()
     ctx.metric("samples", len(lengths), weight=0)
@@ -97,4 +104,4 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         ctx.metric("truncated_share", truncated / len(lengths), weight=len(lengths))
         if ctx.config.rollout.in_flight_updates:
-            ctx.metric("lag_mean", lags / sum(lengths), weight=sum(lengths))
+            ctx.metric("lag_mean", lags / max(1, sum(lengths)), weight=sum(lengths))
