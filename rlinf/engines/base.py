@@ -24,7 +24,7 @@ class Engine(Part, ABC):
     ``[B, n]``, hold what there is of them, ``begun_length`` ``[B]`` steps.
     """
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
     version: int
     """Of the weights it serves."""
     newer: Callable[[], tuple[Path, int] | None] | None = None

@@ -42,7 +42,7 @@ class StepOutputs:
 class Policy(Part, ABC):
     """A trainable network with a folder format of its own."""
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
     module: nn.Module
 
     @classmethod
