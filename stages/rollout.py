@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 import numpy as np
 
 from rlinf.data.record import Record
+from rlinf.engines.base import Hooks
 from rlinf.envs.base import Episodes
 from stages.collect import collect
 from stages.context import Context
@@ -52,7 +53,7 @@ def collected(
 
     Args:
         begun: go on with these samples only.
-        gives_up: see :class:`rlinf.engines.base.Engine`.
+        gives_up: see :class:`rlinf.engines.base.Hooks`.
     """
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
@@ -69,14 +70,11 @@ def collected(
         horizon=settings.horizon,
         temperature=settings.temperature,
         begun=begun,
+        sampling=settings.sampling.settings(),
     )
-    engine.newer = newer_weights(ctx, engine) if follows else None
-    engine.gives_up = gives_up
-    try:
-        with ctx.span("generate"):
-            yield from collect(environment, engine, episodes, "rollout")
-    finally:
-        engine.newer = engine.gives_up = None
+    hooks = Hooks(newer_weights(ctx, engine) if follows else None, gives_up)
+    with ctx.span("generate"):
+        yield from collect(environment, engine, episodes, "rollout", hooks)
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:

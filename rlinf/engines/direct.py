@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.engines.base import Engine
+from rlinf.engines.base import ACTION_REQUEST, NO_HOOKS, Engine, Hooks, Requests, check_columns
 from rlinf.fit import ACTOR_CRITIC
 from rlinf.models.base import copy_weights
 from rlinf.seeding import generator
@@ -44,28 +44,39 @@ class DirectEngine(Engine):
 
     def __init__(self, config: DirectConfig, policy: type, policy_config: Any) -> None:
         self._config, self._class, self._policy_config = config, policy, policy_config
-        self.version = -1
+        self._policy: Any = None
         self._noise: dict[int, np.ndarray] = {}
         self._address: tuple[Any, ...] = ()
 
     def load(self, folder: Path, version: int) -> None:
-        self._policy: Any = self._class.load(folder, self._policy_config)  # type: ignore[attr-defined]
+        self._policy = self._class.load(folder, self._policy_config)  # type: ignore[attr-defined]
         self._policy.module.eval()
         self.version = version
 
-    def load_state(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.version = -1
         copy_weights(self._policy.module, tensors)
         self.version = version
 
     def resident(self) -> dict[str, list[Tensor]]:
-        if self.version < 0:
+        if self._policy is None:
             return {}
         return {"weights": [*self._policy.module.state_dict().values()]}
 
+    def close(self) -> None:
+        self._policy, self._noise, self.version = None, {}, -1
+
     @torch.inference_mode()
-    def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
+    def generate(
+        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+    ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
-        self.refreshed()
+        for request in requests:
+            self.refreshed(hooks)
+            yield self._answer(request, seed, stage, hooks)
+
+    def _answer(self, request: Record, seed: int, stage: str, hooks: Hooks) -> Record:
+        check_columns(request, ACTION_REQUEST)
         temperature = float(request.info["temperature"])
         policy = self._policy
         count = len(request)
@@ -87,9 +98,9 @@ class DirectEngine(Engine):
             "logprob": logprobs[:count].numpy(),
             "value": values[:count].numpy(),
         }
-        if self.newer is not None:
+        if hooks.newer is not None:
             steps["version"] = np.full(count, self.version)
-        yield Record(request.identity, steps, info={"version": self.version})
+        return Record(request.identity, steps, info={"version": self.version})
 
     def _draw(self, request: Record, seed: int, stage: str, size: int) -> Tensor:
         """Noise ``[n, size]`` of this time step: Gumbel for choices, normal for vectors.

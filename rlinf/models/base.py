@@ -7,7 +7,7 @@ robot) is known to the policy and to the environment that goes with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -119,20 +119,36 @@ def fitting(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str,
     unlike = [n for n in shapes if n not in own or own[n].shape != tuple(shapes[n])]
     unlike += [n for n, tensor in own.items() if n not in shapes and id(tensor) not in given]
     if unlike:
-        raise DataError(
-            f"weights do not fit the loaded network: {unlike[0]!r} and {len(unlike) - 1} others "
-            "are missing, unknown or of another shape; load the folder they belong to first"
-        )
+        raise misfit(unlike[0], len(unlike))
     return own
 
 
 @torch.no_grad()
-def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write other weights, of any floating type and device, into a network; tied ones may lack.
 
+    Args:
+        tensors: by name, each copied before the next is asked for.
+
     Raises:
-        DataError: they are not this network's by name and shape; it was not changed.
+        DataError: they are not this network's by name and shape; some of it may have changed.
     """
-    own = fitting(module, {name: tensor.shape for name, tensor in tensors.items()})
-    for name, tensor in tensors.items():
+    own = module.state_dict(keep_vars=True)
+    given = set[int]()
+    for name, tensor in tensors:
+        if name not in own or own[name].shape != tensor.shape:
+            raise misfit(name, 1)
         own[name].copy_(tensor)
+        given.add(id(own[name]))
+    lacking = [name for name, tensor in own.items() if id(tensor) not in given]
+    if lacking:
+        raise misfit(lacking[0], len(lacking))
+
+
+def misfit(name: str, count: int) -> DataError:
+    """What is said of weights that are not a network's own."""
+    others = f" and {count - 1} others are" if count > 1 else " is"
+    return DataError(
+        f"weights do not fit the loaded network: {name!r}{others} missing, unknown or of another "
+        "shape; load the folder they belong to first"
+    )

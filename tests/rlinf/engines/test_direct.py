@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.channels.reference import ReferenceChannel
 from rlinf.data.record import Identity, Record
+from rlinf.engines.base import NO_HOOKS, Hooks
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from rlinf.residency import Residency
@@ -45,13 +47,17 @@ def ask(
     iteration: int = 0,
     seed: int = 7,
     stage: str = "rollout",
+    hooks: Hooks = NO_HOOKS,
 ) -> dict[str, np.ndarray]:
     wanted = Record(
         Identity(iteration, 0),
         {"sample": np.asarray(samples), "observation": observations},
         info={"time": time, "horizon": 5, "temperature": temperature},
     )
-    (reply,) = engine.generate(wanted, seed, stage)
+    channel = ReferenceChannel()
+    channel.put(wanted)
+    channel.close()
+    (reply,) = engine.generate(channel, seed=seed, stage=stage, hooks=hooks)
     assert reply.info["version"] == 3
     assert reply.steps["sample"].tolist() == list(samples)
     return reply.steps
@@ -162,7 +168,7 @@ def test_weights_from_memory_serve_like_those_of_a_folder(
     fresh = DirectEngine(DirectConfig(), MLPPolicy, CONFIG)
     fresh.load(newer, 3)
     before = ask(engine, range(4), seen(4))
-    engine.load_state(tensors, 3)
+    engine.load_state(tensors.items(), 3)
     after, expected = (ask(one, range(4), seen(4)) for one in (engine, fresh))
     for name, values in expected.items():
         np.testing.assert_array_equal(after[name], values)
@@ -206,10 +212,10 @@ def test_newer_weights_answer_the_next_time_step(tmp_path: Path) -> None:
     policy.save(tmp_path / "new", dict(policy.module.state_dict()))
     other.load(tmp_path / "new", 3)
     waiting = [None, (tmp_path / "new", 3)]
-    engine.newer = lambda: waiting.pop(0) if waiting else None
+    hooks = Hooks(newer=lambda: waiting.pop(0) if waiting else None)
     plain = make("box", tmp_path / "old")
     for time, expected in enumerate([plain, other, other]):
-        got = ask(engine, range(3), seen(3), time)
+        got = ask(engine, range(3), seen(3), time, hooks=hooks)
         assert got["version"].tolist() == [3, 3, 3]
         np.testing.assert_array_equal(
             got["action"], ask(expected, range(3), seen(3), time)["action"]
