@@ -14,7 +14,8 @@ import yaml
 
 from pipeline.metrics import iterations, manifest_of
 from rlinf.artifacts import FileEntry, Manifest, content_digest
-from stages.layout import CONFIG, METRICS, PER_ITERATION, PLAN, RUN, stage_folder
+from stages.flow import on_policy
+from stages.layout import CONFIG, METRICS, PLAN, RUN, stage_folder
 
 
 def stretch(source: Path, folder: Path, count: int, *, kept: int = 5, workers: int = 1) -> Path:
@@ -41,7 +42,7 @@ def stretch(source: Path, folder: Path, count: int, *, kept: int = 5, workers: i
     rows = []
     for i in range(count):
         row: dict[str, Any] = {"iteration": i}
-        for stage in PER_ITERATION:
+        for stage in on_policy.stages:
             template = known[i % len(known)]
             values = _values(source, stage, template)
             _shift(values, (i - template) * period, workers)

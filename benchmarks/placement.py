@@ -29,6 +29,7 @@ from pipeline.pools.actuals import actual
 from pipeline.run import Run
 from rlinf import tree
 from rlinf.config import validate
+from stages.flow import flow_of
 
 RUNS = 5
 OTHERS = 10
@@ -60,11 +61,12 @@ def measure() -> list[Row]:
         others = drawn(asked.options(), [row.size + row.place for row in proposal.rows])
         # In turns, so that a machine that gets slower does so for all.
         chosen, theirs = [], []
+        flow = flow_of(run.config)
         for i in range(OTHERS):
             if i % (OTHERS // RUNS) == 0:
                 chosen.append(iteration_s(run, proposal.plan, root, f"chosen-{i}"))
                 print(f"  predicted {proposal.forecast.iteration_s:.1f} s, was {chosen[-1]:.1f} s")
-            theirs.append(iteration_s(run, plan_of(others[i]), root, f"other-{i}"))
+            theirs.append(iteration_s(run, plan_of(others[i], flow), root, f"other-{i}"))
             print(f"  another plan: {theirs[-1]:.1f} s")
         mine = statistics.median(chosen)
     error = abs(proposal.forecast.iteration_s / mine - 1)

@@ -18,11 +18,12 @@ from benchmarks.row import Row, median_row
 from benchmarks.slurm_jobs import bring_up
 from pipeline.commands.experiment import compose, drive, prepare
 from pipeline.metrics import manifest_of
-from stages.layout import PER_ITERATION
+from stages.flow import on_policy
 
 ROUNDS = 3
 PAIRS = 7
 """Rounds of pipelining: a machine whose speed drifts by a third needs more of them."""
+STAGES = tuple(on_policy.stages)
 WARM = 2
 COMPUTE = frozenset({"generate", "score", "forward", "reference", "update"})
 DEMO = [
@@ -113,7 +114,7 @@ def balanced_rows(root: Path) -> int:
 def balance(folder: Path, iterations: int) -> float:
     """What rollout takes over what all else does."""
     rollout = statistics.median(compute(folder, i, ("rollout",)) for i in range(WARM, iterations))
-    rest = statistics.median(compute(folder, i, PER_ITERATION[1:]) for i in range(WARM, iterations))
+    rest = statistics.median(compute(folder, i, STAGES[1:]) for i in range(WARM, iterations))
     return rollout / rest
 
 
@@ -150,9 +151,7 @@ def seconds(folder: Path, iterations: int) -> list[float]:
 def idle(folder: Path, iterations: int) -> list[float]:
     """Share of each iteration in which its one worker computed nothing."""
     lengths = seconds(folder, iterations)
-    return [
-        1 - compute(folder, i, PER_ITERATION) / length for i, length in enumerate(lengths, WARM)
-    ]
+    return [1 - compute(folder, i, STAGES) / length for i, length in enumerate(lengths, WARM)]
 
 
 def compute(folder: Path, iteration: int, stages: tuple[str, ...]) -> float:

@@ -16,7 +16,8 @@ from benchmarks.pools import COMPUTE, DEMO, WARM, run, seconds
 from benchmarks.row import Row, median_row
 from pipeline.metrics import manifest_of
 from pipeline.pools.generators import CLAIMS
-from stages.layout import PER_ITERATION, POOLS
+from stages.flow import on_policy
+from stages.layout import POOLS
 
 ROUNDS = 3
 ITERATIONS = 7
@@ -110,7 +111,7 @@ def claims(folder: Path, iteration: int) -> list[dict[str, Any]]:
 def others(folder: Path, iteration: int) -> list[float]:
     """When the trainer began with pieces of its own stages."""
     starts = []
-    for stage in PER_ITERATION[1:]:
+    for stage in list(on_policy.stages)[1:]:
         manifest = manifest_of(folder, stage, iteration)
         assert manifest is not None
         starts += [s["start"] for s in manifest.timing["spans"] if s["name"] in COMPUTE]

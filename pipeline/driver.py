@@ -32,6 +32,7 @@ from rlinf.errors import (
     RunLockedError,
     StageError,
 )
+from stages.flow import EVALUATE
 from stages.layout import CONFIG
 from stages.runner import StageCall, run_stage
 
@@ -178,7 +179,7 @@ class Driver:
         sweep(self.run.folder)
         settle_frozen(self._committed, self.choice)
         if self._done:
-            count = len({n.iteration for n in self._done if n.stage == "sync"})
+            count = len({n.iteration for n in self._done if n.stage == self.graph.flow.publishes})
             log.info("resuming after iteration %d of %d", count, self.graph.iterations)
         rows = self._written.renew()
         for listener in self.listeners:
@@ -211,14 +212,14 @@ class Driver:
                 self._running.discard(node)
                 window += self._settle(node, outcome)
             window += self._found_damaged()
-            window.sort(key=lambda node: (node.iteration, node.stage == "evaluate"))
+            window.sort(key=lambda node: (node.iteration, node.stage == EVALUATE))
 
     def _next(self, nodes: Iterator[Node], count: int) -> list[Node]:
         """So many further nodes; whole iterations for an executor that knows what comes next."""
         found: list[Node] = []
-        last = list(self.graph.flow.stages)[-1]
+        last = self.graph.flow.publishes
         while len(found) < count or (
-            self.executor.live and found and found[-1].stage not in (last, "evaluate")
+            self.executor.live and found and found[-1].stage not in (last, EVALUATE)
         ):
             node = next(nodes, None)
             if node is None:
@@ -310,7 +311,9 @@ class Driver:
         self._done[node] = manifest.content
         for listener in self.listeners:
             listener.node_done(node, manifest)
-        metrics = self._written.add(node.iteration) if node.stage == "sync" else None
+        metrics = (
+            self._written.add(node.iteration) if node.stage == self.graph.flow.publishes else None
+        )
         if metrics is not None:
             for listener in self.listeners:
                 listener.iteration_done(node.iteration, metrics)

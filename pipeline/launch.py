@@ -21,7 +21,6 @@ from rlinf.channels.curve import INTERFACE, LOOPBACK
 from rlinf.config import Section
 from rlinf.errors import RequeueRequested
 from slurm.jobs import Resources, State, Status
-from stages import SECTIONS
 from stages.runner import StageCall
 
 WAITS_S = 10.0
@@ -96,7 +95,7 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         from slurm.site import load_site
 
         load_site(cluster.site).check(partitions, cluster.site)
-    asked = {f"stages.{stage}": plan.of(stage) for stage in SECTIONS}
+    asked = {f"stages.{stage}": plan.of(stage) for stage in plan.flow.table}
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):
             for part in pool_needs(plan, number, slot):

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rlinf.artifacts import Manifest, read_manifest, write_atomic
-from rlinf.config import digest
+from rlinf.config import RunConfig, digest
 from rlinf.errors import ArtifactError
 from stages.context import PAUSES
-from stages.layout import METRICS, PER_ITERATION, TIMINGS, stage_folder
+from stages.flow import Flow, flow_named, on_policy
+from stages.layout import CONFIG, METRICS, TIMINGS, stage_folder
+from stages.runner import read_config
 
 
 def iterations(run: Path) -> list[int]:
@@ -35,6 +38,21 @@ def manifest_of(run: Path, stage: str, iteration: int) -> Manifest | None:
         return None
 
 
+def flow_at(run: Path) -> Flow:
+    """The flow of a run directory.
+
+    Raises:
+        ConfigError: its configuration is damaged.
+    """
+    path = run / CONFIG
+    return _flow_in(path, path.stat().st_mtime_ns) if path.exists() else on_policy
+
+
+@lru_cache(maxsize=8)
+def _flow_in(path: Path, mark: int) -> Flow:
+    return flow_named(str(read_config(path).get("flow", RunConfig.model_fields["flow"].default)))
+
+
 def busy_s(run: Path, stage: str, iteration: int) -> float:
     """Seconds that the busiest worker of a stage instance computed; 0 without a manifest."""
     manifest = manifest_of(run, stage, iteration)
@@ -47,7 +65,7 @@ def busy_s(run: Path, stage: str, iteration: int) -> float:
 
 def row(run: Path, iteration: int) -> dict[str, Any] | None:
     """Metrics of one finished iteration, named ``stage/metric``; None before it is finished."""
-    return named(iteration, (manifest_of(run, stage, iteration) for stage in PER_ITERATION))
+    return named(iteration, (manifest_of(run, stage, iteration) for stage in flow_at(run).stages))
 
 
 def named(iteration: int, manifests: Iterable[Manifest | None]) -> dict[str, Any] | None:
@@ -111,7 +129,7 @@ class Written:
         return values
 
     def _timings(self, iteration: int) -> str:
-        timings = (_timing(self._run, stage, iteration) for stage in PER_ITERATION)
+        timings = (_timing(self._run, stage, iteration) for stage in flow_at(self._run).stages)
         return "".join(_line(timing) for timing in timings if timing is not None)
 
 

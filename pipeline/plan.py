@@ -7,18 +7,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
 from rlinf.yaml_file import read_yaml
-from stages import SECTIONS
-from stages.layout import PLAN
-
-SINGLE_PROCESS = frozenset({"reward"})
-"""Stages whose work one process does whole."""
-ELASTIC = frozenset({"rollout", "evaluate"})
-"""Stages of a pool whose workers may come and go: they keep nothing but weights."""
+from stages.flow import EVALUATE, Flow, flow_of, on_policy
+from stages.layout import CONFIG, PLAN
+from stages.runner import load_config
 
 
 class StagePlan(Section):
@@ -83,14 +79,9 @@ class Pool(Section):
     long tail over to the elastic pool, and go back to their own stages."""
 
     @model_validator(mode="after")
-    def _only_generators_are_elastic(self) -> Pool:
-        held = set(self.stages)
-        if self.workers is not None and not {"rollout"} <= held <= ELASTIC:
-            raise ValueError("workers: only a pool of rollout, and evaluate, can be elastic")
+    def _at_most_so_many(self) -> Pool:
         if self.max_workers is not None and self.max_workers < (self.workers or math.inf):
             raise ValueError("max_workers: needs workers, and no more of them")
-        if self.helps_rollout and "rollout" in self.stages:
-            raise ValueError("helps_rollout: this pool holds rollout; say it of another one")
         return self
 
 
@@ -181,6 +172,7 @@ class Plan(Section):
     alone there are ``gloo`` and ``nccl``, process groups, which are fast and not encrypted, and
     ``delta``: what changed, as files."""
     predicted: Forecast | None = None
+    _flow: Flow = PrivateAttr(default=on_policy)
 
     def of(self, stage: str) -> StagePlan:
         """The resources of a stage: the defaults, the device of its pool, what is said of it.
@@ -196,7 +188,7 @@ class Plan(Section):
             # Of several kinds one names the partition; each has a GPU of its own.
             values |= place if len(held.gpus) == 1 else {"partition": place["partition"]}
         values |= own.model_dump(exclude_unset=True) if own else {}
-        if stage in SINGLE_PROCESS:
+        if self._flow.table[stage].whole:
             values |= {"nodes": 1, "processes": 1, "shares": None}
         try:
             return validate(StagePlan, values, f"plan.stages.{stage}")
@@ -255,57 +247,77 @@ class Plan(Section):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _generators_have_someone_to_generate_for(self) -> Plan:
-        for i, pool in enumerate(self.pools):
-            if pool.workers is None:
-                continue
-            if not any("train" in other.stages for other in self.pools):
-                raise ValueError(f"pools[{i}].workers: needs another pool that holds train")
-            for stage in pool.stages:
-                needs = self.of(stage)
-                if needs.nodes * needs.processes > 1:
-                    raise ValueError(
-                        f"pools[{i}].workers: each is a job of one process, but stage {stage} "
-                        f"asks for {needs.nodes} x {needs.processes}"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _elastic_evaluations_have_no_way_of_their_own(self) -> Plan:
-        elastic = any(pool.workers is not None for pool in self.pools)
-        apart = any(pool.workers is None and "evaluate" in pool.stages for pool in self.pools)
-        way = self.transports.get("sync -> evaluate", "file")
-        if elastic and not apart and way != "file":
-            raise ValueError(
-                f"transports: 'sync -> evaluate' cannot be {way} in an elastic pool, whose "
-                "evaluations begin once weights are committed and take those that came for "
-                "rollouts; say it of 'sync -> rollout'"
-            )
-        return self
+    @property
+    def flow(self) -> Flow:
+        """The stages that it is for."""
+        return self._flow
 
     @classmethod
     def read(cls, run: Path) -> Plan:
         """The plan of a run directory.
 
         Raises:
+            ConfigError: the run's configuration cannot be read.
             PlanError: missing or invalid.
         """
-        return read_plan(run / PLAN)
+        return read_plan(run / PLAN, flow_of(load_config(run / CONFIG)))
 
 
-def read_plan(path: Path) -> Plan:
+def _check_pools(plan: Plan, flow: Flow) -> None:
+    """What pools hold must be what stages of the flow can do.
+
+    Raises:
+        ValueError: names the key.
+    """
+    generates, elastic = flow.generates, {n for n, stage in flow.table.items() if stage.elastic}
+    held = {stage for pool in plan.pools for stage in pool.stages}
+    alone = [name for name, stage in flow.stages.items() if stage.like is None]
+    missing = next((stage for stage in alone if stage not in held), None)
+    if plan.pools and missing:
+        raise ValueError(f"pools: no pool holds {missing}; only other stages may be left out")
+    for i, pool in enumerate(plan.pools):
+        if pool.helps_rollout and generates in pool.stages:
+            raise ValueError(
+                f"pools[{i}].helps_rollout: this pool holds {generates}; say it of another one"
+            )
+        if pool.workers is None:
+            continue
+        if not {generates} <= set(pool.stages) <= elastic:
+            names = ", and ".join(sorted(elastic - {generates}))
+            raise ValueError(
+                f"pools[{i}].workers: only a pool of {generates}, and {names}, can be elastic"
+            )
+        for stage in pool.stages:
+            needs = plan.of(stage)
+            if needs.nodes * needs.processes > 1:
+                raise ValueError(
+                    f"pools[{i}].workers: each is a job of one process, but stage {stage} "
+                    f"asks for {needs.nodes} x {needs.processes}"
+                )
+    some = any(pool.workers is not None for pool in plan.pools)
+    apart = any(pool.workers is None and EVALUATE in pool.stages for pool in plan.pools)
+    edge = f"{flow.publishes} -> {EVALUATE}"
+    way = plan.transports.get(edge, "file")
+    if some and not apart and way != "file":
+        raise ValueError(
+            f"transports: {edge!r} cannot be {way} in an elastic pool, whose evaluations begin "
+            "once weights are committed and take those that came for rollouts; say it of "
+            f"'{flow.publishes} -> {generates}'"
+        )
+
+
+def read_plan(path: Path, flow: Flow = on_policy) -> Plan:
     """Read a plan file.
 
     Raises:
         PlanError: missing, not YAML, or invalid; names the key.
     """
     values = read_yaml(path, "plan", PlanError)
-    return parse_plan({} if values is None else values, str(path))
+    return parse_plan({} if values is None else values, str(path), flow)
 
 
-def parse_plan(values: Any, where: str) -> Plan:
-    """Validate the content of a plan.
+def parse_plan(values: Any, where: str, flow: Flow = on_policy) -> Plan:
+    """Validate the content of a plan for a flow.
 
     Raises:
         PlanError: names the key.
@@ -316,20 +328,19 @@ def parse_plan(values: Any, where: str) -> Plan:
         plan = validate(Plan, values, where)
     except ConfigError as error:
         raise PlanError(str(error)) from None
+    plan._flow, known = flow, flow.table
     for key, stages in (
         ("stages", plan.stages),
         *((f"pools[{i}].stages", pool.stages) for i, pool in enumerate(plan.pools)),
     ):
         for stage in stages:
-            if stage not in SECTIONS:
-                raise PlanError(f"{where}.{key}: unknown stage {stage!r}{nearest(stage, SECTIONS)}")
+            if stage not in known:
+                raise PlanError(f"{where}.{key}: unknown stage {stage!r}{nearest(stage, known)}")
             plan.of(stage)
-    held = {stage for pool in plan.pools for stage in pool.stages}
-    missing = next((stage for stage in ("rollout", "train") if stage not in held), None)
-    if plan.pools and missing:
-        raise PlanError(
-            f"{where}.pools: no pool holds {missing}; only other stages may be left out"
-        )
+    try:
+        _check_pools(plan, flow)
+    except ValueError as error:
+        raise PlanError(f"{where}.{error}") from None
     return plan
 
 
@@ -339,8 +350,7 @@ def load_plan(config: RunConfig) -> Plan:
     Raises:
         PlanError: missing or invalid.
     """
-    if config.plan is None:
-        return Plan()
+    flow = flow_of(config)
     if isinstance(config.plan, str):
-        return read_plan(Path(config.plan).expanduser())
-    return parse_plan(config.plan, "plan")
+        return read_plan(Path(config.plan).expanduser(), flow)
+    return parse_plan({} if config.plan is None else config.plan, "plan", flow)

@@ -19,8 +19,9 @@ from pipeline.record import edited, recorded, write_record
 from rlinf.artifacts import write_atomic
 from rlinf.errors import CodeError, ConfigError, MismatchError
 from stages.code import Code, read_code
+from stages.flow import EVALUATE, Flow
 from stages.identity import Kept
-from stages.layout import CODE, CONFIG, KEPT, PER_ITERATION, VERSIONS
+from stages.layout import CODE, CONFIG, KEPT, VERSIONS
 from stages.runner import read_config
 
 SHOWN = 6
@@ -78,7 +79,7 @@ def settle(committed: Committed, choice: Choice, changes: Sequence[str]) -> None
         why += _code_differences(before, committed.code)
     if committed.stale or changes:
         if choice is Choice.ASK:
-            raise MismatchError(_message(folder, why, affected))
+            raise MismatchError(_message(folder, why, affected, committed.graph.flow))
         if choice is Choice.REDO:
             _redo(committed, affected)
         else:
@@ -96,7 +97,11 @@ def _redo(committed: Committed, affected: Sequence[Node]) -> None:
         # Made of the weights that are made anew; versions there do not change.
         versions.rename(committed.aside / VERSIONS)
     if committed.stale:
-        log.info("%s made anew; the old is in %s", _named(affected), committed.aside)
+        log.info(
+            "%s made anew; the old is in %s",
+            _named(affected, committed.graph.flow),
+            committed.aside,
+        )
 
 
 def _keep(committed: Committed, why: Sequence[str], changes: Sequence[str]) -> None:
@@ -119,11 +124,15 @@ def _keep(committed: Committed, why: Sequence[str], changes: Sequence[str]) -> N
     )
     ledger = committed.ledger.model_copy(update={"kept": (*committed.ledger.kept, entry)})
     write_atomic(folder / KEPT, ledger.model_dump_json(indent=1))
-    log.info("kept: %s, though different: %s", _named(committed.stale), "; ".join(_short(why)))
+    log.info(
+        "kept: %s, though different: %s",
+        _named(committed.stale, committed.graph.flow),
+        "; ".join(_short(why)),
+    )
 
 
-def _message(folder: Path, why: Sequence[str], affected: Sequence[Node]) -> str:
-    made = f"{_named(affected)} would be made anew" if affected else "nothing is finished yet"
+def _message(folder: Path, why: Sequence[str], affected: Sequence[Node], flow: Flow) -> str:
+    made = f"{_named(affected, flow)} would be made anew" if affected else "nothing is finished yet"
     return (
         f"{folder}: this start would not make what the run holds; {made}.\n"
         f"differs: {'; '.join(_short(why))}\n"
@@ -138,11 +147,11 @@ def _short(why: Sequence[str]) -> list[str]:
     return [*why[:SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
 
 
-def _named(nodes: Sequence[Node]) -> str:
+def _named(nodes: Sequence[Node], flow: Flow) -> str:
     """``the warm start, 3 iterations (0 to 2), 1 evaluation``."""
-    iterations = sorted({node.iteration for node in nodes if node.stage in PER_ITERATION})
-    evaluations = sum(node.stage == "evaluate" for node in nodes)
-    parts = ["the warm start"] if any(node.stage == "warm_start" for node in nodes) else []
+    iterations = sorted({node.iteration for node in nodes if node.stage in flow.stages})
+    evaluations = sum(node.stage == EVALUATE for node in nodes)
+    parts = ["the warm start"] if any(node.stage in flow.offline for node in nodes) else []
     if iterations:
         span = (
             f" ({iterations[0]} to {iterations[-1]})"

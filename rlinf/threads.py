@@ -6,11 +6,14 @@ process that ended is noticed, named and replaced.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from rlinf.errors import storage_error
 
@@ -44,6 +47,42 @@ def end_process(name: str, error: BaseException) -> None:
     print(f"error: {exhausted or f'{name}: {error!r}'}", file=sys.stderr)
     sys.stderr.flush()
     os._exit(1 if exhausted is None else exhausted.exit_code)
+
+
+class Queue:
+    """Does one piece of work after another in a thread of its own.
+
+    Args:
+        name: of the thread.
+        expected: what may go wrong in the work; it is logged, and those who wait for a result take
+            it elsewhere. Anything else is a fault of the program and ends the process.
+    """
+
+    def __init__(self, name: str, expected: tuple[type[Exception], ...]) -> None:
+        self._name, self._expected = name, expected
+        self._thread = ThreadPoolExecutor(1, name)
+
+    def submit(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Have something done; returns at once. After :meth:`close` nothing is.
+
+        Args:
+            what: for the log, when it fails.
+        """
+        with contextlib.suppress(RuntimeError):  # closed
+            self._thread.submit(self._do, what, work, *arguments)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Begin nothing more."""
+        self._thread.shutdown(wait=wait, cancel_futures=True)
+
+    def _do(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except self._expected as error:
+            log.warning("%s: %s; it is read from disk instead", what, error)
+        except BaseException as error:
+            if not sys.is_finalizing():
+                end_process(f"{self._name}: {what}", error)
 
 
 class Malformed:

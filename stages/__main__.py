@@ -15,13 +15,12 @@ from pathlib import Path  # noqa: E402
 
 from rlinf import leftovers, machine  # noqa: E402
 from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion  # noqa: E402
-from stages import SECTIONS  # noqa: E402
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; see :class:`stages.runner.StageCall`."""
     parser = argparse.ArgumentParser(prog="python -m stages", description="Run one stage.")
-    parser.add_argument("stage", choices=sorted(SECTIONS))
+    parser.add_argument("stage", help="its name in the flow")
     parser.add_argument("--config", type=Path, required=True, help="config.yaml of the run")
     parser.add_argument("--out", type=Path, required=True, help="output folder of the stage")
     parser.add_argument("--iteration", type=int, default=0)

@@ -29,7 +29,7 @@ from rlinf.models import policies
 from rlinf.registry import Registry
 from rlinf.rewards import rewards
 from rlinf.trainers import trainers
-from stages import SECTIONS
+from stages.flow import flow_of
 from stages.layout import CODE
 
 REVISION = 1
@@ -112,7 +112,7 @@ class Code(_Strict):
         Raises:
             CodeError: a module cannot be read or parsed.
         """
-        stages = {stage: tuple(sorted(_names(config, stage))) for stage in SECTIONS}
+        stages = {stage: tuple(sorted(_names(config, stage))) for stage in flow_of(config).table}
         names = {name for found in stages.values() for name in found if ":" not in name}
         return cls(stages, {name: _module(name).source for name in sorted(names)})
 
@@ -189,13 +189,14 @@ def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> str:
 
 def _names(config: RunConfig, stage: str) -> set[str]:
     """Modules and named classes that a stage's results depend on."""
+    flow = flow_of(config)
     named = [
         REGISTRIES[section].target(getattr(config, section).name)
-        for section in SECTIONS[stage]
+        for section in flow.table[stage].sections
         if section in REGISTRIES
     ]
     found = set(named)
-    left = [f"stages.{stage}", *(target.partition(":")[0] for target in named)]
+    left = [flow.program(stage), *(target.partition(":")[0] for target in named)]
     packages = {"rlinf", "stages", *(name.partition(".")[0] for name in left)}
     while left:
         name = left.pop()

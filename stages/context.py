@@ -47,6 +47,8 @@ class Input:
     """Entered while waiting, so that it can be seen."""
     taken: bool = False
     """Whether something of it was taken from memory."""
+    fell: bool = False
+    """Whether it was to come by memory, and was read from disk."""
 
     @property
     def manifest(self) -> Manifest:
@@ -83,7 +85,7 @@ class Input:
             if attempt is not None:
                 self.taken = True
                 return f"{self.folder}/{attempt}"
-            self.output = None
+            self.output, self.fell = None, True
         return f"{self.folder}/{self.manifest.data}"
 
     def held(self, name: str) -> Any:
@@ -227,6 +229,7 @@ class Context:
             if entry.output is not None and entry.taken:
                 entry.output.compare(channel, records)
             # Some of it may be missing in memory for ever, and need not be compared again.
+            entry.fell |= entry.output is not None
             entry.output = None
             self._read[channel] = records
         return [r for r in self._read[channel] if r.identity.sample in samples]

@@ -12,7 +12,7 @@ from rlinf import __version__
 from rlinf.artifacts import SCHEMA, Manifest
 from rlinf.config import RunConfig, digest
 from rlinf.errors import ConfigError
-from stages import SECTIONS
+from stages.flow import EVALUATE, flow_of
 from stages.layout import KEPT
 
 
@@ -34,10 +34,11 @@ def stage_key(
         code: digest of the stage's code (:mod:`stages.code`).
     """
     given = config.given()
-    sections = {name: given[name] for name in SECTIONS[stage] if name in given}
-    if "evaluate" in sections:
+    wanted = flow_of(config).table[stage].sections
+    sections = {name: given[name] for name in wanted if name in given}
+    if EVALUATE in sections:
         # When, not how.
-        sections["evaluate"] = {k: v for k, v in sections["evaluate"].items() if k != "every"}
+        sections[EVALUATE] = {k: v for k, v in sections[EVALUATE].items() if k != "every"}
     return digest(
         {
             "stage": stage,

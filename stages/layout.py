@@ -19,7 +19,6 @@ VERSIONS = "versions"
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 TOLD = "told.txt"
 """Digests of what trackers were told."""
-PER_ITERATION = ("rollout", "reward", "inference", "train", "sync")
 
 
 def stage_folder(run: Path, stage: str, iteration: int) -> Path:
@@ -28,8 +27,8 @@ def stage_folder(run: Path, stage: str, iteration: int) -> Path:
     ``iteration`` counts from 0; for ``evaluate`` it is the version of the weights: 0 after the warm
     start, n after n iterations.
     """
-    if stage in PER_ITERATION:
-        return run / "it" / f"{iteration:04d}" / stage
     if stage == "evaluate":
         return run / stage / f"{iteration:04d}"
-    return run / stage
+    if stage == "warm_start":
+        return run / stage
+    return run / "it" / f"{iteration:04d}" / stage

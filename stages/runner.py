@@ -42,15 +42,17 @@ from rlinf.errors import (
     nearest,
     storage_error,
 )
-from stages import SECTIONS
 from stages.board import STREAMS
 from stages.code import stage_code
 from stages.context import Context, Input, Live
+from stages.flow import flow_of
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
 from stages.usage import METER
 
 RANK_TIMEOUT_S = 600.0
+FELL = "read_from_disk"
+"""In a manifest: inputs that were to come by memory and did not."""
 MEND = "start the run with its first command and --keep, which writes the file anew"
 
 
@@ -146,9 +148,10 @@ def run_stage(
         StageError: the stage failed.
     """
     start = time.time()
-    if call.stage not in SECTIONS:
-        raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, SECTIONS)}")
     config = config or load_config(call.config)
+    known = flow_of(config).table
+    if call.stage not in known:
+        raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, known)}")
     world = World.from_environment(call.config.parent / CHANNELS)
     with contextlib.ExitStack() as ending:
         if resident is None:
@@ -234,7 +237,7 @@ class Attempt:
         ctx.data.mkdir(parents=True, exist_ok=True)
         who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
         with self._removing(), METER.measuring(ctx.usage, **who):
-            module = importlib.import_module(f"stages.{ctx.stage}")
+            module = importlib.import_module(flow_of(ctx.config).program(ctx.stage))
             (module.gather if self._gathers else module.run)(ctx)
             ctx.took(ctx.stage, self._start)
 
@@ -301,6 +304,8 @@ class Attempt:
         ctx, call = self.ctx, self._call
         if ctx.live is not None and ctx.live.digests:
             ctx.extra[STREAMS] = ctx.live.digests
+        if fell := sorted(name for name, entry in ctx.inputs.items() if entry.fell):
+            ctx.extra[FELL] = fell
         files = describe_files(ctx.data)
         metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]

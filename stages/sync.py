@@ -10,7 +10,8 @@ from rlinf.artifacts import prune, read_manifest
 from rlinf.config import RunConfig
 from rlinf.models.base import Policy
 from stages.context import Context
-from stages.layout import PER_ITERATION, stage_folder
+from stages.flow import EVALUATE, flow_of
+from stages.layout import stage_folder
 from stages.parts import WEIGHTS, held_trainer, trainer_published
 
 
@@ -43,16 +44,21 @@ def expired(config: RunConfig, run: Path, iteration: int) -> list[Path]:
     The newest two checkpoints always stay, for a damaged one is rebuilt from the one before; so do
     weights whose evaluation is still to come.
     """
-    policy, out = config.retention, []
-    oldest_weights = iteration + 1 - max(2, policy.last) - config.rollout.staleness
-    for old in range(max(0, iteration - 50 - max(policy.last, policy.trajectories)), iteration):
+    policy, out, flow = config.retention, [], flow_of(config)
+    streams = [name for name, stage in flow.stages.items() if stage.streams]
+    states = [name for name in flow.stages if name not in streams]
+    # What a stage takes of several iterations stays until it was taken.
+    last = max(2, policy.last, *map(flow.taken, states))
+    oldest_weights = iteration + 1 - last - config.rollout.staleness
+    trajectories = max(policy.trajectories, *map(flow.taken, streams))
+    for old in range(max(0, iteration - 50 - max(last, trajectories)), iteration):
         # The first trajectories stay: the report compares them with the last.
-        if 0 < old < iteration + 1 - policy.trajectories:
-            out += [stage_folder(run, stage, old) for stage in PER_ITERATION[:3]]
+        if 0 < old < iteration + 1 - trajectories:
+            out += [stage_folder(run, stage, old) for stage in streams]
         version = old + 1
         kept = policy.every and version % policy.every == 0
         if old < oldest_weights and not kept and not _evaluation_due(config, run, version):
-            out += [stage_folder(run, stage, old) for stage in PER_ITERATION[3:]]
+            out += [stage_folder(run, stage, old) for stage in states]
     return out
 
 
@@ -60,4 +66,4 @@ def _evaluation_due(config: RunConfig, run: Path, version: int) -> bool:
     every = config.evaluate.every
     if not every or version % every:
         return False
-    return read_manifest(stage_folder(run, "evaluate", version)) is None
+    return read_manifest(stage_folder(run, EVALUATE, version)) is None

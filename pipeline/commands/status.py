@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from rich.table import Table
 
 from pipeline.commands.driver_job import noted_job, submitted
 from pipeline.commands.export import versions
-from pipeline.flow import Graph
+from pipeline.flow import Graph, Node
 from pipeline.lock import LOCK, is_driven
 from pipeline.metrics import iterations, manifest_of
 from pipeline.notices import notices
@@ -22,10 +24,14 @@ from pipeline.pools.status import PoolsStatus, pool_table, read_pools
 from pipeline.run import Run
 from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
+from stages.flow import flow_of
 from stages.identity import Kept, read_ledger
-from stages.layout import PER_ITERATION, stage_folder
+from stages.layout import stage_folder
+from stages.runner import FELL
 
 REFRESH_S = 2.0
+NEWEST = 10
+"""Iterations that are looked at for how things go."""
 
 
 @dataclass
@@ -46,6 +52,9 @@ class RunStatus:
     notices: list[str] = field(default_factory=list)
     pools: PoolsStatus | None = None
     """Of a run of grain ``segment`` that goes on."""
+    fell: dict[str, int] = field(default_factory=dict)
+    """Of the newest iterations: how many inputs were to come by memory and were read from disk, by
+    edge."""
     kept: tuple[Kept, ...] = ()
     """Results that count though configuration or code is another now."""
 
@@ -64,21 +73,21 @@ def read_status(folder: Path) -> RunStatus:
         ConfigError: not a run directory.
     """
     run = Run.open(folder)
-    known = iterations(run.folder)
-    synced = [i for i in known[-50:] if manifest_of(run.folder, "sync", i) is not None]
+    known, graph = iterations(run.folder), Graph(run.config)
+    begins, ends = next(iter(graph.flow.stages)), graph.flow.publishes
+    synced = [i for i in known[-50:] if manifest_of(run.folder, ends, i) is not None]
     finished = (max(synced) + 1) if synced else 0
     current = min(finished, run.config.iterations - 1)
     stage = "finished" if finished >= run.config.iterations else _current_stage(run, current)
     spans, rates = [], []
-    for i in synced[-10:]:
-        first, last = manifest_of(run.folder, "rollout", i), manifest_of(run.folder, "sync", i)
+    for i in synced[-NEWEST:]:
+        first, last = manifest_of(run.folder, begins, i), manifest_of(run.folder, ends, i)
         if first and last:
             # In pools a rollout may begin long before the weights that it waits for.
-            before = manifest_of(run.folder, "sync", i - 1) if i else None
+            before = manifest_of(run.folder, ends, i - 1) if i else None
             start = max(first.timing["start"], before.timing["end"] if before else 0.0)
             spans.append(last.timing["end"] - start)
             rates.append(first.metrics.get("steps", 0.0) / max(1e-9, spans[-1]))
-    graph = Graph(run.config)
     scores = [
         m.metrics["score"]
         for v in range(finished + 1)
@@ -98,6 +107,7 @@ def read_status(folder: Path) -> RunStatus:
         versions=sorted(versions(run.folder)),
         jobs=_jobs(run, finished),
         notices=notices(run),
+        fell=_fell(run, graph, synced[-NEWEST:]),
         pools=read_pools(run.folder),
         kept=read_ledger(run.folder).kept,
     )
@@ -143,6 +153,9 @@ def table(status: RunStatus) -> Table:
     out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
     for notice in status.notices:
         out.add_row("notice", notice)
+    if status.fell:
+        edges = ", ".join(f"{edge} {count}" for edge, count in status.fell.items())
+        out.add_row("read from disk", f"{edges} inputs lately; the pools' logs say why")
     for entry in status.kept:
         results = f"{len(entry.outputs)} results, on {entry.when}, though these differ: "
         out.add_row("kept", results + "; ".join(entry.why))
@@ -151,10 +164,20 @@ def table(status: RunStatus) -> Table:
     return out
 
 
+def _fell(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for node in (Node(stage, i) for i in iterations for stage in graph.flow.stages):
+        manifest = manifest_of(run.folder, *node)
+        for name in manifest.extra.get(FELL, ()) if manifest is not None else ():
+            source = graph.inputs(node).get(name)
+            found[f"{source.stage if source else name} -> {node.stage}"] += 1
+    return dict(found)
+
+
 def _current_stage(run: Run, iteration: int) -> str:
     if manifest_of(run.folder, "warm_start", 0) is None:
         return "warm_start"
-    for stage in PER_ITERATION:
+    for stage in flow_of(run.config).stages:
         if manifest_of(run.folder, stage, iteration) is None:
             return f"{stage} of iteration {iteration}"
     return "evaluate"
@@ -177,7 +200,7 @@ def _driver(run: Run, *, finished: bool) -> str:
 def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:
     """Jobs noted for unfinished outputs, with their state in the queue."""
     folders = [stage_folder(run.folder, "warm_start", 0)]
-    folders += [stage_folder(run.folder, stage, finished) for stage in PER_ITERATION]
+    folders += [stage_folder(run.folder, stage, finished) for stage in flow_of(run.config).stages]
     folders += list((run.folder / "evaluate").glob("*"))
     notes = {}
     for folder in folders:

@@ -23,6 +23,7 @@ from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.world import SHARES
 from rlinf.errors import ConfigError, PlanError
+from stages.flow import EVALUATE
 from stages.layout import PLAN
 
 DEFAULT_EXPERIMENT = "arithmetic_short"
@@ -100,9 +101,9 @@ class Workflow:
         self.plan_page = str((run.folder / PLAN).with_suffix(".html"))
         self.offline = list(self._graph.flow.offline)
         self._last = list(self._graph.flow.stages)[-1]
-        self.iterated = [*self._graph.flow.stages, "evaluate"]
+        self.iterated = [*self._graph.flow.stages, EVALUATE]
         if by_iteration:
-            self.iterated = [ITERATION, "evaluate"]
+            self.iterated = [ITERATION, EVALUATE]
             parts = {s: self._plan.of(s) for s in self._graph.flow.stages}
             several = [s for s, part in parts.items() if part.nodes * part.processes > 1]
             if several:
@@ -235,8 +236,9 @@ class Workflow:
     def targets(self) -> list[str]:
         """The manifests a finished run has and nothing else depends on."""
         last = self._graph.iterations
-        nodes = [Node("evaluate", v) for v in range(last + 1) if self._graph.evaluated(v)]
-        return [str(self._manifest(node)) for node in [Node("sync", last - 1), *nodes]]
+        newest = Node(self._graph.flow.publishes, last - 1)
+        nodes = [Node(EVALUATE, v) for v in range(last + 1) if self._graph.evaluated(v)]
+        return [str(self._manifest(node)) for node in [newest, *nodes]]
 
     def _manifest(self, node: Node) -> Path:
         return self._graph.folder(self.folder, node) / MANIFEST

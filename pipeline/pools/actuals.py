@@ -14,7 +14,6 @@ from pipeline.plan import Plan
 from pipeline.pools.generators import claimed
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
-from stages.layout import PER_ITERATION
 
 WORK = "work"
 """In the forecast of a stage of a pool: what it computes, beside what it waits."""
@@ -79,10 +78,10 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
     inside: dict[str, list[float]] = {}
     busy: dict[str, list[float]] = {}
     for iteration in iterations(run.folder)[-newest:]:
-        first = manifest_of(run.folder, PER_ITERATION[0], iteration)
+        first = manifest_of(run.folder, next(iter(graph.flow.stages)), iteration)
         if not iteration or first is None or first.timing["began"] < since:
             continue
-        for stage in PER_ITERATION:
+        for stage in graph.flow.stages:
             manifest = manifest_of(run.folder, stage, iteration)
             if manifest is None:
                 continue
@@ -93,9 +92,11 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
                 whole.setdefault(stage, []).append(_end(manifest) - max(ready))
                 inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
                 # Who orders an elastic rollout only gathers what others generate.
-                seconds = generated.get(iteration) if stage == "rollout" else None
+                seconds = generated.get(iteration) if stage == graph.flow.generates else None
                 busy.setdefault(stage, []).append(seconds or busy_s(run.folder, stage, iteration))
-        ends = [manifest_of(run.folder, "sync", i) for i in (iteration - 1, iteration)]
+        ends = [
+            manifest_of(run.folder, graph.flow.publishes, i) for i in (iteration - 1, iteration)
+        ]
         if ends[0] is not None and ends[1] is not None:
             whole.setdefault("iteration", []).append(_end(ends[1]) - _end(ends[0]))
     return {

@@ -25,9 +25,9 @@ from pipeline.flow import Graph, Node
 from pipeline.launch import ClusterConfig, QueueLog, resources
 from pipeline.metrics import busy_s
 from pipeline.needs import pool_needs
-from pipeline.plan import ELASTIC, FOR_WEIGHTS, SINGLE_PROCESS, Plan
+from pipeline.plan import FOR_WEIGHTS, Plan
 from pipeline.pools.generators import Generators
-from pipeline.pools.jobs import STREAMS, homes, pool_folder, pool_job, pool_states
+from pipeline.pools.jobs import homes, pool_folder, pool_job, pool_states
 from pipeline.pools.leases import Member, PoolState, rank_of
 from pipeline.pools.routes import tree
 from pipeline.pools.scaling import automatic, put_down, wished
@@ -44,14 +44,12 @@ from rlinf.errors import (
 )
 from slurm.ids import whole_of
 from slurm.jobs import State, Status
+from stages.flow import WEIGHTS
 from stages.layout import CHANNELS, POOLS, STATUS
 from stages.names import CLAIM
 from stages.runner import StageCall
 from stages.worker.inbox import SHARED_MEMORY, SOCKET
 
-WEIGHTS = "weights"
-PUBLISHED = ("sync", WEIGHTS)
-"""The stage and input whose weights one worker sends to the memory of others."""
 PROGRESS = ("stage", "done", "total", "what")
 EVENTS_S = 0.25
 HOLD_S = 0.5
@@ -80,7 +78,8 @@ class PoolExecutor:
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
-        self._places = {stage: i for i, stage in enumerate(self._graph.flow.stages)}
+        self._flow = self._graph.flow
+        self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
         self._pools = pool_states(self.plan)
         self._of = {stage: self._pools[number] for stage, number in homes(self.plan).items()}
         self._elastic = next((p for p in self._pools if p.slot is not None), None)
@@ -219,7 +218,10 @@ class PoolExecutor:
             live: dict[str, Node] = {}
             for name, source in self._graph.inputs(node).items():
                 here = source in member.given or source in pool.waiting
-                sent = name in STREAMS or (source.stage, name) == PUBLISHED
+                sent = name in self._flow.streams or (source.stage, name) == (
+                    self._flow.publishes,
+                    WEIGHTS,
+                )
                 if here or (sent and self._under_way(source) and self._sent_live(source, node)):
                     live[name] = source
             self._live[node] = live
@@ -248,7 +250,7 @@ class PoolExecutor:
                     taker
                     for taker in self._takers(source, target)
                     if (name, maker.name, taker.name) not in self._subscribed[target]
-                    and (maker is not taker or (name in STREAMS and maker.size > 1))
+                    and (maker is not taker or (name in self._flow.streams and maker.size > 1))
                 ]
                 self._subscribed[target].update((name, maker.name, m.name) for m in takers)
                 to = {w: host for m in takers for w, host in self._hosts(target, m).items()}
@@ -264,7 +266,7 @@ class PoolExecutor:
         """Who computes a stage; of a rollout in claims all those that may generate."""
         if not self._gathers(target):
             return [member for member in self._members() if target in member.given]
-        if source.stage != PUBLISHED[0] or not self._sent_live(source, target):
+        if source.stage != self._flow.publishes or not self._sent_live(source, target):
             return []
         pools = [pool for pool in self._pools if pool.slot is not None or pool.helps]
         return [member for pool in pools if (member := pool.active) is not None]
@@ -275,7 +277,7 @@ class PoolExecutor:
 
     def _gathers(self, node: Node) -> bool:
         """Whether what others generate is only gathered where this is ordered."""
-        return self._elastic is not None and node.stage == "rollout"
+        return self._elastic is not None and node.stage == self._flow.generates
 
     def _renew(self, maker: str, taker: str) -> None:
         """A connection broke: what was sent by it is sent again, as long as both are there."""
@@ -301,7 +303,7 @@ class PoolExecutor:
 
         Records come from all ranks of the maker, weights from its rank 0 alone.
         """
-        usual = SOCKET if name in STREAMS else SHARED_MEMORY
+        usual = SOCKET if name in self._flow.streams else SHARED_MEMORY
         way = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
         if not takers:
             return
@@ -310,7 +312,7 @@ class PoolExecutor:
             yield first, first, dict.fromkeys(takers, way)
             return
         near = way == SHARED_MEMORY
-        makers = maker.hosts(self._ranks(source) if name in STREAMS else 1)
+        makers = maker.hosts(self._ranks(source) if name in self._flow.streams else 1)
         for turn, (first, host) in enumerate(makers.items()):
             for sender, to in tree(first, host, takers, near=near, turn=turn).items():
                 yield first, sender, to
@@ -346,7 +348,7 @@ class PoolExecutor:
                 "gathers": gathers,
                 "queued": pool.slot is not None,
             }
-            if node.stage == PUBLISHED[0]:
+            if node.stage == self._flow.publishes:
                 self._generators.gone(str(order["out"]))
             if gathers:
                 weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
@@ -365,26 +367,27 @@ class PoolExecutor:
 
     def _position(self, node: Node) -> tuple[int, int, int]:
         """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
-        if node.stage in self._graph.flow.offline:
+        if node.stage in self._flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._places:
             # Just before the rollout with the same weights: it must hold up none with older ones.
             return (node.iteration + self.run.config.rollout.staleness, 0, -1)
-        sources = self._graph.flow.stages[node.stage]
-        whole = not STREAMS & set(sources) and any(
+        sources = self._flow.stages[node.stage].inputs
+        whole = not self._flow.streams & set(sources) and any(
             not s.back and s.stage in self._places for s in sources.values()
         )
         return (node.iteration, self.plan.chunks if whole else 0, self._places[node.stage])
 
     def _ranks(self, node: Node) -> int:
-        if node.stage in SINGLE_PROCESS or (self._elastic is not None and node.stage in ELASTIC):
+        stage = self._flow.table[node.stage]
+        if stage.whole or (self._elastic is not None and stage.elastic):
             return 1
         return self._of[node.stage].size
 
     def _turn(self, node: Node) -> tuple[int, int, int]:
         """Where it takes its turns: after all parts of its batch where it reads them from disk."""
         iteration, part, place = self._position(node)
-        streams = STREAMS & set(self._graph.inputs(node))
+        streams = self._flow.streams & set(self._graph.inputs(node))
         return (iteration, part if streams <= set(self._live[node]) else self.plan.chunks, place)
 
     def _relative(self, folder: Path) -> str:
@@ -452,10 +455,11 @@ class PoolExecutor:
         there = [m.workers(1)[0] for pool in slots if (m := pool.active) is not None]
         if len(there) < len(slots):
             return  # the queue has not given yet what was asked for
-        stages = [stage for stage in self._graph.flow.stages if stage not in ("rollout", "sync")]
+        generates = str(self._flow.generates)
+        stages = [s for s in self._flow.stages if s not in (generates, self._flow.publishes)]
         rest = sum(busy_s(folder, stage, iteration) for stage in stages)
         overlap = self.run.config.rollout.staleness > 0
-        load = self._generators.load(Node("rollout", iteration), there, rest, overlap=overlap)
+        load = self._generators.load(Node(generates, iteration), there, rest, overlap=overlap)
         if load is None:
             return
         pool = self.plan.pools[first.number]
@@ -534,7 +538,7 @@ class PoolExecutor:
         if code == 0:
             member.finished += 1
             pool.failures = 0
-            if node.stage == "train":
+            if node.stage == self._flow.stages[self._flow.publishes].like:
                 self._follow(node.iteration)
         elif member.size > 1:
             # The other ranks may wait for this one in the middle of a collective, or for its next

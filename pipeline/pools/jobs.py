@@ -14,12 +14,6 @@ from pipeline.run import Run
 from stages.layout import POOLS
 from stages.worker.inbox import SHARED_MEMORY
 
-STREAMS = frozenset({"trajectories", "rewards", "logprobs"})
-"""Inputs that are records, by the name of their channel; they can be sent while they are made."""
-WITH = {"sync": "train", "warm_start": "train", "reward": "train", "inference": "train"}
-WITH["evaluate"] = "rollout"
-"""Where a stage runs that no pool of the plan names."""
-
 
 def pool_states(plan: Plan) -> list[PoolState]:
     """The pools; of an elastic one the first worker."""
@@ -38,11 +32,12 @@ def pool_states(plan: Plan) -> list[PoolState]:
 def homes(plan: Plan) -> dict[str, int]:
     """The number of the pool where each stage is ordered."""
     found = {stage: i for i, pool in enumerate(plan.pools) for stage in pool.stages}
-    for stage, like in WITH.items():
-        found.setdefault(stage, found.get(like, len(plan.pools) - 1))
-    if plan.pools[found["rollout"]].workers is not None:
+    for name, stage in plan.flow.table.items():
+        found.setdefault(name, found.get(stage.like or "", len(plan.pools) - 1))
+    generates = plan.flow.generates
+    if generates is not None and plan.pools[found[generates]].workers is not None:
         # It computes nothing where it is ordered, and its consumers need no copy.
-        found["rollout"] = found["train"]
+        found[generates] = found[plan.flow.publishes]
     return found
 
 
@@ -56,13 +51,15 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
     name = f"pool-{pool.name}-{pool.lease}"
     argv = ["--run", str(run.folder), "--name", name, "--parts", str(plan.chunks)]
     argv += ["--orphan-s", str(cluster.pool_grace_s)]
-    of, edges = homes(plan), Graph(run.config).edges()
+    of, edges, flow = homes(plan), Graph(run.config).edges(), plan.flow
     shared = [edge for edge, way in plan.transports.items() if way == SHARED_MEMORY]
-    targets = {edge.rpartition(" ")[2] for edge in shared if edges[edge] & STREAMS}
+    targets = {edge.rpartition(" ")[2] for edge in shared if edges[edge] & flow.streams}
     if any(of[stage] == pool.number for stage in targets):
         argv.append("--shared")
-    if of["inference"] != of["sync"]:
-        # It takes what engines take, and evaluates what is trained: engines then cast.
+    readers = [name for name, stage in flow.stages.items() if stage.loads == "trainer"]
+    if any(of[stage] != of[flow.publishes] for stage in readers):
+        # A reference elsewhere takes what engines take, and evaluates what is trained:
+        # engines then cast.
         argv.append("--uncast")
     needs, *further = (resources(part, cluster) for part in pool.needs)
     return Job(

@@ -68,6 +68,8 @@ class WorkerStatus:
     """Of the weights it generates with."""
     queue: int
     """Records from other workers that no stage has taken yet."""
+    malformed: int = 0
+    """Messages that made no sense and were dropped."""
     now: list[StageNow] = field(default_factory=list)
 
 
@@ -141,6 +143,7 @@ def _row(
         "doing": status.get("doing", []),
         "version": status.get("version"),
         "queue": status.get("queue", 0),
+        "malformed": status.get("malformed", 0),
     }
 
 
@@ -214,6 +217,8 @@ def _now(worker: WorkerStatus) -> Text:
     lines = []
     if worker.silent_s > SILENT_S:
         lines.append(Text(f"silent for {duration(worker.silent_s)}", style="red"))
+    if worker.malformed:
+        lines.append(Text(f"dropped {worker.malformed} messages that make no sense", style="red"))
     lines += [_stage(stage) for stage in worker.now if stage.doing != WAITS or stage.slow]
     later = [stage.node for stage in worker.now if stage.doing == WAITS and not stage.slow]
     if later:
@@ -280,6 +285,7 @@ def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
         lease_left_s=None if ends is None else max(0.0, float(ends) - written),
         version=row["version"],
         queue=int(row["queue"]),
+        malformed=int(row["malformed"]),
         now=[
             StageNow(
                 node=str(stage["node"]),

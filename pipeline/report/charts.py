@@ -17,7 +17,6 @@ from pipeline.report.idle import in_order, windows
 from pipeline.report.plots import steps_per_s
 from pipeline.report.style import finish
 from stages.context import PAUSES, WAIT
-from stages.layout import PER_ITERATION
 
 COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
 """Where in its lane a bar of the Gantt chart lies."""
@@ -89,14 +88,14 @@ def stage_times(data: ReportData) -> Figure | None:
     if not data.rows:
         return None
     last = max(row["iteration"] for row in data.rows)
-    seconds = {stage: np.zeros(last + 1) for stage in PER_ITERATION}
+    seconds = {stage: np.zeros(last + 1) for stage in data.stage_names}
     for entry in data.stages:
         if entry["stage"] in seconds and entry["iteration"] <= last:
             seconds[entry["stage"]][entry["iteration"]] = entry["seconds"]
     figure, axis = plt.subplots(figsize=(10, 3))
     base = np.zeros(last + 1)
     for stage, values in seconds.items():
-        axis.bar(np.arange(1, last + 2), values, 1.0, base, color=COLOURS[stage], label=stage)
+        axis.bar(np.arange(1, last + 2), values, 1.0, base, color=data.colours[stage], label=stage)
         base += values
     axis.set(xlabel="iteration", ylabel="seconds", xlim=(0.5, last + 1.5))
     # One slow iteration must not flatten all others.
@@ -112,7 +111,7 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
         return None
     lanes = in_order(span.lane for span in spans)
     origin = min(span.start for span in spans)
-    last = max((s.iteration for s in spans if s.stage in PER_ITERATION), default=0)
+    last = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
     # Not their first stage: in pools stages are ordered ahead, and samples made.
     since, _ = windows(data.spans).get(last - newest + 1, (origin, origin))
     until = max(s.end for s in spans)
@@ -123,7 +122,7 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
         for row, lane in enumerate(lanes):
             mine = [s for s in spans if s.lane == lane and s.end >= start]
             for computes, (low, high) in ((False, WAITING), (True, COMPUTING)):
-                for stage, colour in COLOURS.items():
+                for stage, colour in data.colours.items():
                     bars = [
                         (s.start - origin, s.seconds)
                         for s in mine
@@ -135,8 +134,8 @@ def gantt(data: ReportData, *, newest: int = 4) -> Figure | None:
         axis.set(title=title, xlim=(start - origin, until - origin), ylim=(len(lanes) - 0.5, -0.5))
         axis.grid(axis="y", visible=False)
     axes[1, 0].set_xlabel("seconds since the first stage")
-    shown = [stage for stage in COLOURS if any(s.stage == stage for s in spans)]
-    handles = [Patch(label=stage, **_look(COLOURS[stage], True)) for stage in shown]
+    shown = [stage for stage in data.colours if any(s.stage == stage for s in spans)]
+    handles = [Patch(label=stage, **_look(data.colours[stage], True)) for stage in shown]
     if not all(s.computes for s in spans):
         moved = any(s.name in PAUSES - {WAIT} for s in data.spans)
         label = "waiting or moving" if moved else "waiting"

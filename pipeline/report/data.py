@@ -13,11 +13,12 @@ import numpy as np
 
 from pipeline.metrics import iterations, manifest_of, named
 from pipeline.pools.generators import claimed
+from pipeline.report.colours import colours
 from pipeline.report.idle import Piece, Span, pieces
 from pipeline.report.transcripts import Sample, kept, samples_of
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
-from stages.layout import PER_ITERATION
+from stages.flow import flow_of
 
 
 @dataclass
@@ -61,6 +62,16 @@ class ReportData:
         """The stages of every worker, cut where they paused."""
         return pieces(self.spans)
 
+    @cached_property
+    def stage_names(self) -> tuple[str, ...]:
+        """The stages of an iteration, in order."""
+        return tuple(flow_of(self.run.config).stages)
+
+    @cached_property
+    def colours(self) -> dict[str, str]:
+        """Of every stage of the run."""
+        return colours(flow_of(self.run.config).table)
+
     @property
     def ends(self) -> dict[str, list[Sample]]:
         """Samples of the first and the last iteration that are there."""
@@ -84,7 +95,7 @@ def read(folder: Path) -> ReportData:
         data.manifests.append(warm)
     known = iterations(run.folder)
     for iteration in known:
-        row = [manifest_of(run.folder, stage, iteration) for stage in PER_ITERATION]
+        row = [manifest_of(run.folder, stage, iteration) for stage in data.stage_names]
         data.manifests += [manifest for manifest in row if manifest is not None]
         values = named(iteration, row)
         if values is not None:

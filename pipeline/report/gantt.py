@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report.colours import COLOURS
 from pipeline.report.data import ReportData
 from pipeline.report.idle import in_order, windows
 
@@ -23,12 +22,11 @@ def bars(data: ReportData) -> dict[str, Any] | None:
     if not data.pieces:
         return None
     lanes = in_order(piece.lane for piece in data.pieces)
-    stages = list(COLOURS)
+    stages = list(data.colours)
     row, number = {lane: i for i, lane in enumerate(lanes)}, {s: i for i, s in enumerate(stages)}
     pieces = sorted(data.pieces, key=lambda piece: (row[piece.lane], piece.start))
     origin = min(piece.start for piece in pieces)
     first = np.searchsorted([row[piece.lane] for piece in pieces], np.arange(len(lanes) + 1))
-    offline = {"warm_start", "evaluate"}
     return {
         "stages": stages,
         "lanes": lanes,
@@ -37,7 +35,8 @@ def bars(data: ReportData) -> dict[str, Any] | None:
         "start": _packed((piece.start - origin for piece in pieces), "<f8"),
         "length": _packed((piece.seconds for piece in pieces), "<f4"),
         "iteration": _packed(
-            (0 if piece.stage in offline else piece.iteration + 1 for piece in pieces), "<u4"
+            (piece.iteration + 1 if piece.stage in data.stage_names else 0 for piece in pieces),
+            "<u4",
         ),
         "kind": _packed((2 * number[p.stage] + (not p.computes) for p in pieces), "|u1"),
         "windows": [

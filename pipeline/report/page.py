@@ -14,7 +14,7 @@ from pipeline.facts import facts
 from pipeline.notices import notices
 from pipeline.pools.actuals import compare
 from pipeline.record import read_record
-from pipeline.report.colours import COLOURS, DARK
+from pipeline.report.colours import colours
 from pipeline.report.data import ReportData, read
 from pipeline.report.gantt import bars
 from pipeline.report.idle import idle
@@ -65,7 +65,7 @@ def html(data: ReportData) -> str:
         "report.html.jinja",
         content,
         SCRIPTS,
-        colours={"light": COLOURS, "dark": DARK},
+        colours={"light": data.colours, "dark": colours(data.colours, dark=True)},
         notices=notices(data.run),
         tiles=tiles(data),
         stages=stage_table(data),

@@ -10,7 +10,6 @@ import numpy as np
 
 from pipeline.report.data import ReportData
 from pipeline.report.idle import windows
-from stages.layout import PER_ITERATION
 
 TITLES = {
     "reward/mean": "mean reward",
@@ -164,7 +163,7 @@ def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[st
 
 
 def _stage_times(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    seconds: dict[str, dict[int, float]] = {stage: {} for stage in PER_ITERATION}
+    seconds: dict[str, dict[int, float]] = {stage: {} for stage in data.stage_names}
     for entry in data.stages:
         if entry["stage"] in seconds:
             seconds[entry["stage"]][entry["iteration"] + 1] = entry["seconds"]
@@ -188,7 +187,7 @@ def steps_per_s(data: ReportData) -> tuple[dict[int, float], dict[int, float]]:
     lasted = {i: end - start for i, (start, end) in windows(data.spans).items()}
     for entry in data.stages:
         iteration = entry["iteration"]
-        if entry["stage"] in PER_ITERATION and iteration in steps:
+        if entry["stage"] in data.stage_names and iteration in steps:
             whole[iteration] = whole.get(iteration, 0.0) + entry["seconds"]
             if data.pooled and iteration in lasted:
                 whole[iteration] = lasted[iteration]
@@ -233,7 +232,7 @@ def _machine(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any
     used = {
         (entry["stage"], entry["iteration"] + 1): entry["usage"]
         for entry in data.stages
-        if entry["usage"] and entry["stage"] in PER_ITERATION
+        if entry["usage"] and entry["stage"] in data.stage_names
     }
     found = []
     for name, (title, of, more) in wanted.items():
@@ -246,7 +245,7 @@ def _machine(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any
                     for i in xs["stages"]
                 ),
             )
-            for stage in PER_ITERATION
+            for stage in data.stage_names
             if used
         ]
         lines = [line for line in lines if any(y is not None for y in line["y"])]

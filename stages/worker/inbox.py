@@ -20,7 +20,7 @@ from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
 from rlinf.channels.shared_memory import SharedMemoryChannel
 from rlinf.channels.socket import SocketChannel
 from rlinf.data.record import Identity, Record, Scalar
-from rlinf.errors import DataError, InputError, StorageError
+from rlinf.errors import DataError, InputError, RlinfError, StorageError
 from rlinf.threads import Malformed, serve
 from stages.board import Board
 
@@ -33,6 +33,8 @@ SHARED_BYTES = 128 << 20
 """Shared memory of a worker that takes records so; none may be larger."""
 Taker = Callable[[str, Record], None]
 Passing = Callable[[str, str, Record], None]
+TRANSFER_FAULTS = (RlinfError, ChannelClosed, OSError)
+"""What may go wrong when records or weights are sent: those who wait for them read the disk."""
 log = logging.getLogger("rlinf")
 
 

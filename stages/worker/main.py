@@ -392,6 +392,7 @@ class Worker:
                 "doing": self._activity.rows(),
                 "version": getattr(engine, "version", None),
                 "queue": self._board.waiting,
+                "malformed": self._inbox.malformed,
             }
         )
 

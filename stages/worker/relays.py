@@ -8,16 +8,11 @@ that a worker tells says how many records there are.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from rlinf.data.record import Record
-from stages.worker.inbox import Outbox, Sender
-
-log = logging.getLogger("rlinf")
+from rlinf.threads import Queue
+from stages.worker.inbox import TRANSFER_FAULTS, Outbox, Sender
 
 
 class Relays:
@@ -25,42 +20,31 @@ class Relays:
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        self._thread = ThreadPoolExecutor(1, "relays")
+        self._thread = Queue("relays", TRANSFER_FAULTS)
         self._relays: dict[str, dict[str, _Relay]] = {}
         """By output and channel, and by who makes it."""
 
     def want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
         """Workers that get from here what a worker makes, what came before too; returns at once."""
-        self._submit(self._want, to, maker, dict(ways))
+        self._thread.submit(f"{to} of {maker}", self._want, to, maker, dict(ways))
 
     def arrived(self, to: str, maker: str, record: Record) -> None:
         """A record, or the end of them, as it came from the inbox; returns at once."""
-        self._submit(self._arrived, to, maker, record)
+        self._thread.submit(f"a record of {to}", self._arrived, to, maker, record)
 
     def forget(self, folders: Collection[str]) -> None:
         """Let go of outputs that are committed: who asks for them reads them from disk."""
-        self._submit(self._forget, folders)
+        self._thread.submit("outputs", self._forget, folders)
 
     def close(self) -> None:
         """Pass on nothing more; what is just being sent ends with its connection."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # closed
-            self._thread.submit(work, *arguments)
+        self._thread.close(wait=False)
 
     def _want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
-        try:
-            self._relay(to, maker).sender.admit(ways)
-        except Exception:
-            # They wait for the commit instead.
-            log.warning("%s of %s was not passed on", to, maker, exc_info=True)
+        self._relay(to, maker).sender.admit(ways)
 
     def _arrived(self, to: str, maker: str, record: Record) -> None:
-        try:
-            self._relay(to, maker).put(record)
-        except Exception:
-            log.warning("a record of %s was not passed on", to, exc_info=True)
+        self._relay(to, maker).put(record)
 
     def _forget(self, folders: Collection[str]) -> None:
         for to in [to for to in self._relays if to.rpartition(":")[0] in folders]:

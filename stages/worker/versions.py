@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ import torch
 from torch import Tensor
 
 from rlinf.errors import ArtifactError, TransferError
+from rlinf.threads import Queue
 from rlinf.weights.store import State, WeightStore
 from stages.layout import VERSIONS
+from stages.worker.inbox import TRANSFER_FAULTS
 
 FULL_EVERY = 10
 KEEP = 4
@@ -44,11 +45,11 @@ class Versions:
             run / VERSIONS, full_every=FULL_EVERY, keep=KEEP + behind, dtype=dtype
         )
         self._held: State | None = None
-        self._thread = ThreadPoolExecutor(1, "versions")
+        self._thread = Queue("versions", TRANSFER_FAULTS)
 
     def submit(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do something in the one thread that reads and writes versions; returns at once."""
-        self._thread.submit(self._logged, work, *arguments)
+        self._thread.submit("a version of the weights", work, *arguments)
 
     def publish(self, number: int, tensors: Mapping[str, Tensor]) -> str | None:
         """Write a version unless it is there; the digest of its content, None if that failed."""
@@ -63,7 +64,7 @@ class Versions:
         self.submit(self._follow, out, number, attempt, digest, ready)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close(wait=False)
 
     def _follow(self, out: str, number: int, attempt: str, digest: str, ready: Ready) -> None:
         for pause in SEEN_S:
@@ -80,11 +81,3 @@ class Versions:
             ready(out, number, attempt, held.tensors)
             return
         log.warning("weights of %s: %s; waiting for its commit", out, reason)
-
-    @staticmethod
-    def _logged(work: Callable[..., None], *arguments: Any) -> None:
-        try:
-            work(*arguments)
-        except Exception:
-            # Those who wait for it take the commit instead.
-            log.warning("a version of the weights", exc_info=True)

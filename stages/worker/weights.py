@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,12 +25,13 @@ from torch import Tensor
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import RlinfError, TransferError
 from rlinf.leftovers import SEGMENT, segment_name
+from rlinf.threads import Queue
 from rlinf.weights.buckets import Layout, checksum, digest
 from rlinf.weights.shared import SharedReader, SharedWriter
 from stages.board import Board, keep_newest
 from stages.parts import WEIGHTS
 from stages.worker.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, COMES, DIGEST, NAME, WHAT, Groups
-from stages.worker.inbox import SHARED_MEMORY, SOCKET, Outbox
+from stages.worker.inbox import SHARED_MEMORY, SOCKET, TRANSFER_FAULTS, Outbox
 from stages.worker.versions import Versions
 
 SUM = "_sum"
@@ -74,7 +74,7 @@ class Publisher:
         self._outbox, self.versions, self._dtype = outbox, versions, dtype
         self.groups = Groups(outbox, dtype)
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "weights")
+        self._thread = Queue("weights", TRANSFER_FAULTS)
         self._wanted: dict[str, dict[str, str]] = {}
         self._made: dict[str, _Version] = {}
         self._memory: _Memory | None = None
@@ -84,7 +84,7 @@ class Publisher:
         with self._lock:
             self._wanted[out] = self._wanted.get(out, {}) | dict(ways)
             if out in self._made:
-                self._thread.submit(self._send, out, dict(ways))
+                self._thread.submit(f"weights of {out}", self._send, out, dict(ways))
 
     def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
         """Send the weights among what an output holds; they do not change. Returns at once."""
@@ -97,7 +97,7 @@ class Publisher:
                 del self._made[gone]
                 self._wanted.pop(gone, None)
             if wanted := self._wanted.get(out):
-                self._thread.submit(self._send, out, dict(wanted))
+                self._thread.submit(f"weights of {out}", self._send, out, dict(wanted))
 
     def forget(self, outs: Collection[str]) -> None:
         """Let go of who wants outputs that are committed: who has not got them reads the disk."""
@@ -121,42 +121,34 @@ class Publisher:
     def forward(self, out: str, workers: Sequence[str], record: Record) -> None:
         """Send on a record about an output's weights. Returns at once."""
         if workers:
-            self._thread.submit(self._forward, f"{out}:{WEIGHTS}", workers, record)
+            self._thread.submit(f"weights of {out}", self._forward, out, workers, record)
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
         self.groups.close()
         self.versions.close()
         if self._memory is not None:
             self._memory.writer.close()
 
-    def _forward(self, to: str, workers: Sequence[str], record: Record) -> None:
-        try:
-            self._outbox.writer(to, workers, 0, 1).put(record)
-        except Exception:
-            # They wait for the commit instead.
-            log.warning("weights of %s were not sent on", to, exc_info=True)
+    def _forward(self, out: str, workers: Sequence[str], record: Record) -> None:
+        self._outbox.writer(f"{out}:{WEIGHTS}", workers, 0, 1).put(record)
 
     def _send(self, out: str, ways: Mapping[str, str]) -> None:
         # What waits to be sent is kept no longer than versions are: one that is late is on disk.
         if (made := self._made.get(out)) is None:
             return
-        try:
-            by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
-            far = by.get(SOCKET, [])
-            if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
-                far += near
-            if followers := by.get(DELTA):
-                # Files take their time: those who get the weights another way need not wait.
-                self.versions.submit(self._write, out, followers)
-            for backend in BACKENDS:
-                if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
-                    far += members
-            if far:
-                self._stream(made, far)
-        except Exception:
-            # They wait for the commit instead.
-            log.warning("weights of %s were not sent", made.out, exc_info=True)
+        by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
+        far = by.get(SOCKET, [])
+        if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
+            far += near
+        if followers := by.get(DELTA):
+            # Files take their time: those who get the weights another way need not wait.
+            self.versions.submit(self._write, out, followers)
+        for backend in BACKENDS:
+            if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
+                far += members
+        if far:
+            self._stream(made, far)
 
     def _write(self, out: str, followers: list[str]) -> None:
         if (made := self._made.get(out)) is None:
@@ -164,7 +156,8 @@ class Publisher:
         if (digest := self.versions.publish(made.number, made.tensors)) is not None:
             self._put(made, followers, 0, {}, {WHAT: DELTA, DIGEST: digest})
         else:
-            self._thread.submit(self._send, out, dict.fromkeys(followers, SOCKET))
+            ways = dict.fromkeys(followers, SOCKET)
+            self._thread.submit(f"weights of {out}", self._send, out, ways)
 
     def _share(self, made: _Version, workers: list[str]) -> bool:
         layout, held = Layout.of(made.tensors, dtype=self._dtype), self._memory

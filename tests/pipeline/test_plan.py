@@ -14,7 +14,7 @@ from pipeline.needs import pool_needs
 from pipeline.plan import Plan, parse_plan, read_plan
 from rlinf import tree
 from rlinf.errors import PlanError
-from stages import SECTIONS
+from stages.flow import on_policy
 
 PLANS = tree.ROOT / "configs" / "plans"
 
@@ -31,7 +31,7 @@ resources = st.fixed_dictionaries(
 )
 
 
-@given(resources, st.dictionaries(st.sampled_from(sorted(SECTIONS)), resources))
+@given(resources, st.dictionaries(st.sampled_from(sorted(on_policy.table)), resources))
 def test_a_plan_says_the_same_after_it_was_written_and_read(
     defaults: dict[str, Any], stages: dict[str, dict[str, Any]]
 ) -> None:
@@ -39,7 +39,7 @@ def test_a_plan_says_the_same_after_it_was_written_and_read(
     plan = parse_plan({"defaults": defaults, "stages": stages}, "plan")
     again = parse_plan(yaml.safe_load(yaml.safe_dump(plan.dump())), "plan")
     assert again == plan
-    assert all(again.of(stage) == plan.of(stage) for stage in SECTIONS)
+    assert all(again.of(stage) == plan.of(stage) for stage in on_policy.table)
 
 
 def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:

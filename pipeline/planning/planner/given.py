@@ -12,6 +12,7 @@ from pipeline.planning.planner.work import Work, work_items
 from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError, nearest
+from stages.flow import flow_of
 
 
 def option_of(
@@ -38,7 +39,7 @@ def option_of(
                 f"{at}.processes: {asked.processes} a node, nodes of {own.name} have "
                 f"{own.per_node} devices"
             )
-    works = [Work(own, stage, profile) for own in chosen]
+    works = [Work(own, stage, flow_of(config).table[stage], profile) for own in chosen]
     for work in works:
         _check_memory(work, asked, at)
     most = work_items(stage, config)

@@ -11,10 +11,9 @@ from pipeline.planning.planner.given import option_of
 from pipeline.planning.planner.options import Option
 from pipeline.planning.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planning.planner.request import Request
-from pipeline.planning.planner.work import NO_GPU, interval
+from pipeline.planning.planner.work import interval
+from stages.flow import Flow, flow_of
 
-LIKE: Mapping[str, str] = {"warm_start": "train", "evaluate": "rollout"}
-"""Stages that run seldom, and the stage whose resources they get."""
 TIME_FACTOR = 10
 """Wall time asked for, in predicted times: a limit is for jobs that hang."""
 LEAST_MINUTES = 10
@@ -31,7 +30,7 @@ def propose_jobs(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
     """
     goal = request.goal()
     best, *others = stagewise.choose(request.options(), request.after(), goal)
-    plan = plan_of(best.options)
+    plan = plan_of(best.options, flow_of(request.config))
     return _proposal(request, plan, best, others, what_ifs)
 
 
@@ -129,13 +128,19 @@ def _forecast(request: Request, best: stagewise.Choice, rows: Sequence[Row]) -> 
     )
 
 
-def plan_of(options: Sequence[Option]) -> Plan:
+def plan_of(options: Sequence[Option], flow: Flow) -> Plan:
     """The plan that runs each stage as its option says; seldom ones are like others."""
-    stages = {option.stage: _resources(option) for option in options}
-    return Plan(stages=stages | {seldom: stages[like] for seldom, like in LIKE.items()})
+    stages = {o.stage: _resources(o, device=flow.table[o.stage].device) for o in options}
+    return Plan(stages=with_seldom(stages, flow))
 
 
-def _resources(option: Option) -> StagePlan:
+def with_seldom(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
+    """Resources of all stages: those that are no part of an iteration get what others have."""
+    seldom = {name: stage.like for name, stage in flow.table.items() if name not in flow.stages}
+    return {**stages, **{name: stages[like] for name, like in seldom.items() if like}}
+
+
+def _resources(option: Option, *, device: bool) -> StagePlan:
     first = option.devices[0].kind
     values: dict[str, object] = {
         "partition": first.partition or None,
@@ -145,7 +150,7 @@ def _resources(option: Option) -> StagePlan:
     }
     if first.gpus_per_node:
         values |= {
-            "gpus": 0 if option.stage in NO_GPU else option.processes,
+            "gpus": option.processes if device else 0,
             "cpus": min(MOST_CPUS, max(1, first.cpus_per_node // first.gpus_per_node)),
         }
     if values.get("gpus") and first.gpu_type and len(option.devices) == 1:

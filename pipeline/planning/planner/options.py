@@ -14,9 +14,8 @@ from pipeline.planning.planner.work import Seconds, Work, interval, work_items
 from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
+from stages.flow import flow_of
 
-SHARED = frozenset({"rollout", "inference", "train"})
-"""Stages that unlike devices may share."""
 MIXING = 0.95
 """Share of the summed speed that unlike devices keep on one stage: the goal of the benchmark
 ``hetero_efficiency``."""
@@ -145,15 +144,15 @@ def options(
     found: list[Option] = []
     reasons = []
     works: dict[str, Work] = {}
-    most = work_items(stage, config)
+    most, spec = work_items(stage, config), flow_of(config).table[stage]
     for name, own in usable.items():
         try:
-            works[name] = Work(own, stage, profile)
+            works[name] = Work(own, stage, spec, profile)
             if own.same_as not in usable:
                 found += [alone(works[name], *shape) for shape in _shapes(works[name], most)]
         except PlanError as error:
             reasons.append(f"{name}: {error}")
-    if stage in SHARED:
+    if spec.device:  # unlike devices may share it
         for a, b in itertools.combinations(works.values(), 2):
             if shareable(a.devices, b.devices):
                 found += [together((a, b), *shape) for shape in _shared_shapes((a, b), most)]

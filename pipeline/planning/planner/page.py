@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipeline.planning.planner.proposal import Proposal, Row
-from pipeline.report.colours import COLOURS
+from pipeline.report.colours import COLOURS, colours
 from pipeline.report.style import GRID, finish, inline
 from pipeline.report.template import render
 
@@ -50,13 +50,13 @@ def page(proposal: Proposal, title: str) -> str:
 
 def gantt(proposal: Proposal) -> Figure:
     """Each stage on its lane, its parts in shades; the whisker is the 10 % to 90 % interval."""
-    lanes = lanes_of(proposal.rows)
+    lanes, shown = lanes_of(proposal.rows), colours(row.stage for row in proposal.rows)
     figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
     for at, row in ((at, row) for at, lane in enumerate(lanes) for row in lane):
         start = row.start_s
         opacity = [*PART_SHADES[: len(row.parts_s) - 1], PART_SHADES[-1]]
         for (name, length), shade in zip(row.parts_s.items(), opacity, strict=False):
-            axis.barh(at, length, 0.6, start, color=COLOURS[row.stage], alpha=shade, label=name)
+            axis.barh(at, length, 0.6, start, color=shown[row.stage], alpha=shade, label=name)
             start += length
         axis.errorbar(
             row.start_s + row.seconds,
@@ -69,7 +69,7 @@ def gantt(proposal: Proposal) -> Figure:
     axis.set_yticks(range(len(lanes)), [f"{lane[0].place}  {lane[0].size}" for lane in lanes])
     axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
-    handles = [Patch(color=COLOURS[row.stage], label=row.stage) for row in proposal.rows]
+    handles = [Patch(color=shown[row.stage], label=row.stage) for row in proposal.rows]
     names = max((list(row.parts_s) for row in proposal.rows), key=len)
     shades = [
         Patch(color="#24292f", alpha=shade, label=name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
 from pipeline.planning.planner.expected import Expected, expect
-from pipeline.planning.planner.jobs import LIKE, MOST_CPUS
+from pipeline.planning.planner.jobs import MOST_CPUS, with_seldom
 from pipeline.planning.planner.predict import Prediction
 from pipeline.planning.planner.problem import Placement, Problem
 from pipeline.planning.planner.problem_file import dump_problem
@@ -16,6 +16,7 @@ from pipeline.planning.planner.search import Solution, solve
 from pipeline.planning.planner.segments import Tables, build
 from pipeline.planning.planner.work import interval
 from pipeline.pools.actuals import WORK
+from stages.flow import flow_of
 
 ALTERNATIVES = 4
 
@@ -130,8 +131,11 @@ def _plan(request: Request, problem: Problem, placement: Placement, forecast: Fo
         for pool, gpus in zip(placement.pools, placement.gpus, strict=True)
     )
     stages = {stage: _resources(pool, request) for pool in pools for stage in pool.stages}
-    stages["sync"] = stages["train"]
-    stages |= {seldom: stages[like] for seldom, like in LIKE.items()}
+    flow = flow_of(request.config)
+    last = flow.stages[flow.publishes].like
+    if last is not None:
+        stages[flow.publishes] = stages[last]
+    stages = with_seldom(stages, flow)
     return Plan(
         grain="segment",
         stages=stages,

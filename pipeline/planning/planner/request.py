@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.flow import FLOWS
 from pipeline.plan import Grain, Learnt, Sources
 from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.objective import IterationTime, Money, Objective, TimeTo
@@ -13,7 +12,7 @@ from pipeline.planning.planner.options import Correction, Option, options
 from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError, nearest
-from stages.layout import PER_ITERATION
+from stages.flow import Flow, flow_of
 
 OBJECTIVES = ("time", "gpu-hours", "money", "time-to-end")
 
@@ -59,10 +58,12 @@ class Request:
 
     def after(self) -> dict[str, tuple[str, ...]]:
         """By stage: those of the same iteration that it waits for."""
-        stages = FLOWS[self.config.flow].stages
+        stages = flow_of(self.config).stages
 
         def sources(stage: str) -> tuple[str, ...]:
-            found = [s.stage for s in stages[stage].values() if s.stage in stages and not s.back]
+            found = [
+                s.stage for s in stages[stage].inputs.values() if s.stage in stages and not s.back
+            ]
             return tuple(dict.fromkeys(found))
 
         return {stage: sources(stage) for stage in stages}
@@ -77,13 +78,15 @@ class Request:
     def options(self) -> dict[str, list[Option]]:
         """All ways to run each stage as a job."""
         priced, found = self.priced(), {}
-        for stage in FLOWS[self.config.flow].stages:
+        for stage in flow_of(self.config).stages:
             every = options(stage, priced, self.profile, self.config, self.pins.get(stage))
             found[stage] = [option.corrected(self.corrections) for option in every]
         return found
 
 
-def parse_pins(pins: Sequence[str], devices: Mapping[str, Devices]) -> dict[str, frozenset[str]]:
+def parse_pins(
+    pins: Sequence[str], devices: Mapping[str, Devices], flow: Flow
+) -> dict[str, frozenset[str]]:
     """``["train=h100"]`` as kinds by stage; a partition stands for all its kinds.
 
     Raises:
@@ -94,8 +97,8 @@ def parse_pins(pins: Sequence[str], devices: Mapping[str, Devices]) -> dict[str,
         stage, sign, names = pin.partition("=")
         if not sign or not names:
             raise PlanError(f"--pin {pin}: expected STAGE=KIND, such as train=h100")
-        if stage not in PER_ITERATION:
-            raise PlanError(f"--pin {pin}: no stage {stage!r}{nearest(stage, PER_ITERATION)}")
+        if stage not in flow.stages:
+            raise PlanError(f"--pin {pin}: no stage {stage!r}{nearest(stage, flow.stages)}")
         kinds: set[str] = set()
         for name in names.split(","):
             mine = {n for n, own in devices.items() if name in (n, own.kind.partition)}

@@ -13,19 +13,13 @@ from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.options import MIXING, Correction
 from pipeline.planning.planner.problem import Kind, Problem, Stage
 from pipeline.planning.planner.request import Request
-from pipeline.planning.planner.work import ONE_PROCESS, Work, work_items
+from pipeline.planning.planner.work import Work, work_items
 from pipeline.planning.profile.schema import Link, Profile
 from rlinf.errors import PlanError
+from stages.flow import flow_of
 from stages.parts import make_algorithm
 
 Tables = dict[str, dict[str, RateTable]]
-STAGES: Mapping[str, tuple[str, ...]] = {
-    "rollout": (),
-    "reward": ("rollout",),
-    "inference": ("rollout",),
-    "train": ("reward", "inference"),
-}
-"""Stages that hold devices and whose output they take; ``sync`` is the transfer of the weights."""
 CHUNKS = (1, 2, 4, 8, 16, 32)
 
 
@@ -39,11 +33,13 @@ def build(request: Request) -> tuple[Problem, Tables]:
     # An update over the whole batch is a sum that can begin; several are choices among all of it.
     whole = make_algorithm(request.config).config.minibatches == 1
     stages, tables = [], Tables()
-    for name, after in STAGES.items():
+    flow = flow_of(request.config)
+    held = flow.after()
+    for name, after in held.items():
         found, reasons = {}, []
         for kind, own in devices.items():
             try:
-                found[kind] = _rates(Work(own, name, request.profile), request)
+                found[kind] = _rates(Work(own, name, flow.table[name], request.profile), request)
             except PlanError as error:
                 reasons.append(f"{kind}: {error}")
         if not found:
@@ -54,9 +50,9 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 name,
                 {kind: table.rates for kind, table in found.items()},
                 after,
-                streams=name != "train" or whole,
-                divisible=name not in ONE_PROCESS,
-                switch_s=_switches(devices) if name in ("inference", "train") else {},
+                streams=flow.table[name].streams is not None or whole,
+                divisible=flow.table[name].device,
+                switch_s=_switches(devices) if flow.table[name].loads == "trainer" else {},
             )
         )
     with_gpus = {own.kind.gpus_per_node > 0 for own in devices.values()}
@@ -70,8 +66,8 @@ def build(request: Request) -> tuple[Problem, Tables]:
         sync_s=_transfers(devices, request.profile),
         mixing=MIXING,
         # A job has like devices; generators are jobs of one device each.
-        mixes=frozenset({"rollout"} if len(with_gpus) == 1 else ()),
-        allowed={stage: kinds for stage, kinds in request.pins.items() if stage in STAGES},
+        mixes=frozenset({flow.generates} if flow.generates and len(with_gpus) == 1 else ()),
+        allowed={stage: kinds for stage, kinds in request.pins.items() if stage in held},
     )
     return problem, tables
 

@@ -33,6 +33,7 @@ from rlinf.artifacts import save_text
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.site import Site, load_site
+from stages.flow import flow_of
 from stages.layout import PLAN
 
 
@@ -57,7 +58,7 @@ def request(
     else:
         known = load_site(site) if site else Site()
         devices, notes = devices_of(obtain(saved, site), known, profile, sources.partitions)
-    pins = parse_pins(sources.pins, devices)
+    pins = parse_pins(sources.pins, devices, flow_of(config))
     return Request(config, profile, devices, objective, grain, pins, notes, sources=sources)
 
 

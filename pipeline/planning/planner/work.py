@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,15 +11,13 @@ import numpy as np
 from pipeline.planning.cost.fit import LEAST_POINTS, Fit, Point, fit_times
 from pipeline.planning.planner.devices import Devices
 from pipeline.planning.profile import schema
-from pipeline.planning.profile.schema import LOADS, Profile
+from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
+from stages.flow import Stage, flow_of
 
 Array = np.ndarray
-NO_GPU = frozenset({"reward", "sync"})
-"""Stages that compute nothing on a GPU."""
-ONE_PROCESS = frozenset({"reward", "sync"})
-"""Stages that gain nothing from a second process."""
+LOADS: Mapping[str, schema.OverheadName] = {"engine": "engine_load", "trainer": "trainer_load"}
 SINGLE_SPREAD = 0.1
 """Relative standard deviation of what was measured once."""
 QUANTILE = 1.2816
@@ -46,8 +45,9 @@ class Work:
         PlanError: no measurement of it succeeded there, or none says what the whole batch takes.
     """
 
-    def __init__(self, devices: Devices, stage: str, profile: Profile) -> None:
+    def __init__(self, devices: Devices, stage: str, spec: Stage, profile: Profile) -> None:
         self.devices, self.stage, self.samples = devices, stage, profile.samples
+        self._loads = spec.loads
         points = [p for p in devices.profile.points if p.stage == stage]
         ran = [p for p in points if p.ok and p.token_budget in (None, profile.token_budget)]
         if not ran:
@@ -124,7 +124,7 @@ class Work:
 
     def _load(self, processes: int) -> Seconds:
         """Loading, and what the first work of a process costs more."""
-        parts = [self._overhead(LOADS[self.stage], processes)] if self.stage in LOADS else []
+        parts = [self._overhead(LOADS[self._loads], processes)] if self._loads else []
         if self._cold:
             near = min(self._cold, key=lambda count: abs(math.log(count / processes)))
             parts.append(Seconds(max(0.0, self._cold[near])))
@@ -152,9 +152,10 @@ class Work:
 
 def work_items(stage: str, config: RunConfig) -> int:
     """Pieces of work that processes can share; more processes would stand idle."""
-    if stage in ONE_PROCESS:
+    flow = flow_of(config)
+    if not flow.table[stage].device:
         return 1
-    if stage == "rollout":
+    if stage == flow.generates:
         return config.rollout.batch
     return config.rollout.batch * config.rollout.group_size
 

@@ -23,7 +23,7 @@ from rlinf.config import EvaluateSection, RunSection
 from rlinf.errors import RequeueRequested
 from stages.code import Code
 from stages.identity import stage_key
-from stages.layout import PER_ITERATION, stage_folder
+from stages.layout import stage_folder
 
 log = logging.getLogger("rlinf")
 
@@ -67,7 +67,7 @@ def overheads(run: Run) -> list[Overhead]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node in graph.nodes():
         manifest = manifest_of(run.folder, *node)
-        if manifest is None or not node.iteration or node.stage not in PER_ITERATION:
+        if manifest is None or not node.iteration or node.stage not in graph.flow.stages:
             continue
         began, start, end = (manifest.timing[name] for name in ("began", "start", "end"))
         sources = [manifest_of(run.folder, *source) for source in graph.inputs(node).values()]

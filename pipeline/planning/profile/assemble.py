@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.plan import SINGLE_PROCESS
 from pipeline.planning.profile.kinds import Kind
 from pipeline.planning.profile.schema import (
     History,
@@ -22,13 +21,18 @@ from pipeline.planning.profile.schema import (
     Wait,
 )
 from pipeline.planning.profile.trial import Sample, Trial
+from stages.flow import Flow, on_policy
 
 MOST_LENGTHS = 2000
 QUANTILES = (0.1, 0.5, 0.9)
 
 
 def kind_profile(
-    kind: Kind, trials: Sequence[Trial], waits: Iterable[Wait], alone: Sequence[Overhead] = ()
+    kind: Kind,
+    trials: Sequence[Trial],
+    waits: Iterable[Wait],
+    alone: Sequence[Overhead] = (),
+    flow: Flow = on_policy,
 ) -> KindProfile:
     """What the trials of a kind say together; at least one has a sample.
 
@@ -41,18 +45,18 @@ def kind_profile(
         devices_per_node=kind.devices_per_node,
         duty_cycle=kind.duty_cycle,
         hosts=tuple(sorted({host for trial in trials for host in trial.hosts})),
-        points=tuple(point for trial in trials for point in points(trial)),
+        points=tuple(point for trial in trials for point in points(trial, flow)),
         overheads=(*overheads(trials), *alone),
         links=tuple(links(trials)),
         waits=tuple(waits),
     )
 
 
-def points(trial: Trial) -> list[Point]:
+def points(trial: Trial, flow: Flow = on_policy) -> list[Point]:
     """The points of a trial; of stages that are one process always, only where it is one."""
     groups: dict[tuple[str, int, int | None], list[Sample]] = defaultdict(list)
     for sample in trial.samples:
-        if trial.processes == 1 or sample.stage not in SINGLE_PROCESS:
+        if trial.processes == 1 or not flow.table[sample.stage].whole:
             groups[sample.stage, sample.samples, sample.token_budget].append(sample)
     return [_point(trial, group) for group in groups.values()]
 

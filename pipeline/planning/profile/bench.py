@@ -41,8 +41,6 @@ from stages.runner import StageCall, load_config, run_stage
 
 STILL = {"lr": 1e-30, "lr_warmup": 0, "schedule": "constant"}
 """Algorithm settings under which weights stay as they are."""
-BUDGETED = frozenset({"inference", "train"})
-"""Stages that cut their work into micro-batches."""
 STARTED = "RLINF_JOB_STARTED"
 """Environment variable: when the batch script began, seconds since the epoch."""
 LENGTHS = 4
@@ -167,7 +165,7 @@ class Bench:
         warm = self.seen.issuperset(self.graph.flow.stages)
         total = 0.0
         for stage in self.graph.flow.stages:
-            given = budget if stage in BUDGETED else None
+            given = budget if self.budgeted(stage) else None
             self.keep(
                 running=Running(stage=stage, case=case, samples=samples, token_budget=given),
             )
@@ -190,7 +188,9 @@ class Bench:
             change["repeats"] = self.trial.repeated(case, total).repeats
         self.keep(**change)
         if self.world.rank == 0 and self.done:
-            shutil.rmtree(stage_folder(self.scratch, "sync", self.done - 1).parent)
+            shutil.rmtree(
+                stage_folder(self.scratch, self.graph.flow.publishes, self.done - 1).parent
+            )
         self.done += 1
 
     def folder(self, node: Node) -> Path:
@@ -209,7 +209,7 @@ class Bench:
         # What it moves depends on who shares the device: a plan counts that by itself.
         moved = parts.pop("offload", 0.0) + parts.pop("onload", 0.0)
         seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load - moved)
-        if load and stage == "rollout":
+        if load and self.graph.flow.table[stage].loads == "engine":
             self.overhead("weight_load" if stage in self.seen else "engine_load", load)
         elif load:
             self.overhead("trainer_load", load + self.connect_s)
@@ -221,7 +221,7 @@ class Bench:
         if stage == "reward":
             rewards = FileReader((folder / manifest.data).glob("rewards-*.h5"))
             self.kept = {record.identity.key for record in rewards if record.info["keep"]}
-        if stage == "sync":
+        if stage == self.graph.flow.publishes:
             self.overhead("publish", parts["publish"])
             self.keep(weights_bytes=int(manifest.metrics["bytes"]))
         sample = Sample(
@@ -237,11 +237,16 @@ class Bench:
         self.keep(samples=(*self.trial.samples, sample))
         return seconds
 
+    def budgeted(self, stage: str) -> bool:
+        """Whether a stage packs micro-batches up to a number of tokens."""
+        spec = self.graph.flow.table[stage]
+        return spec.device and spec.loads == "trainer"
+
     def tokens(self, stage: str) -> int:
         """Steps of the responses, or positions the trainer evaluates."""
         if stage in ("rollout", "reward"):
             return sum(len(record) for record in self.records)
-        if stage not in BUDGETED or "trainer" not in self.resident:
+        if not self.budgeted(stage) or "trainer" not in self.resident:
             return 0
         policy = self.resident["trainer"][1].policy
         chosen = [r for r in self.records if stage != "train" or r.identity.key in self.kept]

@@ -37,6 +37,7 @@ from slurm.client import SlurmClient
 from slurm.jobs import State, Status
 from slurm.site import Site, load_site
 from slurm.waits import expected_wait_s, past_waits_s
+from stages.flow import flow_of
 from stages.layout import CONFIG, stage_folder
 from stages.parts import make_algorithm
 
@@ -300,6 +301,7 @@ class Pass:
             InputError: nothing was measured on a kind.
         """
         config, found, every = self.run.config, {}, []
+        flow = flow_of(config)
         for kind in kinds:
             trials = [t for task in self.tasks[kind.name] if (t := load_trial(task.trial))]
             trials = [trial for trial in trials if trial.samples]
@@ -310,7 +312,7 @@ class Pass:
                 )
             waits = self.waits(kind, client) if client else []
             own = self.alone.get(kind.name, [])
-            found[kind.name] = assemble.kind_profile(kind, trials, waits, own)
+            found[kind.name] = assemble.kind_profile(kind, trials, waits, own, flow)
             every += trials
         lengths = assemble.lengths(every, config.rollout.horizon)
         size = max(trial.weights_bytes for trial in every)

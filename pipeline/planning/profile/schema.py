@@ -119,13 +119,6 @@ OverheadName = Literal[
     "offload",
     "onload",
 ]
-LOADS: Mapping[str, OverheadName] = {
-    "rollout": "engine_load",
-    "inference": "trainer_load",
-    "train": "trainer_load",
-    "sync": "trainer_load",
-}
-"""By stage: what it loads before it can work."""
 
 
 class Overhead(Measured):

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from pipeline.planning.simulator.scenario import Scenario
 from pipeline.planning.simulator.show import figures, rows
 from pipeline.planning.simulator.trace import Trace
-from pipeline.report.colours import COLOURS
+from pipeline.report.colours import COLOURS, colours
 from pipeline.report.style import inline
 from pipeline.report.template import render
 from rlinf.artifacts import save_text
@@ -24,7 +24,6 @@ OTHER_COLOURS = {
     "queue": "#efe3c2",
     "down": "#d8a0a0",
 }
-SPARE_COLOURS = ("#4aa3a2", "#8c6d46", "#7d7abc", "#b07aa1")
 """Of stages that are not those of a language task."""
 
 
@@ -104,7 +103,5 @@ def _label(trace: Trace, pool: int) -> str:
 
 
 def _stage_colours(trace: Trace) -> dict[str, str]:
-    spare = iter(SPARE_COLOURS * len(trace.problem.stages))
     names = [stage.name for stage in trace.problem.stages]
-    stages = {name: COLOURS.get(name) or next(spare) for name in names}
-    return {**stages, **OTHER_COLOURS}
+    return {**colours(names), **OTHER_COLOURS}

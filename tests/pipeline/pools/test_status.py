@@ -45,6 +45,7 @@ def worker(rank: int = 0, *stages: dict[str, Any], **values: Any) -> dict[str, A
         "doing": list(stages),
         "version": None,
         "queue": 0,
+        "malformed": 0,
         **values,
     }
 
@@ -89,6 +90,11 @@ def test_stages_that_wait_for_their_turn_share_a_line(tmp_path: Path) -> None:
     shown = text(look(tmp_path))
     assert "reward/3 waits for trajectories, 20 s" in shown
     assert "then inference/3, train/3, sync/3 and 2 more" in shown
+
+
+def test_messages_that_were_dropped_are_seen(tmp_path: Path) -> None:
+    write(tmp_path, worker(0, malformed=7))
+    assert "dropped 7 messages that make no sense" in text(look(tmp_path))
 
 
 def test_a_worker_in_the_queue_is_not_taken_for_an_idle_one(tmp_path: Path) -> None:

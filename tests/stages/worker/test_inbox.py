@@ -135,7 +135,7 @@ def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way:
 HOST = """
 import sys, time
 from pathlib import Path
-from stages import inbox
+from stages.worker import inbox
 from stages.board import Board
 inbox.SHARED_BYTES = 1 << 16
 taken = inbox.Inbox(Path(sys.argv[1]), "a", Board(), shared=True)

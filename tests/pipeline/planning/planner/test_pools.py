@@ -19,11 +19,12 @@ from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem_file import read_problem
 from pipeline.planning.planner.propose import propose
 from pipeline.planning.planner.request import Request
-from pipeline.planning.planner.segments import STAGES, build
+from pipeline.planning.planner.segments import build
 from pipeline.planning.planner.show import show, write
 from pipeline.planning.simulator import simulate
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
+from stages.flow import on_policy
 from tests.pipeline.planning.planner.test_propose import ask
 
 
@@ -40,7 +41,7 @@ def asked(config: RunConfig) -> Request:
 def test_every_stage_has_a_pool_within_what_there_is(asked: Request) -> None:
     plan = propose(asked).plan
     assert plan.grain == "segment"
-    assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(STAGES)
+    assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(on_policy.after())
     for kind, own in asked.devices.items():
         assert sum(pool.gpus.get(kind, 0) for pool in plan.pools) <= own.count
     assert asked.config.rollout.batch % plan.chunks == 0

@@ -23,6 +23,7 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory
 from slurm.site import Site
+from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
 
@@ -34,7 +35,7 @@ def config() -> RunConfig:
 def ask(config: RunConfig, *partitions: str, site: Site | None = None, **more: object) -> Request:
     profile = clusters.profile(config)
     found, notes = devices_of(clusters.inventory(), site or Site(), profile, partitions)
-    pins = parse_pins(more.pop("pins", ()), found)  # type: ignore[arg-type]
+    pins = parse_pins(more.pop("pins", ()), found, on_policy)  # type: ignore[arg-type]
     return Request(config, profile, found, pins=pins, notes=notes, **more)  # type: ignore[arg-type]
 
 

@@ -13,10 +13,11 @@ from pipeline.planning.planner.expected import expect
 from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.search import solve
-from pipeline.planning.planner.segments import STAGES, build
+from pipeline.planning.planner.segments import build
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.site import Site
+from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 from tests.pipeline.planning.planner.test_propose import ask
 
@@ -35,7 +36,7 @@ def asked(config: RunConfig) -> Request:
 
 def test_rates_are_those_measured_with_everything_loaded(asked: Request) -> None:
     problem, _ = build(asked)
-    assert [stage.name for stage in problem.stages] == list(STAGES)
+    assert [stage.name for stage in problem.stages] == list(on_policy.after())
     for stage in problem.stages:
         for kind in problem.kinds:
             for n in (1, 2, 4):
@@ -54,7 +55,7 @@ def test_beyond_what_was_measured_tables_say_so_and_their_spread_grows(asked: Re
 def test_what_one_process_does_is_not_quicker_on_two_kinds(asked: Request) -> None:
     problem, tables = build(asked)
     assert np.all(tables["reward"]["h100"].used[1:] == 1)
-    predictor, reward = Predictor(problem), list(STAGES).index("reward")
+    predictor, reward = Predictor(problem), list(on_policy.after()).index("reward")
     seconds = [
         float(predictor.duration(reward, np.array([[a100], [h100]]))[0])
         for a100, h100 in ((1, 1), (0, 1), (4, 4))

@@ -21,7 +21,7 @@ from pipeline.planning.profile.trial import ENOUGH, Case, Task, load_trial
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError
 from slurm.jobs import State, Status
-from stages.layout import PER_ITERATION
+from stages.flow import on_policy
 from tests.pipeline.planning.profile.examples import task
 
 Compose = Callable[..., dict[str, Any]]
@@ -45,7 +45,7 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(compose: C
     assert made.lengths.count % 16 == 0
     assert made.weights_bytes > 10_000
     local = made.kinds["local"]
-    for stage in PER_ITERATION:
+    for stage in on_policy.stages:
         whole = [p for p in local.points if p.stage == stage and p.samples == made.samples]
         own = [p for p in whole if p.token_budget in (None, made.token_budget)]
         assert sorted(p.processes for p in own) == ([1] if stage == "reward" else [1, 2])

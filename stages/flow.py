@@ -1,0 +1,208 @@
+"""Flows: the stages of an iteration, what each takes, and what each needs. The one table of stages.
+
+Everything else that has to know a stage (its identity, plans, pools, planner, retention, report)
+asks here. What an author of an algorithm writes: a :class:`Flow`, and a program for each stage that
+the package does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from rlinf.config import RunConfig
+from rlinf.errors import ConfigError, nearest
+
+EVALUATE = "evaluate"
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input comes from: a stage of the same iteration, or of one before."""
+
+    stage: str
+    back: int = 0
+    otherwise: str | None = None
+    """The offline stage that stands in before the first iteration; None: the input is left out."""
+    window: int = 1
+    """So many outputs in a row, the newest first: ``NAME``, then ``NAME.1`` of the iteration before
+    it, ``NAME.2``, ... Retention keeps them."""
+    lags: bool = False
+    """``rollout.staleness`` iterations further back."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage takes, what its output depends on, and what it needs."""
+
+    inputs: Mapping[str, Source] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
+    """Sections of the configuration that change its output; part of its identity."""
+    streams: str | None = None
+    """The channel of the records it makes, which can be sent while they are made."""
+    loads: Literal["engine", "trainer"] | None = None
+    device: bool = True
+    """Computes with the model, on a GPU where there are some, in several processes at will. Else it
+    is the work of one process without a GPU, where it is a job of its own."""
+    whole: bool = False
+    """One process does its work whole, in a pool too."""
+    elastic: bool = False
+    """Its workers may come and go: they keep nothing but weights."""
+    like: str | None = None
+    """The stage with which it runs where a plan does not name it; None: pools have to."""
+    program: str = ""
+    """Module whose ``run(context)`` it is; by default ``stages.NAME``."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The stages of one iteration in an order that respects their inputs."""
+
+    stages: Mapping[str, Stage]
+    """The last one publishes the weights of the next version."""
+    offline: Mapping[str, Stage] = field(default_factory=dict)
+    """Before the first iteration."""
+    evaluate: Stage = field(default_factory=Stage)
+    """Of a version of the weights, beside the iterations."""
+
+    @cached_property
+    def table(self) -> dict[str, Stage]:
+        """All stages by name."""
+        return {**self.offline, **self.stages, EVALUATE: self.evaluate}
+
+    @cached_property
+    def publishes(self) -> str:
+        """The stage that publishes weights."""
+        return list(self.stages)[-1]
+
+    @cached_property
+    def initial(self) -> str:
+        """The offline stage whose weights are version 0."""
+        return list(self.offline)[-1]
+
+    @cached_property
+    def generates(self) -> str | None:
+        """The stage of an iteration whose workers may come and go."""
+        return next((name for name, stage in self.stages.items() if stage.elastic), None)
+
+    @cached_property
+    def streams(self) -> frozenset[str]:
+        """Inputs that are records, by the name of their channel."""
+        return frozenset(stage.streams for stage in self.stages.values() if stage.streams)
+
+    def taken(self, stage: str) -> int:
+        """How many of its newest outputs other stages take."""
+        sources = (source for other in self.table.values() for source in other.inputs.values())
+        return max((s.back + s.window for s in sources if s.stage == stage), default=0)
+
+    def program(self, stage: str) -> str:
+        """The module of a stage."""
+        return self.table[stage].program or f"stages.{stage}"
+
+    def after(self) -> dict[str, tuple[str, ...]]:
+        """The stages of an iteration that hold devices, and whose output of the same iteration each
+        waits for; not what follows from others. The last stage is the transfer of the weights."""
+        held = [name for name in self.stages if name != self.publishes]
+        direct = {
+            name: {s.stage for s in self.stages[name].inputs.values() if not s.back} & set(held)
+            for name in held
+        }
+        reach: dict[str, set[str]] = {}
+        for name in held:
+            reach[name] = direct[name].union(*(reach[source] for source in direct[name]))
+        return {
+            name: tuple(
+                source
+                for source in held
+                if source in direct[name]
+                and not any(source in reach[other] for other in direct[name])
+            )
+            for name in held
+        }
+
+
+INITIAL = Source("warm_start")
+NEWEST = Source("sync", back=1, otherwise="warm_start")
+
+on_policy = Flow(
+    offline={
+        "warm_start": Stage(
+            sections=("seed", "task", "model", "engine", "trainer", "warm_start", "evaluate"),
+            like="train",
+        )
+    },
+    stages={
+        "rollout": Stage(
+            {"weights": Source("sync", back=1, otherwise="warm_start", lags=True)},
+            ("seed", "task", "model", "engine", "rollout"),
+            streams="trajectories",
+            loads="engine",
+            elastic=True,
+        ),
+        "reward": Stage(
+            {"trajectories": Source("rollout"), "initial": INITIAL},
+            ("task", "model", "reward", "algorithm"),
+            streams="rewards",
+            device=False,
+            whole=True,
+            like="train",
+        ),
+        "inference": Stage(
+            {"trajectories": Source("rollout"), "initial": INITIAL, "weights": NEWEST},
+            ("model", "algorithm", "trainer", "rollout"),
+            streams="logprobs",
+            loads="trainer",
+            like="train",
+        ),
+        "train": Stage(
+            {
+                "trajectories": Source("rollout"),
+                "rewards": Source("reward"),
+                "logprobs": Source("inference"),
+                "initial": INITIAL,
+                "checkpoint": Source("train", back=1),
+            },
+            ("seed", "model", "algorithm", "trainer", "rollout"),
+            loads="trainer",
+        ),
+        "sync": Stage(
+            {"initial": INITIAL, "checkpoint": Source("train")},
+            ("model",),
+            loads="trainer",
+            device=False,
+            like="train",
+        ),
+    },
+    evaluate=Stage(
+        {"weights": NEWEST},
+        ("task", "model", "engine", "rollout", "evaluate"),
+        elastic=True,
+        like="rollout",
+    ),
+)
+"""Collect with the newest weights, learn from that batch alone, publish."""
+
+FLOWS: Mapping[str, Flow] = {"on_policy": on_policy}
+
+
+def flow_named(name: str) -> Flow:
+    """A flow by its name in the configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in FLOWS:
+        raise ConfigError(f"flow: unknown flow {name!r}{nearest(name, FLOWS)}")
+    return FLOWS[name]
+
+
+def flow_of(config: RunConfig) -> Flow:
+    """The flow of a configuration.
+
+    Raises:
+        ConfigError: there is no such flow.
+    """
+    return flow_named(config.flow)

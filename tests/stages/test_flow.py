@@ -1,0 +1,145 @@
+"""The one table of stages: what follows from it, for the flow there is and for any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.flow import Graph, Node
+from pipeline.plan import parse_plan
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from stages import flow as flows
+from stages.flow import Flow, Source, Stage, on_policy
+from stages.sync import expired
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+@st.composite
+def made(draw: st.DrawFn) -> Flow:
+    """Flows of up to five stages: inputs of the same iteration come from stages before."""
+    names = NAMES[: draw(st.integers(1, 5))]
+    stages: dict[str, Stage] = {}
+    for place, name in enumerate(names):
+        same = [Source(other) for other in draw(st.sets(st.sampled_from(names))) if other < name]
+        back = st.builds(
+            Source,
+            st.sampled_from(names),
+            back=st.integers(1, 3),
+            otherwise=st.sampled_from([None, "start"]),
+            window=st.integers(1, 3),
+            lags=st.booleans(),
+        )
+        inputs = {f"x{i}": s for i, s in enumerate([*same, *draw(st.lists(back, max_size=2))])}
+        stages[name] = Stage(inputs, streams=draw(st.sampled_from([None, name])))
+        assert place == len(stages) - 1
+    return Flow(stages, {"start": Stage()}, Stage({"weights": Source(names[-1], 1, "start")}))
+
+
+def graph_of(flow: Flow, iterations: int, staleness: int) -> Graph:
+    graph = Graph(RunConfig.model_construct(flow="on_policy", **_sections(iterations, staleness)))
+    graph.flow = flow
+    return graph
+
+
+def _sections(iterations: int, staleness: int) -> dict[str, object]:
+    from types import SimpleNamespace as Section
+
+    return {
+        "iterations": iterations,
+        "evaluate": Section(every=1),
+        "rollout": Section(staleness=staleness),
+    }
+
+
+@given(made(), st.integers(1, 6), st.integers(0, 2))
+def test_nodes_come_after_their_inputs_in_any_flow(
+    flow: Flow, iterations: int, staleness: int
+) -> None:
+    graph, done = graph_of(flow, iterations, staleness), set[Node]()
+    for node in graph.nodes():
+        assert set(graph.inputs(node).values()) <= done, node
+        done.add(node)
+
+
+@given(made(), st.integers(1, 6))
+def test_nothing_is_let_go_that_a_later_stage_takes(flow: Flow, iterations: int) -> None:
+    graph = graph_of(flow, iterations, 0)
+    for node in graph.nodes():
+        for source in graph.inputs(node).values():
+            if source.stage in flow.stages and node.stage in flow.stages:
+                behind = node.iteration - source.iteration
+                assert behind < flow.taken(source.stage)
+
+
+@given(made())
+def test_what_a_stage_waits_for_leaves_out_what_follows_from_others(flow: Flow) -> None:
+    after = flow.after()
+    assert flow.publishes not in after
+    for name, sources in after.items():
+        direct = {s.stage for s in flow.stages[name].inputs.values() if not s.back}
+        assert set(sources) <= direct, name
+        assert not any(one in after[other] for one in sources for other in sources)
+
+
+def test_the_flow_there_is() -> None:
+    assert on_policy.publishes == "sync"
+    assert on_policy.generates == "rollout"
+    assert on_policy.streams == {"trajectories", "rewards", "logprobs"}
+    assert on_policy.after() == {
+        "rollout": (),
+        "reward": ("rollout",),
+        "inference": ("rollout",),
+        "train": ("reward", "inference"),
+    }
+    assert {name: on_policy.taken(name) for name in on_policy.stages} == {
+        **{"rollout": 1, "reward": 1, "inference": 1},
+        **{"train": 2, "sync": 2},
+    }
+
+
+def test_a_window_takes_the_newest_outputs_and_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compose: Callable[..., dict[str, Any]]
+) -> None:
+    tiny, replay = validate(RunConfig, compose()), Source("rollout", window=4)
+    train = on_policy.stages["train"]
+    stages = {**on_policy.stages, "train": Stage({**train.inputs, "trajectories": replay})}
+    flow = Flow(stages, on_policy.offline, on_policy.evaluate)
+    monkeypatch.setattr(flows, "FLOWS", {"on_policy": flow})
+    inputs = Graph(tiny).inputs(Node("train", 5))
+    taken = ["trajectories", "trajectories.1", "trajectories.2", "trajectories.3"]
+    assert [inputs[name].iteration for name in taken] == [5, 4, 3, 2]
+    assert "trajectories.3" not in Graph(tiny).inputs(Node("train", 2))
+    retention = tiny.retention.model_copy(update={"trajectories": 1, "last": 1})
+    config = tiny.model_copy(update={"retention": retention})
+    gone = {path.parent.name for path in expired(config, tmp_path, 9) if path.name == "rollout"}
+    assert max(gone) == "0005", "iteration 9 took those of 9 to 6, and may be made again"
+
+
+def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
+    simulate = Flow(
+        {
+            "simulate": Stage(streams="trajectories", elastic=True),
+            "learn": Stage({"trajectories": Source("simulate")}, loads="trainer"),
+        },
+        {"start": Stage(like="learn")},
+    )
+    plan = {
+        "grain": "segment",
+        "pools": [
+            {"stages": ["simulate"], "gpus": {"cpu": 2}, "workers": 2},
+            {"stages": ["learn"], "gpus": {"cpu": 1}},
+        ],
+    }
+    assert parse_plan(plan, "plan", simulate).flow is simulate
+    with pytest.raises(PlanError, match="unknown stage 'simulate'"):
+        parse_plan(plan, "plan")
+    plan["pools"] = plan["pools"][:1]  # type: ignore[index]
+    with pytest.raises(PlanError, match="no pool holds learn"):
+        parse_plan(plan, "plan", simulate)
