@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -92,6 +93,31 @@ class Policy(Part, ABC):
     @abstractmethod
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Step outputs under the current weights, with gradients where enabled."""
+
+    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        """What :meth:`act` needs to draw the actions of one sample: float32 ``[steps, ...]``.
+
+        Of policies that offer :data:`rlinf.fit.ACTS`, like :meth:`act`.
+        """
+        raise NotImplementedError
+
+    def act(
+        self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
+    ) -> dict[str, Tensor]:
+        """Actions for observations, by one call and without gradients.
+
+        Args:
+            observations: columns ``[n, ...]``, as the environment gives them, on the network's
+                device.
+            noise: a step of :meth:`noise` for each row, ``[n, ...]``; None at temperature 0.
+            temperature: 0 takes the most likely action.
+
+        Returns:
+            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``: what :meth:`evaluate`
+            says of it at this temperature) and whatever is to be part of the trajectory. A row
+            follows from its observation and noise alone.
+        """
+        raise NotImplementedError
 
     observes: ClassVar[bool] = False
     """Whether :meth:`observe` does anything."""

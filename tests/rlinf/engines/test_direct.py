@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from rlinf.channels.reference import ReferenceChannel
+from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.engines.base import NO_HOOKS, Hooks
 from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.fit import ACTS
+from rlinf.models.base import Policy, Spec
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from rlinf.residency import Residency
 
@@ -220,3 +224,81 @@ def test_newer_weights_answer_the_next_time_step(tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             got["action"], ask(expected, range(3), seen(3), time)["action"]
         )
+
+
+class Chunks(Policy):
+    """Sees a picture and a text, acts in chunks of two vectors drawn by a chain of two steps."""
+
+    Config = Section
+    offers = frozenset({ACTS})
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @classmethod
+    def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
+        raise AssertionError
+
+    @classmethod
+    def processor(cls, folder: Path, config: Any) -> None:
+        return None
+
+    @classmethod
+    def load(cls, folder: Path, config: Any) -> Chunks:
+        torch.manual_seed(0)
+        return cls(nn.Linear(12, 6))
+
+    def save(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        raise AssertionError
+
+    def collate(self, records: Any) -> Any:
+        raise AssertionError
+
+    def evaluate(self, batch: Any, temperature: float, *, entropy: bool = False) -> Any:
+        raise AssertionError
+
+    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        return random.standard_normal((steps, 2, 2, 3), dtype=np.float32)
+
+    def act(
+        self, observations: Any, noise: torch.Tensor | None, temperature: float
+    ) -> dict[str, torch.Tensor]:
+        picture, text = observations["image"], observations["instruction"]
+        mean = (
+            self.module(picture.float().flatten(1) / 255).view(-1, 2, 3)
+            + text.sum(1)[:, None, None]
+        )
+        drawn = torch.zeros(len(mean), 2, 2, 3) if noise is None else noise * temperature
+        chain = mean[:, None] + drawn.cumsum(1)
+        logprob = -0.5 * drawn.square().sum((1, 2, 3))
+        return {"action": chain[:, -1], "logprob": logprob, "chain": chain}
+
+
+def test_a_policy_of_pictures_text_and_chunks_needs_no_engine_of_its_own(tmp_path: Path) -> None:
+    made = DirectEngine(DirectConfig(), Chunks, Section())
+    made.load(tmp_path, 5)
+    random = np.random.default_rng(0)
+    steps = {
+        "sample": np.arange(5),
+        "image": random.integers(0, 255, (5, 3, 2, 2), dtype=np.uint8),
+        "instruction": random.integers(0, 9, (5, 4)),
+    }
+
+    def answer(rows: list[int], temperature: float = 1.0) -> dict[str, np.ndarray]:
+        channel = ReferenceChannel()
+        info = {"time": 1, "horizon": 3, "temperature": temperature}
+        channel.put(Record(Identity(0, 0), {n: c[rows] for n, c in steps.items()}, info=info))
+        channel.close()
+        (reply,) = made.generate(channel, seed=1, stage="rollout")
+        assert reply.info["version"] == 5
+        return reply.steps
+
+    whole, part = answer([0, 1, 2, 3, 4]), answer([3, 1])
+    assert {name: c.shape for name, c in whole.items()} == {
+        "sample": (5,), "action": (5, 2, 3), "logprob": (5,), "chain": (5, 2, 2, 3),
+    }  # fmt: skip
+    for name, column in part.items():
+        np.testing.assert_array_equal(column, whole[name][[3, 1]])
+    drawn = np.diff(whole["chain"], axis=1)[:, 0]
+    assert len(np.unique(drawn)) == drawn.size, "samples have noise of their own"
+    assert not answer([0, 1], 0.0)["logprob"].any()
