@@ -8,7 +8,7 @@ added: an engine passes on what a policy says of its actions, an environment kee
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -21,6 +21,7 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import DataError
 from rlinf.fit import Part
+from rlinf.residency import Size
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Engine(Part, ABC):
     Config: ClassVar[type[Section]]
     version: int = -1
     """Of the weights it serves; -1: it has none."""
+    device: torch.device = torch.device("cpu")
 
     @abstractmethod
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
@@ -170,12 +172,18 @@ class Engine(Part, ABC):
             DataError: a request is malformed.
         """
 
-    def resident(self) -> Mapping[str, Sequence[Tensor]]:
-        """What it keeps on the device between requests: see :class:`rlinf.residency.Holder`.
+    def size(self) -> Mapping[str, Size]:
+        """What it keeps on the device between requests; see :class:`rlinf.residency.Holder`.
 
         :meth:`load` and :meth:`load_state` overwrite all of it. By default nothing that can move.
         """
         return {}
+
+    def offload(self, group: str, least: int) -> int:
+        raise NotImplementedError
+
+    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+        """Nothing ever left."""
 
     @abstractmethod
     def close(self) -> None:

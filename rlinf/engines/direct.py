@@ -17,7 +17,7 @@ from rlinf.engines.base import ACTION_REQUEST, NO_HOOKS, Engine, Hooks, Requests
 from rlinf.fit import ACTS
 from rlinf.models.base import Policy, copy_weights
 from rlinf.models.device import DeviceName, local_device
-from rlinf.residency import placed
+from rlinf.residency import Storages, placed
 from rlinf.seeding import generator
 
 ROWS = 8
@@ -34,7 +34,7 @@ class DirectConfig(Section):
     """Small networks answer sooner on the CPU."""
 
 
-class DirectEngine(Engine):
+class DirectEngine(Storages, Engine):
     """Answers each request at once by :meth:`rlinf.models.base.Policy.act`.
 
     All columns of a request but ``sample`` are the observation, all that the policy gives are the
@@ -46,7 +46,7 @@ class DirectEngine(Engine):
 
     def __init__(self, config: DirectConfig, policy: type[Policy], policy_config: Any) -> None:
         self._config, self._class, self._policy_config = config, policy, policy_config
-        self._device = local_device(config.device)
+        self.device = local_device(config.device)
         self._policy: Any = None
         self._noise: dict[int, np.ndarray] = {}
         self._address: tuple[Any, ...] = ()
@@ -54,7 +54,7 @@ class DirectEngine(Engine):
     def load(self, folder: Path, version: int) -> None:
         self.close()  # the old ones leave the memory first
         self._policy = self._class.load(folder, self._policy_config)
-        placed(self._policy.module.eval(), self._device)
+        placed(self._policy.module.eval(), self.device)
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -68,8 +68,9 @@ class DirectEngine(Engine):
         return {"weights": [*self._policy.module.state_dict().values()]}
 
     def close(self) -> None:
+        self.forget()
         self._policy, self._noise, self.version = None, {}, -1
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
@@ -118,4 +119,4 @@ class DirectEngine(Engine):
         count = len(column)
         filled = np.zeros((count + -count % ROWS, *column.shape[1:]), column.dtype)
         filled[:count] = column
-        return torch.from_numpy(filled).to(self._device)
+        return torch.from_numpy(filled).to(self.device)

@@ -32,7 +32,7 @@ from rlinf.models.causal_lm import (
     reload_weights,
 )
 from rlinf.models.device import DeviceName, local_device
-from rlinf.residency import placed
+from rlinf.residency import Storages, placed
 
 
 class TransformersConfig(Section):
@@ -50,7 +50,7 @@ class TransformersConfig(Section):
     """Decode to the horizon whatever is sampled (for benchmarks)."""
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(Storages, Engine):
     """See the module."""
 
     Config = TransformersConfig
@@ -94,6 +94,7 @@ class TransformersEngine(Engine):
         return {"weights": [*self._module.state_dict().values()]}
 
     def close(self) -> None:
+        self.forget()
         self._module, self.version = None, -1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

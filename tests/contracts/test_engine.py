@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from rlinf.errors import DataError
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
 from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.residency import Residency
 
 TOKENS = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
 ACTIONS = MLPConfig(hidden=(8,), initial_log_std=-0.5)
@@ -522,19 +524,42 @@ def test_weights_are_taken_one_at_a_time_and_served(tried: Tried, tmp_path: Path
     )
 
 
+def test_what_left_the_device_comes_back_as_it_was(tried: Tried) -> None:
+    before, whole = tried.answers(tried.request()), tried.engine.size()
+    assert not any(size.away for size in whole.values())
+    residency = Residency(tried.engine.device, sys.maxsize)
+    residency.need(tried.engine)
+    residency.clear()
+    for group, size in tried.engine.size().items():
+        assert (size.here, size.away) == (0, whole[group].here)
+    residency.need(tried.engine)
+    assert tried.engine.size() == whole
+    assert_alike(tried.answers(tried.request()), before, tried)
+
+
+def test_weights_may_be_replaced_while_they_are_away(tried: Tried) -> None:
+    before = tried.answers(tried.request())
+    residency = Residency(tried.engine.device, sys.maxsize)
+    residency.need(tried.engine)
+    residency.clear()
+    residency.need(tried.engine, filled=False)
+    tried.engine.load_state(tried.policy.module.state_dict().items(), 3)
+    assert_alike(tried.answers(tried.request()), before, tried)
+
+
 def test_close_frees_its_memory_and_processes_and_it_can_be_loaded_again(
     tried: Tried,
 ) -> None:
     before = tried.answers(tried.request())
-    storages = [
-        weakref.ref(tensor) for tensors in tried.engine.resident().values() for tensor in tensors
-    ]
+    tensors = [t for ts in getattr(tried.engine, "resident", dict)().values() for t in ts]
+    storages = [weakref.ref(tensor) for tensor in tensors]
+    del tensors
     processes = psutil.Process().children(recursive=True)
     tried.engine.close()
     tried.engine.close()
     gc.collect()
     assert tried.engine.version == -1
-    assert tried.engine.resident() == {}
+    assert tried.engine.size() == {}
     assert not any(ref() is not None for ref in storages)
     assert len(psutil.Process().children(recursive=True)) <= len(processes)
     tried.engine.load(tried.folder, 3)
@@ -545,5 +570,5 @@ def test_an_engine_that_was_never_loaded_holds_nothing_and_can_be_closed(tried: 
     cls = type(tried.engine)
     config = TOKENS if tried.kind == "tokens" else ACTIONS
     fresh = cls(cls.Config(), type(tried.policy), config)
-    assert fresh.resident() == {}
+    assert fresh.size() == {}
     fresh.close()

@@ -333,19 +333,6 @@ def test_weights_from_memory_serve_like_those_of_a_folder(
         assert not np.array_equal(after[number]["logprobs"], before[number]["logprobs"])
 
 
-def test_answers_are_the_same_after_the_weights_left_the_device(folder: Path) -> None:
-    wanted, used, fresh = request([3, 5]), engine(folder), engine(folder)
-    residency = Residency(torch.device("cpu"), sys.maxsize)
-    residency.need(used)
-    residency.clear()
-    weights = used.resident()["weights"]
-    assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
-    residency.need(used)
-    for number, row in rows(fresh, wanted).items():
-        for name, values in row.items():
-            np.testing.assert_array_equal(rows(used, wanted)[number][name], values)
-
-
 def test_weights_from_memory_need_not_bring_back_those_they_replace(folder: Path) -> None:
     wanted, used, fresh = request([3, 5]), engine(folder), engine(folder)
     tensors = {name: 1.5 * tensor for name, tensor in fresh._module.state_dict().items()}
@@ -360,10 +347,6 @@ def test_weights_from_memory_need_not_bring_back_those_they_replace(folder: Path
     for number, row in rows(fresh, wanted).items():
         for name, values in row.items():
             np.testing.assert_array_equal(rows(used, wanted)[number][name], values)
-
-
-def test_an_engine_that_was_never_loaded_holds_nothing() -> None:
-    assert TransformersEngine(TransformersConfig(), CausalLM, CONFIG).resident() == {}
 
 
 def test_tied_weights_may_lack(folder: Path) -> None:
