@@ -53,7 +53,7 @@ def measure() -> list[Row]:
     policy = MLPConfig(hidden=HIDDEN)
     engine = Timed(DirectConfig(), MLPPolicy, policy)
     with tempfile.TemporaryDirectory() as folder, closing(turns), closing(beside):
-        MLPPolicy.create(policy, GymEnvironment.describe(tasks[0]), 0, Path(folder))
+        MLPPolicy.create(policy, GymEnvironment.measured(tasks[0]), 0, Path(folder))
         engine.load(Path(folder), 0)
         ratios, balances = [], []
         for number in range(-1, ROUNDS):

@@ -19,7 +19,7 @@ from rlinf.rewards import rewards
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
-from stages.parts import environment_class, make_algorithm, make_reward, policy_class
+from stages.parts import environment_class, make_algorithm, policy_class, reward_class
 
 
 def check(config: RunConfig) -> None:
@@ -38,7 +38,7 @@ def check(config: RunConfig) -> None:
     trainer = trainers.get(config.trainer.name)
     trainer_options = config.trainer.options(trainer.Config, "trainer")
     algorithm = make_algorithm(config)
-    make_reward(config)
+    reward_class(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.site is not None:
         load_site(cluster.site)

@@ -82,6 +82,11 @@ GRADER = tuple(
     Rule(name, _some(f"reward/{name}"), what, advice, patience=1)
     for name, what, advice in (
         (
+            "uncounted",
+            "samples have no step that counts (their mask is 0 throughout) and teach nothing",
+            "look at the masks that the task gives",
+        ),
+        (
             "timeouts",
             "answers ran into the grader's time limit and score 0",
             "look at them in the report",

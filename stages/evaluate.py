@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment, Episodes
@@ -30,7 +31,7 @@ def run(ctx: Context) -> None:
     output.close()
     if trajectories:
         ctx.metric("score", float(np.mean(scores)), weight=len(scores))
-        lengths = [len(trajectory) for trajectory in trajectories]
+        lengths = [counted(trajectory).sum() for trajectory in trajectories]
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         ctx.count(counts, len(scores), "held-out answers")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from stages.context import Context
 from stages.parts import held_policy, held_reference, make_algorithm
@@ -25,7 +26,8 @@ def run(ctx: Context) -> None:
                 for row, outputs in trainer.forward(trajectories, temperature):
                     column = columns.setdefault(row, {})
                     logprobs = outputs.logprobs.numpy()
-                    gaps.append(logprobs - trajectories[row].steps["logprobs"])
+                    gap = logprobs - trajectories[row].steps["logprobs"]
+                    gaps.append(gap[counted(trajectories[row])])
                     if algorithm.config.old_logprobs == "recompute":
                         column["logprobs"] = logprobs
                     if outputs.values is not None:

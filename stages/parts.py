@@ -24,7 +24,7 @@ from rlinf.models import policies
 from rlinf.models.device import local_device
 from rlinf.residency import GIB, Holder, Residency
 from rlinf.rewards import rewards
-from rlinf.rewards.base import Reward
+from rlinf.rewards.base import Resources, Reward
 from rlinf.trainers import trainers
 from stages.board import keep_newest
 from stages.context import Context
@@ -58,11 +58,10 @@ def make_algorithm(config: RunConfig) -> Algorithm:
     return algorithm
 
 
-def make_reward(config: RunConfig) -> Reward:
-    """The run's reward."""
+def reward_class(config: RunConfig) -> tuple[Any, Any]:
+    """The reward class and its validated options."""
     cls = rewards.get(config.reward.name)
-    reward: Reward = cls(config.reward.options(cls.Config, "reward"))
-    return reward
+    return cls, config.reward.options(cls.Config, "reward")
 
 
 def make_engine(config: RunConfig) -> Engine:
@@ -98,6 +97,18 @@ def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
         return environment
 
     return ctx.keep("environment", "one", make)
+
+
+def held_reward(ctx: Context) -> Reward:
+    """The run's reward, with what it may use of this process; kept resident."""
+
+    def make() -> Reward:
+        cls, options = reward_class(ctx.config)
+        resources = Resources(ctx.world, str(local_device("auto")), residency(ctx))
+        reward: Reward = cls(options, resources)
+        return reward
+
+    return ctx.keep("reward", f"{ctx.world.rank} of {ctx.world.size}", make)
 
 
 def residency(ctx: Context) -> Residency:

@@ -1,37 +1,55 @@
-"""Reward: score the trajectories, place rewards on their steps, say which groups count."""
+"""Reward: judge the trajectories, place rewards on their steps, say which of them count."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
+from rlinf.data.counted import counted
 from rlinf.data.record import Record, Scalar
 from stages.context import Context
-from stages.parts import WEIGHTS, held_environment, make_algorithm, make_reward
+from stages.parts import WEIGHTS, held_environment, held_reward, make_algorithm
 
 
 def run(ctx: Context) -> None:
     """Inputs ``trajectories`` and ``initial`` (for its tokenizer); output channel ``rewards``.
 
-    Runs as one process: groups must be seen whole, and scoring brings its own worker processes.
+    Several processes judge whole groups each.
     """
-    if ctx.world.rank:
-        return
-    environment = held_environment(ctx, lambda: ctx.inputs["initial"].data / WEIGHTS)
-    reward, algorithm = make_reward(ctx.config), make_algorithm(ctx.config)
+    reward, algorithm = held_reward(ctx), make_algorithm(ctx.config)
+    size = ctx.config.rollout.group_size
+    mine = set(ctx.world.mine(ctx.config.rollout.batch))
     output = ctx.writer("rewards")
-    scores, totals, groups, keep = [], [], [], []
-    ungraded = Counter[str]()
+
+    def tokenizer() -> Path:
+        return ctx.inputs["initial"].data / WEIGHTS
+
+    scores = list[float]()
+    totals, groups, keep = [], [], []
+    troubles = Counter[str]()
     for samples in ctx.parts():
-        trajectories = ctx.records("trajectories", samples)
+        every = ctx.records("trajectories", samples)
+        trajectories = [record for record in every if record.identity.sample // size in mine]
+        if not trajectories:
+            continue
+        part = list[float]()
+        environment = held_environment(ctx, tokenizer) if reward.needs_score else None
         with ctx.span("score"):
-            part = environment.score(trajectories, ungraded)
-        rewards = reward.rewards(trajectories, part)
+            if environment is not None:
+                part = environment.score(trajectories, troubles)
+            rewards = reward.rewards(trajectories, part)
         group = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
         total = np.array([steps.sum(dtype=np.float64) for steps in rewards])
-        kept = algorithm.keep(total, group)
-        for trajectory, score, steps, counts in zip(trajectories, part, rewards, kept, strict=True):
+        # One without a step that counts has no gradient, and no place in its group's mean.
+        kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
+        troubles["uncounted"] += int((~kept).sum())
+        kept[kept] = algorithm.keep(total[kept], group[kept])
+        shown = part or total.tolist()
+        for trajectory, score, steps, counts in zip(
+            trajectories, shown, rewards, kept, strict=True
+        ):
             info: dict[str, Scalar] = {
                 "score": float(score),
                 "keep": int(counts),
@@ -43,11 +61,15 @@ def run(ctx: Context) -> None:
         groups.append(group)
         keep.append(kept)
     output.close()
-    every, numbers = np.concatenate(totals), np.concatenate(groups)
-    spread = [float(every[numbers == group].std()) for group in np.unique(numbers)]
-    ctx.metric("mean", float(every.mean()))
-    ctx.metric("std", float(every.std()))
-    ctx.metric("score", float(np.mean(scores)))
-    ctx.metric("kept_share", float(np.concatenate(keep).mean()))
-    ctx.metric("group_std", float(np.mean(spread)))
-    ctx.count(ungraded, len(scores), "answers")
+    if not totals:
+        return
+    every_total, numbers = np.concatenate(totals), np.concatenate(groups)
+    spread = [float(every_total[numbers == group].std()) for group in np.unique(numbers)]
+    count = len(every_total)
+    ctx.metric("mean", float(every_total.mean()), weight=count)
+    ctx.metric("std", float(every_total.std()), weight=count)
+    if scores:
+        ctx.metric("score", float(np.mean(scores)), weight=count)
+    ctx.metric("kept_share", float(np.concatenate(keep).mean()), weight=count)
+    ctx.metric("group_std", float(np.mean(spread)), weight=len(spread))
+    ctx.count(troubles, count, "samples")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 
 import numpy as np
 
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.base import Hooks
 from rlinf.envs.base import Episodes
@@ -72,21 +73,28 @@ def collected(
         begun=begun,
         sampling=settings.sampling.settings(),
     )
-    hooks = Hooks(newer_weights(ctx, engine) if follows else None, gives_up)
+    # Asked all the same: it also stops the engine when the allocation ends.
+    resumes = environment.resumes
+    asked = gives_up and (lambda left, of: gives_up(left, of) and resumes)
+    hooks = Hooks(newer_weights(ctx, engine) if follows else None, asked)
     with ctx.span("generate"):
         yield from collect(environment, engine, episodes, "rollout", hooks)
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
-    """Put trajectories into the output channel and say what they are like."""
+    """Put trajectories into the output channel and say what they are like.
+
+    Lengths, steps and lags are of the steps that count.
+    """
     trajectories = ctx.writer("trajectories")
     lengths, truncated, lags = [], 0, 0
     for trajectory in made:
         trajectories.put(trajectory, weight=len(trajectory))
-        lengths.append(len(trajectory))
+        counts = counted(trajectory)
+        lengths.append(int(counts.sum()))
         truncated += trajectory.info["stop_reason"] == "length"
         if "versions" in trajectory.steps:
-            lags += int((ctx.iteration - trajectory.steps["versions"]).sum())
+            lags += int((ctx.iteration - trajectory.steps["versions"])[counts].sum())
         ctx.progress(len(lengths), total, "samples")
     trajectories.close()
     ctx.metric("samples", len(lengths), weight=0)
@@ -95,4 +103,4 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         ctx.metric("truncated_share", truncated / len(lengths), weight=len(lengths))
         if ctx.config.rollout.in_flight_updates:
-            ctx.metric("lag_mean", lags / sum(lengths), weight=sum(lengths))
+            ctx.metric("lag_mean", lags / max(1, sum(lengths)), weight=sum(lengths))

@@ -72,6 +72,7 @@ def create(ctx: Context, folder: Path) -> None:
     environment, environment_options = environment_class(ctx.config)
     policy, options = policy_class(ctx.config)
     spec = environment.describe(environment_options)
+    environment.verify(environment_options)
     # Other ranks wait for the folder, so it appears complete.
     with tempfile.TemporaryDirectory(dir=ctx.data) as name:
         part = Path(name) / "policy"

@@ -49,22 +49,28 @@ def generalised(
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over ``[N, T]``.
 
     A step that terminated has no future; one that was truncated, or is the last of its row, is
-    followed by the state whose value is ``bootstrap``. Nothing flows across either.
+    followed by the state whose value is ``bootstrap``. Nothing flows across either. A step where
+    ``mask`` is 0 takes no time: the one before it is followed by the next that counts, unless the
+    episode ended in between.
 
     Returns:
         Advantages and returns (advantage + value), zero where ``mask`` is 0.
     """
     advantages = torch.zeros_like(rewards)
-    steps = rewards.shape[1]
-    carry = torch.zeros(rewards.shape[0], dtype=rewards.dtype)
-    for t in reversed(range(steps)):
-        last = torch.ones_like(carry) if t + 1 == steps else 1 - mask[:, t + 1]
-        cut = torch.maximum(torch.maximum(terminated[:, t], truncated[:, t]), last)
-        following = values[:, t + 1] if t + 1 < steps else torch.zeros_like(carry)
-        future = torch.where(cut.bool(), bootstrap[:, t], following) * (1 - terminated[:, t])
-        delta = rewards[:, t] + gamma * future - values[:, t]
-        carry = (delta + gamma * lam * (1 - cut) * carry) * mask[:, t]
-        advantages[:, t] = carry
+    zero = torch.zeros_like(rewards[:, 0])
+    # Of the steps so far, from the back: the advantage that flows to the step before, the value of
+    # the state after it, and whether none of them counts.
+    carry, ahead, tail = zero, zero, torch.ones_like(zero, dtype=torch.bool)
+    for t in reversed(range(rewards.shape[1])):
+        counts, ends, cuts = (column[:, t].bool() for column in (mask, terminated, truncated))
+        ahead = torch.where(tail, ahead + bootstrap[:, t], ahead)
+        ahead = torch.where(ends, zero, torch.where(cuts, bootstrap[:, t], ahead))
+        carry = torch.where(ends | cuts, zero, carry)
+        delta = rewards[:, t] + gamma * ahead - values[:, t]
+        carry = torch.where(counts, delta + gamma * lam * carry, carry)
+        ahead = torch.where(counts, values[:, t], ahead)
+        tail = tail & ~counts
+        advantages[:, t] = torch.where(counts, carry, zero)
     return advantages, (advantages + values) * mask
 
 

@@ -44,8 +44,9 @@ class GRPO(Algorithm):
         return np.asarray((highest > lowest)[index])
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
-        scores = (batch.rewards * batch.mask).sum(-1)
-        relative = group_relative(scores, batch.groups, normalise=self.config.normalise)
+        relative = group_relative(
+            batch.rewards.sum(-1), batch.groups, normalise=self.config.normalise
+        )
         return relative[:, None] * batch.mask, None
 
     def loss(

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.data.counted import counted
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
+from rlinf.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class StepBatch:
     mask: Tensor
     """``[N, T]`` 1 where there is a step that counts."""
     rewards: Tensor
-    """``[N, T]``."""
+    """``[N, T]``, 0 where ``mask`` is."""
     groups: Tensor
     """``[N]`` int64."""
     old_logprobs: Tensor
@@ -93,7 +95,11 @@ def join(trajectories: Iterable[Record], *columns: Iterable[Record]) -> list[tup
 
 
 def assemble(rows: Sequence[tuple[Record, Record, Record]]) -> StepBatch:
-    """Step columns of joined (trajectory, reward, inference) records."""
+    """Step columns of joined (trajectory, reward, inference) records.
+
+    Raises:
+        InputError: a reward lies on a step that does not count.
+    """
     length = max(len(trajectory) for trajectory, _, _ in rows)
 
     def column(source: int, name: str) -> Tensor | None:
@@ -105,16 +111,23 @@ def assemble(rows: Sequence[tuple[Record, Record, Record]]) -> StepBatch:
         found = column(source, name)
         return torch.zeros(len(rows), length) if found is None else found
 
-    mask = pad([np.ones(len(trajectory), np.float32) for trajectory, _, _ in rows], length)
-    if "mask" in rows[0][0].steps:
-        mask = mask * optional(0, "mask")
+    # Row by row: one trajectory may have a mask where another, all of whose steps count, has none.
+    mask = pad([counted(trajectory).astype(np.float32) for trajectory, _, _ in rows], length)
+    rewards = optional(1, "rewards")
+    if bool((lost := (rewards != 0) & (mask == 0)).any()):
+        row, step = (int(place) for place in lost.nonzero()[0])
+        raise InputError(
+            f"{rows[row][0].identity}: a reward of {float(rewards[row, step]):g} lies on step "
+            f"{step}, which does not count (its mask is 0), so nothing would be learned from it; "
+            "place it on the last step that counts, as rlinf.rewards.base.Reward does"
+        )
     old = column(2, "logprobs")
     # Of the version whose values the rewards are continued with after a cut: where those of the
     # inference stage are of a later one, temporal differences would mix two value functions.
     values = column(0, "values")
     return StepBatch(
         mask=mask,
-        rewards=optional(1, "rewards"),
+        rewards=rewards,
         groups=torch.tensor([int(trajectory.info["group"]) for trajectory, _, _ in rows]),
         old_logprobs=optional(0, "logprobs") if old is None else old,
         rollout_logprobs=column(0, "logprobs"),

@@ -75,6 +75,8 @@ class Environment(Part, ABC):
     """What the policy acts in."""
 
     Config: ClassVar[type[Section]]
+    resumes: ClassVar[bool] = False
+    """Whether :meth:`simulate` goes on with samples that another engine gave up."""
 
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:
@@ -85,8 +87,20 @@ class Environment(Part, ABC):
     def describe(cls, config: Any) -> Spec:
         """What a policy must know to be created for this environment.
 
+        From the configuration and data files alone: the machine that starts a run need not be able
+        to build a simulator.
+
         Raises:
             DataError: a data file of the task is missing, empty or malformed.
+        """
+
+    @classmethod
+    def verify(cls, config: Any) -> None:
+        """See that :meth:`describe` is right; asked where the run computes, before it makes
+        anything of it.
+
+        Raises:
+            ConfigError: it is not, or the simulator cannot be built.
         """
 
     @classmethod
@@ -109,9 +123,10 @@ class Environment(Part, ABC):
 
         Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (behaviour policy), and
         ``info`` with ``group``, ``policy_version`` and ``stop_reason``; ``steps["versions"]`` where
-        the weights may change on the way. Closes ``observations`` when no more are coming. What an
-        engine gives up has the stop reason :data:`UNFINISHED` and is gone on with from
-        ``episodes.begun``.
+        the weights may change on the way; ``steps["mask"]``, 0 where a step does not count (see
+        :mod:`rlinf.data.counted`), where not all do. Closes ``observations`` when no more are
+        coming. Where the environment :attr:`resumes`, what an engine gives up has the stop reason
+        :data:`UNFINISHED` and is gone on with from ``episodes.begun``.
         """
 
     @abstractmethod

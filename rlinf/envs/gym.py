@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,11 +35,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class ActionConfig(Section):
+    """What a policy chooses: one of ``size`` numbers, or a vector of that length."""
+
+    kind: Literal["discrete", "box"]
+    size: int = Field(gt=0)
+
+
 class GymConfig(Section):
     """A registered Gymnasium environment with vector observations."""
 
-    id: str
+    id: str = Field(min_length=1)
     """``CartPole-v1``, or ``module:Name-v0`` to import the module that registers it."""
+    observation: int | None = Field(default=None, gt=0)
+    """Length of an observation vector."""
+    action: ActionConfig | None = None
+    """With ``observation`` what a policy is made for: no simulator is built to find it out, which
+    may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
+    prints both; the first stage sees that they are right."""
     kwargs: dict[str, Any] = {}
     """Arguments of ``gymnasium.make``."""
     processes: int = Field(default=0, ge=0)
@@ -69,6 +84,31 @@ class GymEnvironment(Environment):
         """``observation``: length of a vector; ``action``: ``kind`` discrete or box, and ``size``.
 
         Raises:
+            ConfigError: the configuration does not say them.
+        """
+        if config.observation is None or config.action is None:
+            key = "observation" if config.observation is None else "action"
+            raise ConfigError(
+                f"task.{key}: is not set; a policy is made for task.observation (a length) and "
+                "task.action (kind and size), which, where the simulator is installed, "
+                f"`python -m rlinf.envs.gym {config.id}` prints"
+            )
+        return {"observation": config.observation, "action": config.action.model_dump()}
+
+    @classmethod
+    def verify(cls, config: GymConfig) -> None:
+        found, given = cls.measured(config), cls.describe(config)
+        for name, value in found.items():
+            if given[name] != value:
+                raise ConfigError(
+                    f"task.{name}: {given[name]} is not what {config.id} has; set it to {value}"
+                )
+
+    @classmethod
+    def measured(cls, config: GymConfig) -> Spec:
+        """What :meth:`describe` should say, by building a simulator.
+
+        Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
         one = make(config)
@@ -91,9 +131,9 @@ class GymEnvironment(Environment):
     ) -> Iterator[Record]:
         """One request per time step, of all environments of a part still running.
 
-        Besides ``actions`` and ``logprobs`` trajectories have the step columns ``observations``
-        ``[T, D]``, ``values``, ``rewards``, ``terminated``, ``truncated`` and ``bootstrap``: the
-        value of the state after a step at which an episode was cut off, 0 at all others.
+        Trajectories have all columns of the replies and ``observations`` ``[T, D]``, ``rewards``,
+        ``terminated``, ``truncated``. Where the policy gives ``values``, ``bootstrap`` is the value
+        of the state after a step at which an episode was cut off, 0 at all others.
         """
         if self._processes is not None:
             yield from self._processes.collect(episodes, observations, actions)
@@ -149,28 +189,26 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Par
         version = int(reply.info["version"])
         for k, i in enumerate(live):
             row, last = rows[i], time + 1 == episodes.horizon
-            if "version" in reply.steps:
-                row.columns.setdefault("versions", []).append(reply.steps["version"][k])
-            row.step(*(reply.steps[name][k] for name in ("action", "logprob", "value")))
+            row.step({name: column[k] for name, column in reply.steps.items() if name != "sample"})
             if row.truncated or (last and not row.terminated):
                 cut.append((i, time, row.seen))
             if row.ended and not last and episodes.split == "train":
                 row.reset()
         if episodes.split == "test":
             live = [i for i in live if not rows[i].ended]
-    bootstrap = [np.zeros(len(row.columns["rewards"]), np.float32) for row in rows]
-    if cut and episodes.split == "train":
+    valued = bool(rows) and "values" in rows[0].columns
+    if valued:
+        for row in rows:
+            row.columns["bootstrap"] = [np.float32(0)] * len(row.columns["rewards"])
+    if cut and valued and episodes.split == "train":
         who = samples[[i for i, _, _ in cut]]
         reply = yield _request(episodes, who, [seen for _, _, seen in cut], 0, temperature=0.0)
         for (i, at, _), value in zip(cut, reply.steps["value"], strict=True):
-            bootstrap[i][at] = value
+            rows[i].columns["bootstrap"][at] = value
     return [
         Record(
             Identity(episodes.iteration, int(sample)),
-            steps={
-                **{name: np.stack(column) for name, column in row.columns.items()},
-                "bootstrap": values,
-            },
+            steps={name: np.stack(column) for name, column in row.columns.items()},
             info={
                 "group": int(start),
                 "policy_version": version,
@@ -179,7 +217,7 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Par
                 "episodes": len(row.returns),
             },
         )
-        for sample, start, row, values in zip(samples, starts, rows, bootstrap, strict=True)
+        for sample, start, row in zip(samples, starts, rows, strict=True)
     ]
 
 
@@ -213,7 +251,7 @@ class _Sample:
         space = world.action_space
         self._bounds = (space.low, space.high) if hasattr(space, "low") else None
         self._first_action = int(getattr(space, "start", 0))
-        self.columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.columns: dict[str, list[Any]] = {}
         self.returns: list[float] = []
         self.reset()
 
@@ -228,9 +266,9 @@ class _Sample:
         self.terminated = self.truncated = False
         self.running = 0.0
 
-    def step(self, action: Any, logprob: Any, value: Any) -> None:
-        """Act and record."""
-        before = self.seen
+    def step(self, reply: Mapping[str, Any]) -> None:
+        """Act and record: all that was replied, and what comes of the action."""
+        before, action = self.seen, reply["action"]
         if self._bounds is None:
             performed = int(action) + self._first_action
         else:
@@ -241,10 +279,15 @@ class _Sample:
         self.running += float(reward)
         if self.ended:
             self.returns.append(self.running)
-        flags = np.uint8(self.terminated), np.uint8(self.truncated)
-        step = (before, action, logprob, value, np.float32(reward), *flags)
-        for name, entry in zip(COLUMNS, step, strict=True):
-            self.columns[name].append(entry)
+        step = {
+            **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
+            "observations": before,
+            "rewards": np.float32(reward),
+            "terminated": np.uint8(self.terminated),
+            "truncated": np.uint8(self.truncated),
+        }
+        for name, entry in step.items():
+            self.columns.setdefault(name, []).append(entry)
 
     @property
     def ended(self) -> bool:
@@ -252,15 +295,13 @@ class _Sample:
         return self.terminated or self.truncated
 
 
-COLUMNS = (
-    "observations",
-    "actions",
-    "logprobs",
-    "values",
-    "rewards",
-    "terminated",
-    "truncated",
-)
+COLUMN_OF = {
+    "action": "actions",
+    "logprob": "logprobs",
+    "value": "values",
+    "version": "versions",
+}
+"""What a trajectory calls a column of replies; any other has the same name there."""
 
 
 def make(config: GymConfig) -> Any:
@@ -276,7 +317,7 @@ def make(config: GymConfig) -> Any:
         raise MissingPackageError("gymnasium", "sims", "task.name: gym") from None
     _quiet_mujoco()
     try:
-        # The checker repeats assertions at every step; describe() has looked at the spaces.
+        # The checker repeats assertions at every step; measured() has looked at the spaces.
         return gymnasium.make(config.id, disable_env_checker=True, **config.kwargs)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ConfigError(f"task.id: cannot make {config.id!r}: {error}") from None
@@ -291,3 +332,8 @@ def _quiet_mujoco() -> None:
     except ImportError:
         return
     mujoco.set_mju_user_warning(functools.cache(functools.partial(log.warning, "MuJoCo: %s")))
+
+
+if __name__ == "__main__":
+    for name, value in GymEnvironment.measured(GymConfig(id=sys.argv[1])).items():
+        sys.stdout.write(f"task.{name}: {json.dumps(value)}\n")

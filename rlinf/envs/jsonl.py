@@ -16,7 +16,7 @@ from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Episodes, Extent
 from rlinf.envs.chat import Message, render
 from rlinf.envs.problems import PROMPT, Problem, read_problems, shown
-from rlinf.envs.prompts import Prompt, PromptEnvironment
+from rlinf.envs.prompts import OWN, Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, require
 from rlinf.models.base import Spec
 from rlinf.rewards.math_workers import MathGrader, counted
@@ -33,6 +33,9 @@ class JsonlConfig(Section):
     prompt_field: str = "question"
     """Holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
+    info_fields: tuple[str, ...] = ()
+    """Further fields of each row that the reward gets, in the ``info`` of a trajectory: texts and
+    numbers as they are, anything else as JSON."""
     template: str = "{prompt}"
     """Text of the user's (last) message; ``{prompt}`` stands for the problem."""
     system: str = ""
@@ -44,6 +47,13 @@ class JsonlConfig(Section):
     timeout_s: float = Field(default=5.0, gt=0)
     """Processor time to grade one response, to a second; then it counts as wrong, and is
     reported. After 64 such responses in a row the rest of the batch is not tried."""
+
+    @field_validator("info_fields")
+    @classmethod
+    def _names_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if taken := OWN.intersection(value):
+            raise ValueError(f"every trajectory has a {min(taken)!r} of its own; rename the field")
+        return value
 
     @field_validator("template")
     @classmethod
@@ -89,7 +99,7 @@ class JsonlEnvironment(PromptEnvironment):
         require("math_verify", "math", "task.name: jsonl")
         read = {}
         for key, path in (("train", config.train), ("test", config.test)):
-            read[key] = read_problems(path, config.prompt_field, config.answer_field, f"task.{key}")
+            read[key] = _read(config, path, f"task.{key}")
         train, test = ({shown(p.messages) for p in read[split]} for split in ("train", "test"))
         if train == test:
             raise DataError(
@@ -155,10 +165,7 @@ class JsonlEnvironment(PromptEnvironment):
                 leaves out what it was given.
         """
         config = self.config
-        problems = [
-            problem.asked(config.template)
-            for problem in read_problems(path, config.prompt_field, config.answer_field, key)
-        ]
+        problems = [problem.asked(config.template) for problem in _read(config, path, key)]
         given = self._given(problems, path, key)
         lengths = [len(ids) for ids in self.encode(given)]
         kept = [
@@ -168,6 +175,7 @@ class JsonlEnvironment(PromptEnvironment):
                 text,
                 problem.demonstration or problem.answer,
                 length,
+                info=problem.info,
             )
             for problem, text, length in zip(problems, given, lengths, strict=True)
             if length <= config.max_prompt_tokens
@@ -226,3 +234,7 @@ class JsonlEnvironment(PromptEnvironment):
         own = problem.messages[0]["role"] == "system"
         system = self.config.system if not own else ""
         return [*([{"role": "system", "content": system}] if system else []), *problem.messages]
+
+
+def _read(config: JsonlConfig, path: Path, key: str) -> list[Problem]:
+    return read_problems(path, config.prompt_field, config.answer_field, key, config.info_fields)

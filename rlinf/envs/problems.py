@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlinf.data.record import Scalar
 from rlinf.errors import DataError, nearest
 from rlinf.yaml_file import read_text
 
@@ -26,6 +27,8 @@ class Problem:
     """Of the file, from 1."""
     demonstration: str | None = None
     """What the assistant said last, where the row goes on so far."""
+    info: Mapping[str, Scalar] = field(default_factory=dict)
+    """Further fields, for the reward."""
 
     def asked(self, template: str) -> Problem:
         """The same, with the last message put into a template."""
@@ -34,7 +37,9 @@ class Problem:
         return replace(self, messages=(*before, {**last, "content": content}))
 
 
-def read_problems(path: Path, prompt_field: str, answer_field: str, key: str) -> list[Problem]:
+def read_problems(
+    path: Path, prompt_field: str, answer_field: str, key: str, info_fields: Sequence[str] = ()
+) -> list[Problem]:
     """All problems of a JSON-lines file.
 
     The prompt is a text or a list of messages (``role`` and ``content``). Where that ends with the
@@ -56,7 +61,9 @@ def read_problems(path: Path, prompt_field: str, answer_field: str, key: str) ->
             raise DataError(f"{where}: not JSON ({str(error)[:100]})") from None
         if not isinstance(item, dict):
             raise DataError(f'{where}: expected an object, such as {{"{prompt_field}": ...}}')
-        problems.append(_problem(item, prompt_field, answer_field, where, number))
+        problem = _problem(item, prompt_field, answer_field, where, number)
+        info = {name: _scalar(_field(item, name, "info_fields", where)) for name in info_fields}
+        problems.append(replace(problem, info=info))
     if not problems:
         raise DataError(f"{key}: {path} is empty")
     return problems
@@ -79,6 +86,12 @@ def _problem(
             f"{where}: {answer_field!r} is {_short(answer)}; expected a text or a number"
         )
     return Problem(tuple(messages), _text(str(answer), where, answer_field), line, demonstration)
+
+
+def _scalar(value: Any) -> Scalar:
+    """A field as a record can carry it."""
+    plain = isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    return value if plain else json.dumps(value, sort_keys=True)
 
 
 def _field(item: dict[str, Any], name: str, option: str, where: str) -> Any:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlinf.channels.base import Channel
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Identity, Record, Scalar
 from rlinf.envs.base import UNFINISHED, Environment, Episodes
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS
+
+OWN = frozenset({"group", "policy_version", "stop_reason", "prompt_text", "text", "answer"})
+"""Names in the ``info`` of every trajectory, which a prompt's own must not have."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Prompt:
 
     text: str
     answer: str
+    info: Mapping[str, Scalar] = field(default_factory=dict, kw_only=True)
+    """What else is known of it, for the reward: it is in the ``info`` of every trajectory."""
 
     @property
     def given(self) -> str:
@@ -33,6 +38,7 @@ class PromptEnvironment(Environment):
     """Asks prompts, collects responses. A task says which prompts and how a response is scored."""
 
     offers = frozenset({PROMPTS, ANSWERS, DEMONSTRATIONS})
+    resumes = True
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.config = config
@@ -114,6 +120,7 @@ class PromptEnvironment(Environment):
                     steps=steps,
                     context={"prompt": encoded[row]},
                     info={
+                        **prompts[row].info,
                         "group": int(episodes.starts[row]),
                         "policy_version": first.info["policy_version" if begun else "version"],
                         "stop_reason": reason,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from pydantic import Field
 
 from rlinf.config import Section
@@ -26,14 +25,15 @@ class DigitsReward(Reward):
     needs = frozenset({ANSWERS})
     config: DigitsConfig
 
-    def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        out = []
-        for trajectory, score in zip(trajectories, scores, strict=True):
-            share = characters_right(str(trajectory.info["text"]), str(trajectory.info["answer"]))
-            reward = np.zeros(len(trajectory), dtype=np.float32)
-            reward[-1] = (1 - self.config.partial) * score + self.config.partial * share
-            out.append(reward)
-        return out
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+        partial = self.config.partial
+        shares = [
+            characters_right(str(t.info["text"]), str(t.info["answer"])) for t in trajectories
+        ]
+        return [
+            (1 - partial) * score + partial * share
+            for score, share in zip(scores, shares, strict=True)
+        ]
 
 
 def characters_right(text: str, answer: str) -> float:

@@ -25,7 +25,7 @@ class EnvironmentReward(Reward):
     needs = frozenset({STEP_REWARDS})
     config: EnvironmentConfig
 
-    def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
         return [
             np.asarray(trajectory.steps["rewards"], np.float32) * self.config.scale
             for trajectory in trajectories

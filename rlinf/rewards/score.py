@@ -1,4 +1,4 @@
-"""The task's score as a reward on the last step, with a penalty for overlong samples."""
+"""The task's score as the reward, with a penalty for overlong samples."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rlinf.config import Section
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.rewards.base import Reward
 
@@ -18,7 +19,7 @@ class ScoreConfig(Section):
     scale: float = 1.0
     offset: float = 0.0
     overlong_from: int | None = Field(default=None, gt=0)
-    """Steps after which the penalty grows linearly (soft overlong punishment of DAPO,
+    """Steps that count, after which the penalty grows linearly (soft overlong punishment of DAPO,
     arXiv 2503.14476, eq. 13)."""
     overlong_to: int | None = Field(default=None, gt=0)
     """Steps at which it has reached 1."""
@@ -40,14 +41,12 @@ class ScoreReward(Reward):
     Config = ScoreConfig
     config: ScoreConfig
 
-    def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        out = []
-        for trajectory, score in zip(trajectories, scores, strict=True):
-            reward = np.zeros(len(trajectory), dtype=np.float32)
-            reward[-1] = self.config.scale * score + self.config.offset
-            reward[-1] -= self._overlong(len(trajectory))
-            out.append(reward)
-        return out
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+        lengths = [int(counted(trajectory).sum()) for trajectory in trajectories]
+        return [
+            self.config.scale * score + self.config.offset - self._overlong(length)
+            for score, length in zip(scores, lengths, strict=True)
+        ]
 
     def _overlong(self, length: int) -> float:
         start, stop = self.config.overlong_from, self.config.overlong_to

@@ -46,6 +46,8 @@ def test_generalised_equals_the_sum_of_discounted_errors(
     truncated = torch.tensor((random.random((n, t)) < 0.2).astype(float)) * (1 - terminated)
     lengths = random.integers(1, t + 1, size=n)
     mask = torch.tensor((np.arange(t) < lengths[:, None]).astype(float))
+    # Padding is zero: flags and values of states behind the last step that counts are its own.
+    terminated, truncated, bootstrap = terminated * mask, truncated * mask, bootstrap * mask
     got, returns = generalised(rewards, values, terminated, truncated, bootstrap, mask, gamma, lam)
     for i in range(n):
         last = int(lengths[i]) - 1
@@ -62,6 +64,44 @@ def test_generalised_equals_the_sum_of_discounted_errors(
             assert abs(float(got[i, start]) - total) < 1e-9
     torch.testing.assert_close(returns, (got + values) * mask)
     assert torch.all(got[mask == 0] == 0)
+
+
+@given(st.integers(0, 500), st.floats(0.5, 1), st.floats(0, 1))
+def test_steps_that_do_not_count_take_no_time(seed: int, gamma: float, lam: float) -> None:
+    """As if they were not there: what a tool says stands between two choices, or behind the last.
+
+    An episode may end on one of them, and be cut off there.
+    """
+    random = np.random.default_rng(seed)
+    t = 5
+    rewards, values = random.normal(size=(2, t))
+    terminated, truncated, bootstrap = np.zeros((3, t))
+    for at in range(t):
+        how = random.integers(4) if at + 1 < t else random.integers(1, 4)
+        terminated[at], truncated[at] = how == 1, how == 2
+        bootstrap[at] = random.normal() if how == 2 or (how == 3 and at + 1 == t) else 0.0
+    given = [rewards, values, terminated, truncated, bootstrap]
+    want, _ = generalised(*(torch.tensor(c)[None] for c in given), torch.ones(1, t), gamma, lam)
+
+    # Behind each step up to two that do not count; how an episode ends is said on the last of them.
+    wide: list[list[float]] = [[] for _ in given]
+    mask: list[float] = []
+    for at in range(t):
+        gap = int(random.integers(3))
+        mask += [1.0] + [0.0] * gap
+        for number, column in enumerate(wide):
+            put = [given[number][at]]
+            fill = [float(random.normal()) if number == 1 else 0.0] * gap
+            column.extend([*fill, *put] if number >= 2 else [*put, *fill])
+    got, _ = generalised(
+        *(torch.tensor(c, dtype=torch.float64)[None] for c in wide),
+        torch.tensor(mask, dtype=torch.float64)[None],
+        gamma,
+        lam,
+    )
+    counts = torch.tensor(mask) != 0
+    torch.testing.assert_close(got[:, counts], want)
+    assert not got[:, ~counts].any()
 
 
 def test_whitening_ignores_padding() -> None:

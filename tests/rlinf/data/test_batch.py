@@ -7,6 +7,7 @@ import pytest
 
 from rlinf.data.batch import assemble, join
 from rlinf.data.record import Identity, Record
+from rlinf.errors import InputError
 
 
 def records(*samples: int, **steps: int) -> list[Record]:
@@ -50,3 +51,24 @@ def test_values_are_of_the_version_that_the_bootstrap_is_of() -> None:
     later = [Record(Identity(0, 1), {"values": np.full(2, 9.0)})]
     batch = assemble(join(trajectories, records(1, rewards=2), later))
     assert batch.require("values").tolist() == batch.bootstrap.tolist() == [[1, 1]]
+
+
+def masked(sample: int, mask: list[float]) -> Record:
+    steps = {"logprobs": np.zeros(len(mask)), "mask": np.array(mask)}
+    return Record(Identity(4, sample), steps, info={"group": 0})
+
+
+def test_a_reward_that_the_mask_would_take_away_is_an_error_that_names_the_sample() -> None:
+    trajectories = [masked(1, [1, 1]), masked(2, [1, 0])]
+    given = [Record(Identity(4, s), {"rewards": np.array([0.0, 0.5])}) for s in (1, 2)]
+    with pytest.raises(InputError, match=r"sample=2.*reward of 0.5 lies on step 1"):
+        assemble(join(trajectories, given, [Record(Identity(4, s)) for s in (1, 2)]))
+
+
+def test_trajectories_with_and_without_a_mask_stand_side_by_side() -> None:
+    whole = Record(Identity(4, 1), {"logprobs": np.zeros(3)}, info={"group": 0})
+    given = [Record(Identity(4, s), {"rewards": np.zeros(n)}) for s, n in ((1, 3), (2, 2))]
+    batch = assemble(
+        join([whole, masked(2, [1, 0])], given, [Record(Identity(4, s)) for s in (1, 2)])
+    )
+    assert batch.mask.tolist() == [[1, 1, 1], [1, 0, 0]]

@@ -11,8 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from pipeline.check import check
+from pipeline.commands.experiment import execute
 from rlinf.channels.base import Channel
 from rlinf.channels.reference import ReferenceChannel
+from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
@@ -30,7 +33,7 @@ POLICY = MLPConfig(hidden=(16,))
 @pytest.fixture(params=["CartPole-v1", "Pendulum-v1"])
 def parts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GymEnvironment, DirectEngine]:
     task = GymConfig(id=request.param)
-    MLPPolicy.create(POLICY, GymEnvironment.describe(task), 0, tmp_path)
+    MLPPolicy.create(POLICY, GymEnvironment.measured(task), 0, tmp_path)
     engine = DirectEngine(DirectConfig(), MLPPolicy, POLICY)
     engine.load(tmp_path, 4)
     return GymEnvironment(task, None), engine
@@ -88,7 +91,7 @@ def test_evaluation_plays_one_episode_with_the_best_action(
 
 def test_an_unknown_environment_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"task\.id"):
-        GymEnvironment.describe(GymConfig(id="CartPoel-v1"))
+        GymEnvironment.measured(GymConfig(id="CartPoel-v1"))
 
 
 def test_observation_statistics_follow_all_batches() -> None:
@@ -109,15 +112,19 @@ def value_of(observations: np.ndarray) -> np.ndarray:
     return np.asarray(observations.sum(-1) + 10, np.float32)
 
 
-def script(act: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Any:
-    """An engine that acts by a function of sample numbers and observations."""
+def script(
+    act: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    say: Callable[[np.ndarray], dict[str, np.ndarray]] = lambda seen: {"value": value_of(seen)},
+) -> Any:
+    """An engine that acts by a function of sample numbers and observations, and says more."""
 
     def serve(observations: Channel, actions: Channel) -> None:
         for asked in observations:
             samples, seen = asked.steps["sample"], asked.steps["observation"]
-            steps = {"sample": samples, "action": act(samples, seen), "value": value_of(seen)}
+            steps = {"sample": samples, "action": act(samples, seen), **say(seen)}
             steps["logprob"] = np.zeros(len(samples), np.float32)
             actions.put(Record(asked.identity, steps, info={"version": 1}))
+        actions.close()
 
     return serve
 
@@ -239,18 +246,18 @@ def test_actions_are_clipped_for_the_simulator_and_kept_as_drawn() -> None:
 
 def test_an_environment_without_vectors_is_refused() -> None:
     with pytest.raises(ConfigError, match="no vector observations"):
-        GymEnvironment.describe(GymConfig(id="FrozenLake-v1"))
+        GymEnvironment.measured(GymConfig(id="FrozenLake-v1"))
 
 
 def test_a_module_that_is_not_there_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"task\.id.*no_such_module"):
-        GymEnvironment.describe(GymConfig(id="no_such_module:World-v0"))
+        GymEnvironment.measured(GymConfig(id="no_such_module:World-v0"))
 
 
 def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingPackageError, match="sims"):
-        GymEnvironment.describe(GymConfig(id="CartPole-v1"))
+        GymEnvironment.measured(GymConfig(id="CartPole-v1"))
 
 
 def test_mujoco_leaves_no_log_in_the_working_directory(
@@ -258,6 +265,68 @@ def test_mujoco_leaves_no_log_in_the_working_directory(
 ) -> None:
     pytest.importorskip("mujoco")
     monkeypatch.chdir(tmp_path)
-    spec = GymEnvironment.describe(GymConfig(id="HalfCheetah-v5"))
+    spec = GymEnvironment.measured(GymConfig(id="HalfCheetah-v5"))
     assert spec == {"observation": 17, "action": {"kind": "box", "size": 6}}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_whatever_a_policy_says_of_its_actions_is_in_the_trajectory(processes: int) -> None:
+    """The denoising chain of an action, say; a policy without a value head gives no values."""
+
+    def chain(seen: np.ndarray) -> dict[str, np.ndarray]:
+        return {"chain": seen[:, None, :2] * np.arange(3, dtype=np.float32)[None, :, None]}
+
+    task = GymEnvironment(GymConfig(id="CartPole-v1", processes=processes), None)
+    asked, answers = ReferenceChannel(), ReferenceChannel()
+    worker = threading.Thread(target=script(balance, chain), args=(asked, answers))
+    worker.start()
+    try:
+        records = list(
+            task.simulate(Episodes(1, 2, "train", range(3), 3, 1, 9, 1.0), asked, answers)
+        )
+    finally:
+        task.close()
+    worker.join(timeout=30)
+    for record in records:
+        np.testing.assert_array_equal(
+            record.steps["chain"], chain(record.steps["observations"])["chain"]
+        )
+        assert not {"values", "bootstrap"} & record.steps.keys()
+
+
+def test_a_run_is_checked_without_a_simulator(
+    monkeypatch: pytest.MonkeyPatch, compose: Callable[..., dict[str, Any]]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    check(validate(RunConfig, compose(experiment="cartpole_ppo")))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_first_stage_sees_that_the_configuration_knows_the_simulator(
+    compose: Callable[..., dict[str, Any]],
+) -> None:
+    with pytest.raises(ConfigError, match=r"task.observation: 5 is not what CartPole-v1 has; .* 4"):
+        execute(compose("task.observation=5", experiment="cartpole_ppo"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"id": "CartPoel-v1"}, "CartPoel-v1"),
+        ({"id": "nowhere:Thing-v0"}, "nowhere"),
+        ({"kwargs": {"wind": 3}}, "wind"),
+        ({"id": "Blackjack-v1"}, "observations"),
+        ({"id": "Pendulum-v1"}, "4 is not what"),
+        ({"action": {"kind": "box", "size": 2}}, "is not what CartPole"),
+    ],
+)
+def test_a_simulator_that_is_another_is_refused(changes: dict[str, Any], said: str) -> None:
+    right = {"id": "CartPole-v1", "observation": 4, "action": {"kind": "discrete", "size": 2}}
+    with pytest.raises(ConfigError, match=rf"task\.\w+: .*{said}"):
+        GymEnvironment.verify(GymConfig.model_validate({**right, **changes}))
+
+
+def test_what_a_policy_is_made_for_must_be_said() -> None:
+    with pytest.raises(ConfigError, match=r"task.action: is not set.*rlinf.envs.gym CartPole-v1"):
+        GymEnvironment.describe(GymConfig(id="CartPole-v1", observation=4))

@@ -141,3 +141,20 @@ def test_an_answer_that_is_no_text_is_refused_by_line(
     with pytest.raises(DataError) as raised:
         read_problems(path, "question", "answer", "task.train")
     assert message in str(raised.value)
+
+
+def test_data_columns_of_the_file_reach_the_reward(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    row = {"question": "q", "answer": "4", "level": 3, "tests": ["f(1) == 2"], "unit": "cm"}
+    path.write_text(json.dumps(row))
+    names = ("level", "tests", "unit")
+    task = JsonlEnvironment(JsonlConfig(train=path, test=path, info_fields=names), Words())
+    (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
+    assert prompt.info == {"level": 3, "tests": '["f(1) == 2"]', "unit": "cm"}
+
+
+def test_a_data_column_must_be_there_and_have_a_name_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 1: no field 'level'.*task.info_fields"):
+        make(tmp_path, info_fields=("level",))
+    with pytest.raises(ValueError, match="every trajectory has a 'text' of its own"):
+        make(tmp_path, info_fields=("text",))

@@ -32,7 +32,7 @@ CARTPOLE = GymConfig(id="CartPole-v1")
 
 
 def engine_for(task: GymConfig, folder: Path) -> DirectEngine:
-    MLPPolicy.create(POLICY, GymEnvironment.describe(task), 0, folder)
+    MLPPolicy.create(POLICY, GymEnvironment.measured(task), 0, folder)
     engine = DirectEngine(DirectConfig(), MLPPolicy, POLICY)
     engine.load(folder, 4)
     return engine
@@ -188,7 +188,7 @@ def test_what_a_simulator_refuses_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_the_stage_is_killed(tmp_path: Path) -> None:
-    MLPPolicy.create(POLICY, GymEnvironment.describe(CARTPOLE), 0, tmp_path)
+    MLPPolicy.create(POLICY, GymEnvironment.measured(CARTPOLE), 0, tmp_path)
     program = f"""
         import time
         from pathlib import Path

@@ -8,6 +8,7 @@ import pytest
 from rlinf.config import validate
 from rlinf.data.record import Identity, Record
 from rlinf.errors import ConfigError
+from rlinf.rewards.base import Resources
 from rlinf.rewards.score import ScoreConfig, ScoreReward
 
 
@@ -26,7 +27,14 @@ def test_half_a_penalty_is_refused(given: dict[str, int]) -> None:
 
 
 def test_the_penalty_grows_linearly_between_its_ends() -> None:
-    reward = ScoreReward(ScoreConfig(overlong_from=2, overlong_to=6))
+    reward = ScoreReward(ScoreConfig(overlong_from=2, overlong_to=6), Resources())
     samples = [Record(Identity(0, n), {"actions": np.zeros(n, np.int64)}) for n in (1, 2, 5, 6, 9)]
     got = [float(steps[-1]) for steps in reward.rewards(samples, [1.0] * 5)]
     assert got == pytest.approx([1.0, 1.0, 0.25, 0.0, 0.0])
+
+
+def test_what_a_tool_says_is_no_part_of_a_samples_length() -> None:
+    reward = ScoreReward(ScoreConfig(overlong_from=2, overlong_to=6), Resources())
+    steps = {"actions": np.zeros(9, np.int64), "mask": np.array([1, 0, 0, 0, 0, 1, 0, 1, 0])}
+    (got,) = reward.rewards([Record(Identity(0, 0), steps)], [1.0])
+    assert got.tolist() == [0, 0, 0, 0, 0, 0, 0, 0.75, 0]

@@ -1,0 +1,141 @@
+"""What every reward of the registry must do; a new one passes this or does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.algorithms.advantages import generalised, group_relative
+from rlinf.config import Section
+from rlinf.data.batch import assemble, join
+from rlinf.data.counted import counted
+from rlinf.data.record import Identity, Record
+from rlinf.errors import InputError
+from rlinf.rewards import rewards
+from rlinf.rewards.base import Resources, Reward
+
+SCORES = [1.0, 0.0, 0.25, 1.0]
+MASKS: list[list[int] | None] = [None, [1, 1, 0], [0, 1, 0, 1, 0, 0], [1, 0, 0]]
+
+
+@pytest.fixture(params=rewards.names())
+def reward(request: pytest.FixtureRequest) -> Reward:
+    cls = rewards.get(request.param)
+    made: Reward = cls(cls.Config(), Resources())
+    return made
+
+
+def trajectories(first: int = 0) -> list[Record]:
+    """Of two groups, as simulators and text tasks make them; most end on a masked step."""
+    out = []
+    for number, mask in enumerate(MASKS):
+        length = len(mask) if mask is not None else 4
+        steps: dict[str, np.ndarray] = {
+            "actions": np.zeros(length, np.int64),
+            "logprobs": np.zeros(length, np.float32),
+            "rewards": np.arange(1, length + 1, dtype=np.float32) + number,
+        }
+        if mask is not None:
+            steps["mask"] = np.array(mask, np.float32)
+        text = "12345"[: number + 1]
+        info = {"group": number // 2, "text": text, "answer": "12345"}
+        out.append(Record(Identity(0, first + number), steps, info=info))
+    return out
+
+
+def scores(reward: Reward) -> list[float]:
+    return SCORES if reward.needs_score else []
+
+
+def batch_of(given: Sequence[Record], judged: Sequence[np.ndarray]) -> Any:
+    columns = [Record(t.identity, {"rewards": r}) for t, r in zip(given, judged, strict=True)]
+    return assemble(join(given, columns, [Record(t.identity) for t in given]))  # type: ignore[arg-type]
+
+
+def test_there_is_one_float32_for_each_step(reward: Reward) -> None:
+    given = trajectories()
+    for trajectory, steps in zip(given, reward.rewards(given, scores(reward)), strict=True):
+        assert steps.dtype == np.float32
+        assert steps.shape == (len(trajectory),)
+
+
+def test_nothing_lies_on_a_step_that_does_not_count(reward: Reward) -> None:
+    given = trajectories()
+    judged = reward.rewards(given, scores(reward))
+    for trajectory, steps in zip(given, judged, strict=True):
+        assert not steps[~counted(trajectory)].any()
+    batch_of(given, judged)  # raises where one is masked away
+
+
+def test_a_reward_for_the_whole_is_on_the_last_step_that_counts(reward: Reward) -> None:
+    given = trajectories()
+    judged = reward.judge(given, scores(reward))
+    placed = reward.rewards(given, scores(reward))
+    for trajectory, worth, steps in zip(given, judged, placed, strict=True):
+        assert float(steps.sum()) == pytest.approx(float(np.sum(worth)))
+        if not np.ndim(worth):
+            assert steps[np.flatnonzero(counted(trajectory))[-1]] == np.float32(worth)
+
+
+def test_the_algorithms_see_all_of_it(reward: Reward) -> None:
+    given = trajectories()
+    judged = reward.rewards(given, scores(reward))
+    batch = batch_of(given, judged)
+    # In the gradient of GRPO the masked steps count nothing: the score must be on the others.
+    assert (batch.rewards * batch.mask).sum(-1).tolist() == pytest.approx(
+        [float(steps.sum()) for steps in judged]
+    )
+    assert group_relative(batch.rewards.sum(-1), batch.groups).any()
+    zero = torch.zeros_like(batch.mask)
+    gae, _ = generalised(batch.rewards, zero, zero, zero, zero, batch.mask, 1.0, 1.0)
+    firsts = [int(np.flatnonzero(counted(trajectory))[0]) for trajectory in given]
+    # Undiscounted and without a critic the first choice is credited with everything behind it.
+    assert [float(row[at]) for row, at in zip(gae, firsts, strict=True)] == pytest.approx(
+        [float(steps.sum()) for steps in judged]
+    )
+
+
+def test_a_sample_is_judged_alike_beside_others(reward: Reward) -> None:
+    given, every = trajectories(), scores(reward)
+    whole = reward.rewards(given, every)
+    halves = [*reward.rewards(given[:2], every[:2]), *reward.rewards(given[2:], every[2:])]
+    for one, other in zip(whole, halves, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_trajectory_without_a_step_that_counts_earns_nothing(reward: Reward) -> None:
+    none = trajectories()[0]
+    none.steps["mask"] = np.zeros(len(none))
+    (steps,) = reward.rewards([none], scores(reward)[:1])
+    assert steps.tolist() == [0.0] * len(none)
+
+
+class Given(Reward):
+    """Gives what it was made with."""
+
+    Config = Section
+    needs_score = False
+
+    def __init__(self, *judgements: Any) -> None:
+        super().__init__(Section(), Resources())
+        self.judgements = judgements
+
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
+        return self.judgements
+
+
+@pytest.mark.parametrize(
+    ("judgements", "said"),
+    [
+        ([1.0], "1 rewards for 2 trajectories"),
+        ([1.0, float("nan")], "sample 8 got nan"),
+        ([np.zeros(3), 1.0], r"sample 7 got rewards of shape \[3\].*its 4 steps"),
+    ],
+)
+def test_what_is_no_reward_is_refused_by_the_samples_name(judgements: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Given(*judgements).rewards(trajectories(7)[:2], [])

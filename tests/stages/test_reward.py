@@ -1,0 +1,109 @@
+"""No reward is lost on a step that does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stages.parts
+import stages.reward
+from pipeline.commands.experiment import execute
+from pipeline.metrics import collect
+from pipeline.run import Run
+from rlinf.artifacts import read_manifest
+from rlinf.channels.file import FileReader
+from rlinf.channels.world import World
+from rlinf.config import Section
+from rlinf.data.counted import counted
+from rlinf.data.record import Record
+from rlinf.envs import environments
+from rlinf.rewards.base import Reward
+from stages.context import Context, Input
+from stages.layout import stage_folder
+
+Compose = Callable[..., dict[str, Any]]
+
+
+def records(run: Path, stage: str, channel: str) -> dict[int, Record]:
+    folder = stage_folder(run, stage, 0)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    read = FileReader((folder / manifest.data).glob(f"{channel}-r*.h5"))
+    return {record.identity.sample: record for record in read}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("reward", ["score", "digits"])
+def test_a_trajectory_that_ends_on_a_tools_word_is_learned_from(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str
+) -> None:
+    target = "tests.rlinf.envs.tool_speaks_last:ToolSpeaksLast"
+    monkeypatch.setitem(environments._entries, "tool_speaks_last", target)
+    # Only the advantages of rewards give a gradient here.
+    words = ["iterations=1", "task.name=tool_speaks_last", "algorithm.entropy_bonus=0"]
+    execute(compose(*words, f"reward.name={reward}", "evaluate.samples=2"))
+    (row,) = collect(tmp_path / "tiny")
+    assert row["reward/group_std"] > 0
+    assert row["train/grad_norm"] > 0
+
+    trajectories = records(tmp_path / "tiny", "rollout", "trajectories")
+    given = records(tmp_path / "tiny", "reward", "rewards")
+    for sample, trajectory in trajectories.items():
+        places = counted(trajectory).nonzero()[0]
+        found = given[sample].steps["rewards"].nonzero()[0]
+        assert set(found.tolist()) <= set(places[-1:].tolist())
+    # Without any step that counts there is nothing to learn from, nor to compare others with.
+    assert row["reward/uncounted"] == 1
+    assert [s for s, record in given.items() if not record.info["keep"]] == [0]
+    # What the task knows of a prompt beside its answer is there for the reward.
+    assert all(t.info["hint"] == str(t.info["prompt_text"])[::-1] for t in trajectories.values())
+    # Lengths are of what the policy said, without the tool's word.
+    lengths = [int(counted(trajectory).sum()) for trajectory in trajectories.values()]
+    assert row["rollout/steps"] == sum(lengths)
+
+
+class Length(Reward):
+    """Knows neither task nor scores: the length it is told in the prompt's ``info``."""
+
+    Config = Section
+    needs_score = False
+
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+        assert not scores
+        return [float(len(str(trajectory.info["prompt_text"]))) for trajectory in trajectories]
+
+
+def again(run: Run, data: Path, world: World) -> Context:
+    """The reward stage of the first iteration, once more, by one process of several."""
+    inputs = {
+        name: Input(stage_folder(run.folder, *of), None, None, lambda: False)
+        for name, of in {"trajectories": ("rollout", 0), "initial": ("warm_start", 0)}.items()
+    }
+    data.mkdir(exist_ok=True)
+    return Context(run.config, "reward", 0, run.folder, data, data, world, inputs)
+
+
+def test_processes_that_share_the_reward_give_what_one_gives(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    for rank in range(3):
+        stages.reward.run(again(Run.open(tiny_run), tmp_path / "data", World(rank, 3)))
+    found = list(FileReader((tmp_path / "data").glob("rewards-r*.h5")))
+    assert {r.identity.sample: r.digest() for r in found} == {
+        sample: record.digest() for sample, record in records(tiny_run, "reward", "rewards").items()
+    }
+    assert len(found) == len({record.identity for record in found})
+
+
+def test_the_task_scores_only_for_a_reward_that_asks_for_it(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.parts, "reward_class", lambda config: (Length, Section()))
+    ctx = again(Run.open(tiny_run), tmp_path / "data", World())
+    stages.reward.run(ctx)
+    assert "environment" not in ctx.resident
+    assert "score" not in ctx.metrics
+    assert ctx.metrics["mean"][0] > 0
