@@ -10,4 +10,5 @@ environments = Registry(
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },
+    base="rlinf.envs.base:Environment",
 )
