@@ -56,6 +56,7 @@ class CalculatorEnvironment(DialogueEnvironment):
     """See the module."""
 
     Config = CalculatorConfig
+    config: CalculatorConfig
     offers = frozenset({PROMPTS, STEP_REWARDS, ANSWERS, DEMONSTRATIONS})
 
     @classmethod

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -141,7 +141,8 @@ class DialogueEnvironment(TextEnvironment):
     takes too long is lost, not the batch: none of its steps counts.
     """
 
-    Config: Any = DialogueConfig
+    Config: ClassVar[type[Section]] = DialogueConfig
+    config: DialogueConfig
     offers = frozenset({PROMPTS, STEP_REWARDS})
 
     @abstractmethod
@@ -323,7 +324,7 @@ class _Talk:
         self.rewards = [0.0] * len(self.rewards)
 
     def record(self, episodes: Episodes) -> Record:
-        steps = {
+        steps: dict[str, np.ndarray] = {
             "actions": np.array(self.tokens, np.int64),
             "logprobs": np.array(self.logprobs, np.float32),
             "mask": np.array(self.mask, np.float32),
@@ -356,6 +357,9 @@ def _request(episodes: Episodes, talks: Sequence[_Talk], room: int) -> Record:
     padded = np.zeros((len(talks), int(lengths.max())), dtype=np.int64)
     for line, ids in zip(padded, contexts, strict=True):
         line[: len(ids)] = ids
+    settings = {**episodes.settings, "horizon": room}
+    if "min_tokens" in settings:
+        settings["min_tokens"] = min(int(settings["min_tokens"]), room)
     return Record(
         Identity(episodes.iteration, talks[0].sample),
         steps={
@@ -364,7 +368,7 @@ def _request(episodes: Episodes, talks: Sequence[_Talk], room: int) -> Record:
             "prompt": padded,
             "prompt_length": lengths,
         },
-        info={"horizon": room, "temperature": episodes.temperature},
+        info=settings,
     )
 
 
