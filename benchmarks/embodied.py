@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.row import Row, median_row
 from rlinf.data.record import Record
@@ -30,11 +31,11 @@ class Timed(DirectEngine):
 
     seconds = 0.0
 
-    def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
+    def _act(self, request: Record, seed: int, stage: str) -> dict[str, np.ndarray]:
         start = time.perf_counter()
-        replies = list(super().generate(request, seed, stage))
+        reply = super()._act(request, seed, stage)
         self.seconds += time.perf_counter() - start
-        yield from replies
+        return reply
 
 
 def rollout(environment: GymEnvironment, engine: DirectEngine, iteration: int) -> float:

@@ -12,7 +12,7 @@ from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.envs.base import Extent
 from rlinf.errors import ConfigError, RlinfError, nearest, require
-from rlinf.fit import DEMONSTRATIONS, GROUPS
+from rlinf.fit import DEMONSTRATIONS, GROUPS, LANGUAGE_MODEL
 from rlinf.models import policies
 from rlinf.registry import Registry, own_attribute
 from rlinf.rewards import rewards
@@ -51,6 +51,7 @@ def check(config: RunConfig) -> None:
         check_tracker(tracker, f"log.trackers.{number}")
     check_flow(flow_of(config), "flow")
     check_fit(config)
+    check_sampling(config, engine.needs)
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.config.minibatches:
         raise ConfigError(
@@ -64,6 +65,23 @@ def check(config: RunConfig) -> None:
     processor = policy.check(model_options, environment.describe(task_options))
     extent = environment.extent(task_options, processor)
     check_extent(config, extent, policy.positions(model_options))
+
+
+def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
+    """See that the engine draws tokens, where something is said of how.
+
+    Raises:
+        ConfigError: its steps are whole actions.
+    """
+    for key, section in (
+        ("rollout.sampling", config.rollout.sampling),
+        ("evaluate.sampling", config.evaluate.sampling),
+    ):
+        given = [] if section is None else list(section.settings())
+        if given and LANGUAGE_MODEL not in needs:
+            raise ConfigError(
+                f"{key}.{given[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
+            )
 
 
 class Part(NamedTuple):

@@ -101,9 +101,9 @@ class InProcess:
         return ended
 
     def stop(self, *, leave: bool = False) -> None:
-        environment = self.resident.pop("environment", None)
-        if environment is not None:
-            environment[1].close()
+        from stages.parts import close_parts  # imports torch
+
+        close_parts(self.resident)
 
 
 def call_of(run: Run, graph: Graph, node: Node) -> StageCall:

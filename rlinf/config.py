@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -128,6 +128,29 @@ class RunSection(Section):
         return self.root.expanduser().absolute() / f"{self.name}{suffix}"
 
 
+class SamplingSection(Section):
+    """What cuts and ends samples; :class:`rlinf.data.sampling.Sampling` says how each is meant.
+
+    Log-probabilities are always those of ``softmax(logits / temperature)``, which is trained:
+    ``top_k``, ``top_p``, ``min_p`` and ``min_tokens`` do not enter them."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Draw among so many most likely tokens; 0: all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw among the most likely tokens that together have this probability."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Draw among tokens of at least this share of the highest probability."""
+    min_tokens: int = Field(default=0, ge=0)
+    """No end before so many tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a sample."""
+
+    def settings(self) -> dict[str, int | float | str]:
+        """What differs from the defaults, as requests carry it."""
+        told = self.model_dump(exclude_defaults=True)
+        return told | ({"stop": json.dumps(self.stop)} if self.stop else {})
+
+
 class RolloutSection(Section):
     """How much experience one iteration collects."""
 
@@ -139,6 +162,9 @@ class RolloutSection(Section):
     """Most steps one sample may take: new tokens, or environment steps per iteration."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
+    sampling: SamplingSection = SamplingSection()
+    """What else there is to drawing tokens. Engines whose steps are whole actions have none of
+    it."""
     staleness: int = Field(default=0, ge=0, le=64)
     """How many updates behind the weights are that collect: a rollout waits for none of the last
     ``staleness`` updates and goes on while they are made. 0: on-policy."""
@@ -169,6 +195,8 @@ class EvaluateSection(Section):
     horizon: int | None = Field(default=None, gt=0)
     """Most steps of a held-out sample; that of the rollout by default."""
     temperature: float = Field(default=0.0, ge=0)
+    sampling: SamplingSection | None = None
+    """That of the rollout by default."""
 
 
 class RetentionSection(Section):

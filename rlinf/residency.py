@@ -4,17 +4,18 @@ Stages that take turns on one device share its memory: the weights an engine gen
 weights, gradients and optimizer state of a trainer; the weights of a reference. Before a stage
 computes, what it needs comes back; what was needed longest ago goes out, no more of it than must.
 
-Storages move, not tensors: one that is emptied and filled again keeps every view of it as it was,
-tied weights, shards of FSDP2 (which does the same with what it gathers), the weights that lanes
-share and the groups of an optimizer. Nothing here says who computes when: call it in one's turn.
+A holder moves its own memory, by whatever means it has: an engine's server sleeps and wakes, say.
+What has tensors takes :class:`Storages` for it. Nothing here says when a stage computes: call it in
+the stage's turn.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,16 +32,37 @@ Span = Callable[[str], AbstractContextManager[Any]]
 """Times what happens inside, under a name."""
 
 
+class Size(NamedTuple):
+    """Bytes of a group."""
+
+    here: int
+    """On the device."""
+    away: int
+    """In the host's memory, and on the device once the group is needed."""
+    to_come: int
+    """That computing with the group will take."""
+
+
 class Holder(Protocol):
-    """Has tensors on the device between its calls."""
+    """Has memory on a device between its calls, in groups that are needed together.
 
-    def resident(self) -> Mapping[str, Sequence[Tensor]]:
-        """They, in groups that are needed together.
+    Groups have nothing in common. What has been asked to leave comes back as it was.
+    """
 
-        A tensor on the ``meta`` device stands for one of that size which computing with its group
-        will make.
+    device: torch.device
+
+    def size(self) -> Mapping[str, Size]:
+        """Its groups."""
+
+    def offload(self, group: str, least: int) -> int:
+        """Free so many bytes of a group on the device, or all it has; returns how many."""
+
+    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+        """Bring back what left of some groups.
+
+        Args:
+            filled: false: they are about to be overwritten, so that their bytes need not come.
         """
-        ...
 
 
 class Residency:
@@ -52,7 +74,7 @@ class Residency:
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
         """
         Args:
-            device: tensors elsewhere neither count nor move.
+            device: holders elsewhere neither count nor move.
             budget_bytes: what may stay on it; None: on a GPU all but :data:`RESERVE` of it, on a
                 CPU everything.
         """
@@ -61,8 +83,6 @@ class Residency:
         self._clock = itertools.count(1)
         self._needed: WeakKeyDictionary[Holder, dict[str, int]] = WeakKeyDictionary()
         """When each group was last needed."""
-        self._out: dict[UntypedStorage, Tensor] = {}
-        """Emptied storages and their bytes."""
 
     @torch.no_grad()
     def need(
@@ -78,11 +98,11 @@ class Residency:
         Raises:
             ConfigError: they alone are larger than the budget; nothing has moved.
         """
-        if self._limit is None:
+        if self._limit is None or holder.device != self._device:
             return
-        state = holder.resident()
+        state = holder.size()
         groups = groups or tuple(state)
-        sizes = {group: self._size(state[group]) for group in groups}
+        sizes = {group: sum(state[group]) for group in groups}
         size = sum(sizes.values())
         if self._budget is not None and size > self._budget:
             parts = ", ".join(f"{group} {part / GIB:.3g}" for group, part in sizes.items())
@@ -93,88 +113,126 @@ class Residency:
             )
         now = next(self._clock)
         self._needed.setdefault(holder, {}).update(dict.fromkeys(groups, now))
-        wanted = self._storages(itertools.chain.from_iterable(state[group] for group in groups))
-        self._move_out(self._oldest(size - self._limit, wanted), span)
-        self._move_in([storage for storage in wanted if storage in self._out], filled, span)
+        self._make_room(size - self._limit, {(holder, group) for group in groups}, span)
+        if any(state[group].away for group in groups):
+            with span("onload"):
+                holder.onload(groups, filled=filled)
 
     @torch.no_grad()
     def clear(self, *, span: Span = nullcontext) -> None:
         """Move everything out, where there is a limit: what comes next is of unknown size."""
         if self._limit is not None:
-            self._move_out(list(self._present()), span)
+            self._make_room(sys.maxsize, set(), span)
 
-    def _oldest(self, excess: int, wanted: Iterable[UntypedStorage]) -> list[UntypedStorage]:
-        """Storages that must go so that ``wanted`` and the rest are within the limit.
+    def _make_room(self, excess: int, wanted: set[tuple[Holder, str]], span: Span) -> None:
+        """Move out what was needed longest ago, so that ``wanted`` and the rest are in the limit.
 
         Args:
             excess: by how many bytes ``wanted`` alone exceeds it; negative: what is left.
         """
-        present = self._present()
-        for storage in wanted:
-            present.pop(storage, None)
-        excess += sum(storage.nbytes() for storage in present)
-        leaving = []
-        for storage in sorted(present, key=lambda storage: present[storage]):
-            if excess <= 0:
-                break
-            leaving.append(storage)
-            excess -= storage.nbytes()
-        return leaving
+        there = [
+            (needed.get(group, 0), holder, group, size.here)
+            for holder, needed in self._needed.items()
+            for group, size in holder.size().items()
+            if size.here and (holder, group) not in wanted
+        ]
+        excess += sum(here for *_, here in there)
+        if excess <= 0 or not there:
+            return
+        with span("offload"):
+            for _, holder, group, _ in sorted(there, key=lambda entry: entry[0]):
+                if excess <= 0:
+                    break
+                excess -= holder.offload(group, excess)
 
-    def _present(self) -> dict[UntypedStorage, int]:
-        """Storages on the device and when they were last needed; forgets those nobody has."""
-        known: dict[UntypedStorage, int] = {}
-        for holder, needed in self._needed.items():
-            for group, tensors in holder.resident().items():
-                for storage in self._storages(tensors):
-                    known[storage] = max(known.get(storage, 0), needed.get(group, 0))
-        self._out = {storage: host for storage, host in self._out.items() if storage in known}
-        return {storage: when for storage, when in known.items() if storage not in self._out}
+
+class Storages:
+    """A holder of tensors.
+
+    Storages move, not tensors: one that is emptied and filled again keeps every view of it as it
+    was, tied weights, shards of FSDP2 (which does the same with what it gathers), the weights that
+    lanes share and the groups of an optimizer.
+    """
+
+    device: torch.device
+
+    def resident(self) -> Mapping[str, Sequence[Tensor]]:
+        """Its tensors by group; those on other devices, or mapped from a file, do not count.
+
+        One on the ``meta`` device stands for one of that size which computing with its group will
+        make.
+        """
+        raise NotImplementedError
+
+    def size(self) -> dict[str, Size]:
+        state = self.resident()
+        storages = {group: self._storages(tensors) for group, tensors in state.items()}
+        # Gradients, say, may be dropped while they are away.
+        known = {storage for group in storages.values() for storage in group}
+        away = self._away
+        for storage in [storage for storage in away if storage not in known]:
+            del away[storage]
+        return {
+            group: Size(
+                sum(storage.nbytes() for storage in storages[group]),
+                sum(away[storage].nbytes for storage in storages[group] if storage in away),
+                sum(tensor.nbytes for tensor in tensors if tensor.is_meta),
+            )
+            for group, tensors in state.items()
+        }
+
+    @torch.no_grad()
+    def offload(self, group: str, least: int) -> int:
+        copies: dict[UntypedStorage, Tensor] = {}
+        for storage in self._storages(self.resident()[group]):
+            if sum(host.nbytes for host in copies.values()) >= least:
+                break
+            if storage not in self._away and storage.nbytes():
+                copies[storage] = self._to_host(storage)
+        self._synchronize()
+        for storage, host in copies.items():
+            self._away[storage] = host
+            storage.resize_(0)
+        return sum(host.nbytes for host in copies.values())
+
+    @torch.no_grad()
+    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+        state, away = self.resident(), self._away
+        wanted = self._storages(itertools.chain.from_iterable(state[group] for group in groups))
+        storages = [storage for storage in wanted if storage in away]
+        for storage in storages:
+            storage.resize_(away[storage].nbytes)
+            if filled:
+                _bytes(storage).copy_(away[storage], non_blocking=True)
+        self._synchronize()
+        for storage in storages:
+            del away[storage]
+
+    def forget(self) -> None:
+        """Free what waits in the host's memory: its tensors are gone, or are no longer of use."""
+        self._away.clear()
+
+    @property
+    def _away(self) -> dict[UntypedStorage, Tensor]:
+        """Emptied storages and their bytes."""
+        found: dict[UntypedStorage, Tensor] = self.__dict__.setdefault("_moved", {})
+        return found
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
         """Of the tensors on the device, each once; what is mapped from a file is not its memory."""
-        found = (t.untyped_storage() for t in tensors if t.device == self._device)
+        found = (t.untyped_storage() for t in tensors if t.device == self.device)
         return list(dict.fromkeys(storage for storage in found if storage.resizable()))
-
-    def _size(self, tensors: Sequence[Tensor]) -> int:
-        """Bytes on the device, now or once they are there."""
-        to_come = sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
-        storages = self._storages(tensors)
-        out = sum(self._out[storage].nbytes for storage in storages if storage in self._out)
-        return to_come + out + sum(storage.nbytes() for storage in storages)
-
-    def _move_out(self, storages: Sequence[UntypedStorage], span: Span) -> None:
-        if not storages:
-            return
-        with span("offload"):
-            copies = {storage: self._to_host(storage) for storage in storages}
-            self._synchronise()
-            for storage, host in copies.items():
-                self._out[storage] = host
-                storage.resize_(0)
-
-    def _move_in(self, storages: Sequence[UntypedStorage], filled: bool, span: Span) -> None:
-        if not storages:
-            return
-        with span("onload"):
-            for storage in storages:
-                storage.resize_(self._out[storage].nbytes)
-                if filled:
-                    _bytes(storage).copy_(self._out[storage], non_blocking=True)
-            self._synchronise()
-            for storage in storages:
-                del self._out[storage]
 
     def _to_host(self, storage: UntypedStorage) -> Tensor:
         # Pinned memory: copies run at the speed of the bus. torch keeps it for the next ones.
         host = torch.empty(
-            storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
         )
         return host.copy_(_bytes(storage), non_blocking=True)
 
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def placed(module: M, device: torch.device) -> M:

@@ -22,12 +22,26 @@ def torch_seed(seed: int, *address: int | str) -> int:
     return _key(seed, *address) >> 65
 
 
-def uniforms(seed: int, iteration: int, stage: str, samples: np.ndarray, length: int) -> np.ndarray:
+def uniforms(
+    seed: int,
+    iteration: int,
+    stage: str,
+    samples: np.ndarray,
+    length: int,
+    turns: np.ndarray | None = None,
+) -> np.ndarray:
     """One row of uniform numbers in [0, 1) per sample: ``[len(samples), length]`` float32.
 
     A sample's row is the same whatever else is in its batch and whichever worker draws it.
+
+    Args:
+        turns: int64 ``[len(samples)]``: the rows of one sample's turns differ; 0 by default.
     """
     rows = np.empty((len(samples), length), dtype=np.float32)
-    for row, sample in zip(rows, samples, strict=True):
-        row[:] = generator(seed, iteration, stage, int(sample)).random(length, dtype=np.float32)
+    numbers = samples.tolist()
+    for i, (sample, turn) in enumerate(
+        zip(numbers, [0] * len(numbers) if turns is None else turns.tolist(), strict=True)
+    ):
+        address = (iteration, stage, sample, turn) if turn else (iteration, stage, sample)
+        rows[i] = generator(seed, *address).random(length, dtype=np.float32)
     return rows

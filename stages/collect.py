@@ -7,12 +7,16 @@ from collections.abc import Generator
 
 from rlinf.channels.reference import ReferenceChannel
 from rlinf.data.record import Record
-from rlinf.engines.base import Engine, serve
+from rlinf.engines.base import NO_HOOKS, Engine, Hooks
 from rlinf.envs.base import Environment, Episodes
 
 
 def collect(
-    environment: Environment, engine: Engine, episodes: Episodes, stage: str
+    environment: Environment,
+    engine: Engine,
+    episodes: Episodes,
+    stage: str,
+    hooks: Hooks = NO_HOOKS,
 ) -> Generator[Record]:
     """Trajectories of ``episodes``, each as soon as it is complete.
 
@@ -23,10 +27,14 @@ def collect(
 
     def generate() -> None:
         try:
-            serve(engine, observations, actions, seed=episodes.seed, stage=stage)
+            replies = engine.generate(observations, seed=episodes.seed, stage=stage, hooks=hooks)
+            for reply in replies:
+                actions.put(reply)
         except BaseException as error:
             failure.append(error)
             observations.close()
+        finally:
+            actions.close()
 
     worker = threading.Thread(target=generate, name="generate", daemon=True)
     worker.start()

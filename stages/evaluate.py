@@ -53,6 +53,7 @@ def held_out(
         group_size=1,
         horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,
+        sampling=(ctx.config.evaluate.sampling or ctx.config.rollout.sampling).settings(),
     )
     trajectories = []
     with contextlib.closing(collect(environment, engine, episodes, "evaluate")) as made:

@@ -26,7 +26,6 @@ from rlinf.residency import GIB, Holder, Residency
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Resources, Reward
 from rlinf.trainers import trainers
-from rlinf.weights.buckets import DTYPES
 from stages.board import keep_newest
 from stages.context import Context
 from stages.layout import stage_folder
@@ -73,11 +72,19 @@ def make_engine(config: RunConfig) -> Engine:
     return engine
 
 
+def close_parts(resident: dict[str, Any]) -> None:
+    """End the processes, and free the memory, of what a stage or worker keeps."""
+    resident.pop("engine_weights", None)
+    for name in ("environment", "engine"):
+        if name in resident:
+            resident.pop(name)[1].close()
+
+
 def sent_type(config: RunConfig) -> torch.dtype | None:
     """The type in which engines take float32 weights; None: as they are."""
-    options = config.engine.options(engines.get(config.engine.name).Config, "engine")
-    name = getattr(options, "dtype", None)
-    return None if name is None else DTYPES[name]
+    cls = engines.get(config.engine.name)
+    dtype: torch.dtype | None = cls.takes_dtype(config.engine.options(cls.Config, "engine"))
+    return dtype
 
 
 def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
@@ -147,7 +154,7 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
         on_device(ctx, engine, filled=False)
         with ctx.span("load"):
             if tensors is not None:
-                engine.load_state(tensors, version)
+                engine.load_state(tensors.items(), version)
             else:
                 engine.load(ctx.verified(name) / WEIGHTS, version)
                 state = entry.state

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlinf.data.counted import counted
 from rlinf.data.record import Record
+from rlinf.engines.base import Hooks
 from rlinf.envs.base import Episodes
 from stages.collect import collect
 from stages.context import Context
@@ -53,7 +54,7 @@ def collected(
 
     Args:
         begun: go on with these samples only.
-        gives_up: see :class:`rlinf.engines.base.Engine`.
+        gives_up: see :class:`rlinf.engines.base.Hooks`.
     """
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
@@ -70,16 +71,14 @@ def collected(
         horizon=settings.horizon,
         temperature=settings.temperature,
         begun=begun,
+        sampling=settings.sampling.settings(),
     )
-    engine.newer = newer_weights(ctx, engine) if follows else None
     # Asked all the same: it also stops the engine when the allocation ends.
     resumes = environment.resumes
-    engine.gives_up = gives_up and (lambda left, of: gives_up(left, of) and resumes)
-    try:
-        with ctx.span("generate"):
-            yield from collect(environment, engine, episodes, "rollout")
-    finally:
-        engine.newer = engine.gives_up = None
+    asked = gives_up and (lambda left, of: gives_up(left, of) and resumes)
+    hooks = Hooks(newer_weights(ctx, engine) if follows else None, asked)
+    with ctx.span("generate"):
+        yield from collect(environment, engine, episodes, "rollout", hooks)
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:

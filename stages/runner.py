@@ -153,13 +153,17 @@ def run_stage(
     if call.stage not in known:
         raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, known)}")
     world = World.from_environment(call.config.parent / CHANNELS)
-    with withdrawing():
+    with contextlib.ExitStack() as ending:
+        if resident is None:
+            resident = {}
+            ending.callback(_close, resident)
+        ending.enter_context(withdrawing())
         attempt = Attempt(
             call,
             config,
             world,
             open_inputs(call),
-            {} if resident is None else resident,
+            resident,
             stopping,
             began=start if began is None else began,
             start=start,
@@ -175,6 +179,12 @@ def run_stage(
             return done
         attempt.compute()
         return attempt.commit()
+
+
+def _close(resident: dict[str, Any]) -> None:
+    from stages.parts import close_parts  # imports torch, as stages do only once they run
+
+    close_parts(resident)
 
 
 class Attempt:

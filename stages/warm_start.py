@@ -93,7 +93,7 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         raise ConfigError(
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
-    engine = make_engine(ctx.config)
+    engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
     curve = load_progress(ctx, trainer)
     known = [row["score"] for row in curve if row["score"] is not None]
     for step in range(len(curve), settings.max_steps):

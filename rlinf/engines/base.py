@@ -1,85 +1,198 @@
-"""The engine interface."""
+"""The engine interface: what is asked, what is answered, and how weights get in.
+
+Requests and replies are records whose ``steps`` have one row per sample. Their columns are listed
+here, once: a letter is a size (``B`` rows), the same in all columns of a record. Others may be
+added: an engine passes on what a policy says of its actions, an environment keeps it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.errors import DataError
 from rlinf.fit import Part
+from rlinf.residency import Size
+
+
+@dataclass(frozen=True)
+class Column:
+    """One of ``steps``: element type, shape after the leading ``B``, and whether it may lack."""
+
+    dtype: str
+    shape: str = ""
+    optional: bool = False
+
+
+TOKEN_REQUEST = {
+    "sample": Column("int64"),  # number of the sample: with the seed it fixes its randomness
+    "prompt": Column("int64", "P"),  # token ids, from the left; what follows prompt_length is void
+    "prompt_length": Column("int64"),
+    "turn": Column("int64", optional=True),  # 0 by default: the how manieth request of the sample
+    # What there is of samples that another engine gave up; begun_length is below the horizon.
+    "begun_length": Column("int64", optional=True),
+    "begun_tokens": Column("int64", "N", optional=True),
+    "begun_logprobs": Column("float32", "N", optional=True),
+    "begun_version": Column("int64", "N", optional=True),
+}
+"""``info`` has the fields of :class:`rlinf.data.sampling.Sampling`."""
+TOKEN_REPLY = {
+    "sample": Column("int64"),  # in any order, in one reply or several
+    "tokens": Column("int64", "T"),
+    "logprobs": Column("float32", "T"),  # of each token when it was chosen; see Sampling
+    "length": Column("int64"),  # tokens of the sample, the one that ended it included
+    "stopped": Column("bool"),  # by a stop token or stop string, not by the horizon
+    "unfinished": Column("bool", optional=True),  # given up; false by default
+    "version": Column("int64", "T", optional=True),  # of the weights that chose each token
+}
+"""``info["version"]`` is that of the weights that chose the first token of these samples."""
+ACTION_REQUEST = {"sample": Column("int64")}
+"""The other columns, ``[B, ...]``, are the observation. ``info``: ``time``, the step, below
+``horizon``, and ``temperature``."""
+ACTION_REPLY = {
+    "sample": Column("int64"),  # as asked, in one reply
+    "logprob": Column("float32"),
+    "version": Column("int64", optional=True),
+}
+"""And ``action`` ``[B]`` or ``[B, ...]``, with whatever else the policy says, such as ``value``.
+``info["version"]`` as above."""
+
+
+def check_columns(record: Record, columns: Mapping[str, Column]) -> None:
+    """See that a record has these columns.
+
+    Raises:
+        DataError: one is missing, or of another type or shape.
+    """
+    sizes: dict[str, int] = {}
+    for name, column in columns.items():
+        array = record.steps.get(name)
+        if array is None:
+            if column.optional:
+                continue
+            raise DataError(f"record {tuple(record.identity)} has no column {name!r}")
+        shape = array.shape[1:]
+        named = zip(column.shape, shape, strict=False)
+        fits = len(shape) == len(column.shape) and all(
+            sizes.setdefault(letter, size) == size for letter, size in named
+        )
+        if array.dtype != np.dtype(column.dtype) or not fits:
+            raise DataError(
+                f"record {tuple(record.identity)}: column {name!r} is {array.dtype} {array.shape}, "
+                f"not {column.dtype} [{', '.join(['B', *column.shape])}]"
+            )
+
+
+class Requests(Protocol):
+    """The end of a channel that an engine reads, in one thread."""
+
+    def get(self) -> Record:
+        """Wait for the next; raises ChannelClosed where none comes."""
+
+    def __len__(self) -> int:
+        """How many there are: so many times :meth:`get` does not wait."""
+
+    def __iter__(self) -> Iterator[Record]: ...
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a stage lets an engine ask while samples are under way."""
+
+    newer: Callable[[], tuple[Path, int] | None] | None = None
+    """The folder and version of weights to go on with, if there are any. Where this is set, replies
+    have ``version``."""
+    gives_up: Callable[[int, int], bool] | None = None
+    """Given how many samples are unfinished and how many have been asked: whether to reply those
+    under way as they are, as ``unfinished``. Engines whose samples are short need not ask. What it
+    raises ends :meth:`Engine.generate`."""
+
+
+NO_HOOKS = Hooks()
 
 
 class Engine(Part, ABC):
-    """Answers observation records with action records, under one version of the weights.
+    """Answers requests under one version of the weights, or the newest that hooks tell of.
 
-    A request's ``steps`` have one row per sample; ``steps["sample"]`` says which. Replies carry the
-    same ``sample`` numbers, in any order and in one record or several. An engine that gives samples
-    up also goes on with them: ``begun_tokens``, ``begun_logprobs`` and ``begun_version``, all
-    ``[B, n]``, hold what there is of them, ``begun_length`` ``[B]`` steps.
+    A sample's randomness is (seed, iteration, stage, sample, turn); what is drawn depends neither
+    on its neighbours nor on when its request came. Computing rows side by side may round their
+    log-probabilities otherwise: requests that come at the same point give the same bytes, and
+    those that join a running batch at another one may differ in the last bits.
     """
 
     Config: ClassVar[type[Section]] = Section
-    version: int
-    """Of the weights it serves."""
-    newer: Callable[[], tuple[Path, int] | None] | None = None
-    """Asked while samples are under way: the folder and version of weights to go on with. Where it
-    is set, replies have ``steps["version"]``: the version that chose each action."""
-    gives_up: Callable[[int, int], bool] | None = None
-    """Asked while samples are under way, with how many of a request are unfinished and how many it
-    has: whether to reply these as they are, marked in ``steps["unfinished"]``. Engines whose
-    samples are short need not ask."""
+    version: int = -1
+    """Of the weights it serves; -1: it has none."""
+    device: torch.device = torch.device("cpu")
 
     @abstractmethod
-    def __init__(self, config: Any, policy: type, policy_config: Any) -> None: ...
+    def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
+        """Start nothing yet: weights come by :meth:`load`."""
+
+    @classmethod
+    def takes_dtype(cls, config: Any) -> torch.dtype | None:
+        """The type in which it takes float32 weights; None: as they are."""
+        return None
 
     @abstractmethod
     def load(self, folder: Path, version: int) -> None:
-        """Serve the weights in a policy folder from now on."""
+        """Serve the weights in a policy folder from now on; after :meth:`close` too."""
 
     @abstractmethod
-    def load_state(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Serve other weights of the network that is loaded, between two requests.
+    def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Serve other weights of the network that is loaded, between two calls of generate.
 
         Args:
-            tensors: all weights by the policy's names, of any floating type; they are copied.
+            tensors: all weights by the policy's names (tied ones may lack), in any order, of any
+                floating type and device; each is copied before the next is asked for.
 
         Raises:
-            DataError: they do not fit the network; it serves what it did before.
+            DataError: they do not fit the network. It has no weights then until :meth:`load`.
         """
 
-    def refreshed(self) -> bool:
-        """Serve newer weights, if there are any."""
-        found = self.newer() if self.newer is not None else None
-        if found is None:
-            return False
-        self.load(*found)
-        return True
+    @abstractmethod
+    def generate(
+        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+    ) -> Iterator[Record]:
+        """Replies to requests until their channel closes.
 
-    def resident(self) -> Mapping[str, Sequence[Tensor]]:
-        """What it keeps on the device between requests: see :class:`rlinf.residency.Holder`.
+        Requests that come while others are under way join them where there is room. Who stops
+        iterating gives up the rest.
+
+        Raises:
+            DataError: a request is malformed.
+        """
+
+    def size(self) -> Mapping[str, Size]:
+        """What it keeps on the device between requests; see :class:`rlinf.residency.Holder`.
 
         :meth:`load` and :meth:`load_state` overwrite all of it. By default nothing that can move.
         """
         return {}
 
+    def offload(self, group: str, least: int) -> int:
+        raise NotImplementedError
+
+    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+        """Nothing ever left."""
+
     @abstractmethod
-    def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
-        """Replies to one request; a row's randomness is (seed, iteration, stage, sample)."""
+    def close(self) -> None:
+        """Free its memory, on the device too, and end its processes; again does no harm."""
 
-
-def serve(
-    engine: Engine, observations: Channel, actions: Channel, *, seed: int, stage: str
-) -> None:
-    """Answer every observation until the channel closes; then close the action channel."""
-    try:
-        for request in observations:
-            for reply in engine.generate(request, seed, stage):
-                actions.put(reply)
-    finally:
-        actions.close()
+    def refreshed(self, hooks: Hooks) -> bool:
+        """Serve newer weights, if there are any."""
+        found = hooks.newer() if hooks.newer is not None else None
+        if found is None:
+            return False
+        self.load(*found)
+        return True

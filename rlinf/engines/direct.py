@@ -1,8 +1,8 @@
-"""An engine for policies that act by one forward pass: no cache, no tokens."""
+"""An engine for policies that act by one call: batches, randomness and versions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.engines.base import Engine
-from rlinf.fit import ACTOR_CRITIC
-from rlinf.models.base import copy_weights
+from rlinf.engines.base import ACTION_REQUEST, NO_HOOKS, Engine, Hooks, Requests, check_columns
+from rlinf.fit import ACTS
+from rlinf.models.base import Policy, copy_weights
+from rlinf.models.device import DeviceName, local_device
+from rlinf.residency import Storages, placed
 from rlinf.seeding import generator
 
 ROWS = 8
@@ -24,81 +26,83 @@ and round them otherwise: an answer would depend on who else is in the batch."""
 
 
 class DirectConfig(Section):
-    """One forward pass per time step."""
+    """One call of the policy per time step."""
 
     threads: int = Field(default=1, gt=0)
     """Torch threads; small networks want one."""
+    device: DeviceName = "cpu"
+    """Small networks answer sooner on the CPU."""
 
 
-class DirectEngine(Engine):
-    """Answers each observation batch at once.
+class DirectEngine(Storages, Engine):
+    """Answers each request at once by :meth:`rlinf.models.base.Policy.act`.
 
-    A request holds ``sample`` and ``observation`` ``[n, D]``; ``info["time"]`` is the time step,
-    below ``info["horizon"]``. Replies hold ``action`` (int64 ``[n]`` or float32 ``[n, A]``),
-    ``logprob`` and ``value``, float32 ``[n]``. Temperature 0 takes the mode. A row's answer does
-    not depend on the other rows.
+    All columns of a request but ``sample`` are the observation, all that the policy gives are the
+    reply's. A row's answer does not depend on the other rows.
     """
 
     Config = DirectConfig
-    needs = frozenset({ACTOR_CRITIC})
+    needs = frozenset({ACTS})
 
-    def __init__(self, config: DirectConfig, policy: type, policy_config: Any) -> None:
+    def __init__(self, config: DirectConfig, policy: type[Policy], policy_config: Any) -> None:
         self._config, self._class, self._policy_config = config, policy, policy_config
-        self.version = -1
+        self.device = local_device(config.device)
+        self._policy: Any = None
         self._noise: dict[int, np.ndarray] = {}
         self._address: tuple[Any, ...] = ()
 
     def load(self, folder: Path, version: int) -> None:
-        self._policy: Any = self._class.load(folder, self._policy_config)  # type: ignore[attr-defined]
-        self._policy.module.eval()
+        self.close()  # the old ones leave the memory first
+        self._policy = self._class.load(folder, self._policy_config)
+        placed(self._policy.module.eval(), self.device)
         self.version = version
 
-    def load_state(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.version = -1
         copy_weights(self._policy.module, tensors)
         self.version = version
 
     def resident(self) -> dict[str, list[Tensor]]:
-        if self.version < 0:
+        if self._policy is None:
             return {}
         return {"weights": [*self._policy.module.state_dict().values()]}
 
-    @torch.inference_mode()
-    def generate(self, request: Record, seed: int, stage: str) -> Iterator[Record]:
-        torch.set_num_threads(self._config.threads)
-        self.refreshed()
-        temperature = float(request.info["temperature"])
-        policy = self._policy
-        count = len(request)
-        observed = _filled_up(request.steps["observation"])
-        out, log_std, values = policy.module(torch.from_numpy(observed))
-        if temperature == 0:
-            actions = out.argmax(-1) if policy.discrete else out
-        else:
-            noise = self._draw(request, seed, stage, out.shape[-1])
-            if policy.discrete:
-                # The largest of logits plus Gumbel noise is a sample of their distribution.
-                actions = (out / temperature + noise).argmax(-1)
-            else:
-                actions = out + noise * log_std.exp() * temperature
-        logprobs, _ = policy.judge(out, log_std, actions, temperature)
-        steps = {
-            "sample": request.steps["sample"],
-            "action": actions[:count].numpy(),
-            "logprob": logprobs[:count].numpy(),
-            "value": values[:count].numpy(),
-        }
-        if self.newer is not None:
-            steps["version"] = np.full(count, self.version)
-        yield Record(request.identity, steps, info={"version": self.version})
+    def close(self) -> None:
+        self.forget()
+        self._policy, self._noise, self.version = None, {}, -1
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def _draw(self, request: Record, seed: int, stage: str, size: int) -> Tensor:
-        """Noise ``[n, size]`` of this time step: Gumbel for choices, normal for vectors.
+    @torch.inference_mode()
+    def generate(
+        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+    ) -> Iterator[Record]:
+        torch.set_num_threads(self._config.threads)
+        for request in requests:
+            check_columns(request, ACTION_REQUEST)
+            self.refreshed(hooks)
+            steps = self._act(request, seed, stage)
+            if hooks.newer is not None:
+                steps["version"] = np.full(len(request), self.version)
+            yield Record(request.identity, steps, info={"version": self.version})
+
+    def _act(self, request: Record, seed: int, stage: str) -> dict[str, np.ndarray]:
+        """Columns of the reply."""
+        temperature = float(request.info["temperature"])
+        seen = {name: self._rows(c) for name, c in request.steps.items() if name != "sample"}
+        noise = None if temperature == 0 else self._rows(self._draw(request, seed, stage))
+        found = self._policy.act(seen, noise, temperature)
+        columns = {name: column[: len(request)].cpu().numpy() for name, column in found.items()}
+        return {"sample": request.steps["sample"], **columns}
+
+    def _draw(self, request: Record, seed: int, stage: str) -> np.ndarray:
+        """Noise ``[n, ...]`` of this time step.
 
         A sample's noise is drawn for the whole horizon when it is first seen; drawing it step by
-        step would take longer than the network.
+        step would take longer than a small network.
         """
         horizon, time = int(request.info["horizon"]), int(request.info["time"])
-        address = (seed, request.identity.iteration, stage, horizon, size)
+        address = (seed, request.identity.iteration, stage, horizon)
         if address != self._address:
             self._noise, self._address = {}, address
         rows = []
@@ -106,14 +110,13 @@ class DirectEngine(Engine):
             table = self._noise.get(sample)
             if table is None:
                 random = generator(seed, request.identity.iteration, stage, sample)
-                draw = random.gumbel if self._policy.discrete else random.standard_normal
-                table = draw(size=(horizon, size)).astype(np.float32)
-                self._noise[sample] = table
+                table = self._noise[sample] = self._policy.noise(random, horizon)
             rows.append(table[time])
-        return torch.from_numpy(_filled_up(np.stack(rows)))
+        return np.stack(rows)
 
-
-def _filled_up(rows: np.ndarray) -> np.ndarray:
-    """``rows`` with zero rows to the next multiple of :data:`ROWS`."""
-    missing = -len(rows) % ROWS
-    return np.pad(rows, ((0, missing), (0, 0))) if missing else np.array(rows)
+    def _rows(self, column: np.ndarray) -> Tensor:
+        """On the device, with zero rows to the next multiple of :data:`ROWS`."""
+        count = len(column)
+        filled = np.zeros((count + -count % ROWS, *column.shape[1:]), column.dtype)
+        filled[:count] = column
+        return torch.from_numpy(filled).to(self.device)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from rlinf.channels.base import Channel
 from rlinf.config import Section
-from rlinf.data.record import Record
+from rlinf.data.record import Record, Scalar
 from rlinf.fit import Part
 
 if TYPE_CHECKING:
@@ -45,6 +45,13 @@ class Episodes:
     temperature: float
     begun: Mapping[int, Record] | None = None
     """Of samples that another engine gave up: what there is of them. Only these are done."""
+    sampling: Mapping[str, Scalar] = field(default_factory=dict)
+    """Further settings of :class:`rlinf.data.sampling.Sampling`, as requests carry them."""
+
+    @property
+    def settings(self) -> dict[str, Scalar]:
+        """How samples are drawn: for the ``info`` of requests."""
+        return {"horizon": self.horizon, "temperature": self.temperature, **self.sampling}
 
     def samples(self) -> np.ndarray:
         """The numbers of all samples to do, int64."""

@@ -87,7 +87,7 @@ class PromptEnvironment(Environment):
                     "prompt_length": lengths[rows],
                     **_so_far([begun[sample] for sample in samples.tolist() if begun]),
                 },
-                info={"horizon": episodes.horizon, "temperature": episodes.temperature},
+                info=episodes.settings,
             ),
             weight=max(1, len(samples)),
         )
@@ -106,6 +106,8 @@ class PromptEnvironment(Environment):
                 row = row_of[int(sample) // episodes.group_size]
                 length = int(reply.steps["length"][i])
                 reason = "stop" if reply.steps["stopped"][i] else "length"
+                if "unfinished" in reply.steps and reply.steps["unfinished"][i]:
+                    reason = UNFINISHED
                 first = begun[int(sample)] if begun else reply
                 steps = {
                     "actions": reply.steps["tokens"][i, :length],
@@ -121,7 +123,7 @@ class PromptEnvironment(Environment):
                         **prompts[row].info,
                         "group": int(episodes.starts[row]),
                         "policy_version": first.info["policy_version" if begun else "version"],
-                        "stop_reason": UNFINISHED if reply.steps["unfinished"][i] else reason,
+                        "stop_reason": reason,
                         "prompt_text": prompts[row].text,
                         "text": texts[i],
                         "answer": prompts[row].answer,

@@ -7,11 +7,12 @@ robot) is known to the policy and to the environment that goes with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,6 +94,31 @@ class Policy(Part, ABC):
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Step outputs under the current weights, with gradients where enabled."""
 
+    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        """What :meth:`act` needs to draw the actions of one sample: float32 ``[steps, ...]``.
+
+        Of policies that offer :data:`rlinf.fit.ACTS`, like :meth:`act`.
+        """
+        raise NotImplementedError
+
+    def act(
+        self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
+    ) -> dict[str, Tensor]:
+        """Actions for observations, by one call and without gradients.
+
+        Args:
+            observations: columns ``[n, ...]``, as the environment gives them, on the network's
+                device.
+            noise: a step of :meth:`noise` for each row, ``[n, ...]``; None at temperature 0.
+            temperature: 0 takes the most likely action.
+
+        Returns:
+            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``: what :meth:`evaluate`
+            says of it at this temperature) and whatever is to be part of the trajectory. A row
+            follows from its observation and noise alone.
+        """
+        raise NotImplementedError
+
     observes: ClassVar[bool] = False
     """Whether :meth:`observe` does anything."""
 
@@ -119,20 +145,36 @@ def fitting(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str,
     unlike = [n for n in shapes if n not in own or own[n].shape != tuple(shapes[n])]
     unlike += [n for n, tensor in own.items() if n not in shapes and id(tensor) not in given]
     if unlike:
-        raise DataError(
-            f"weights do not fit the loaded network: {unlike[0]!r} and {len(unlike) - 1} others "
-            "are missing, unknown or of another shape; load the folder they belong to first"
-        )
+        raise misfit(unlike[0], len(unlike))
     return own
 
 
 @torch.no_grad()
-def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write other weights, of any floating type and device, into a network; tied ones may lack.
 
+    Args:
+        tensors: by name, each copied before the next is asked for.
+
     Raises:
-        DataError: they are not this network's by name and shape; it was not changed.
+        DataError: they are not this network's by name and shape; some of it may have changed.
     """
-    own = fitting(module, {name: tensor.shape for name, tensor in tensors.items()})
-    for name, tensor in tensors.items():
+    own = module.state_dict(keep_vars=True)
+    given = set[int]()
+    for name, tensor in tensors:
+        if name not in own or own[name].shape != tensor.shape:
+            raise misfit(name, 1)
         own[name].copy_(tensor)
+        given.add(id(own[name]))
+    lacking = [name for name, tensor in own.items() if id(tensor) not in given]
+    if lacking:
+        raise misfit(lacking[0], len(lacking))
+
+
+def misfit(name: str, count: int) -> DataError:
+    """What is said of weights that are not a network's own."""
+    others = f" and {count - 1} others are" if count > 1 else " is"
+    return DataError(
+        f"weights do not fit the loaded network: {name!r}{others} missing, unknown or of another "
+        "shape; load the folder they belong to first"
+    )

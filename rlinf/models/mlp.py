@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from rlinf.config import Section
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import DataError
-from rlinf.fit import ACTOR_CRITIC, OBSERVATIONS, VALUES
+from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.fit import check_fit
 from rlinf.tensors import load_tensors
@@ -86,7 +86,7 @@ class MLPPolicy(Policy):
 
     Config = MLPConfig
     needs = frozenset({OBSERVATIONS})
-    offers = frozenset({ACTOR_CRITIC, VALUES})
+    offers = frozenset({ACTS, VALUES})
     module: ActorCritic
     observes = True
 
@@ -141,6 +141,27 @@ class MLPPolicy(Policy):
         logprobs, spread = self.judge(out, log_std, batch["actions"], temperature)
         mask = batch["mask"]
         return StepOutputs(logprobs * mask, spread * mask if entropy else None, values * mask)
+
+    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        """Gumbel noise for choices, normal noise for vectors: ``[steps, A]``."""
+        draw = random.gumbel if self.discrete else random.standard_normal
+        return draw(size=(steps, self.settings["action"]["size"])).astype(np.float32)
+
+    def act(
+        self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
+    ) -> dict[str, Tensor]:
+        """Of ``observation`` ``[n, D]``: ``action`` (int64 ``[n]`` or float32 ``[n, A]``),
+        ``logprob`` and ``value``, float32 ``[n]``."""
+        out, log_std, values = self.module(observations["observation"])
+        if noise is None:
+            actions = out.argmax(-1) if self.discrete else out
+        elif self.discrete:
+            # The largest of logits plus Gumbel noise is a sample of their distribution.
+            actions = (out / temperature + noise).argmax(-1)
+        else:
+            actions = out + noise * log_std.exp() * temperature
+        logprobs, _ = self.judge(out, log_std, actions, temperature)
+        return {"action": actions, "logprob": logprobs, "value": values}
 
     def judge(
         self, out: Tensor, log_std: Tensor, actions: Tensor, temperature: float

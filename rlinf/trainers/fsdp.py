@@ -25,7 +25,7 @@ from rlinf.data.record import Record
 from rlinf.errors import StageError
 from rlinf.models.base import Policy, StepOutputs
 from rlinf.models.device import DeviceName, local_device
-from rlinf.residency import placed
+from rlinf.residency import Storages, placed
 from rlinf.trainers import shards
 from rlinf.trainers.lanes import Lanes
 
@@ -61,7 +61,7 @@ class Cut:
     real: list[bool]
 
 
-class FSDPTrainer:
+class FSDPTrainer(Storages):
     """Owns the sharded module and its optimizer."""
 
     Config = FSDPConfig

@@ -38,7 +38,7 @@ from stages.board import Board, Output
 from stages.context import Input, Live, Writer
 from stages.layout import CHANNELS, CONFIG
 from stages.names import worker_name
-from stages.parts import WEIGHTS, sent_type
+from stages.parts import WEIGHTS, close_parts, sent_type
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
 from stages.worker.generate import Generator
@@ -228,9 +228,7 @@ class Worker:
         self._outbox.close()
         self._link.close()
         self._inbox.close()
-        environment = self._resident.pop("environment", None)
-        if environment is not None:
-            environment[1].close()
+        close_parts(self._resident)
 
     def _cut(self, worker: str) -> None:
         """Another worker does not take records any more: the driver knows what that means."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.residency import Residency, placed
+from rlinf.residency import Residency, Size, Storages, placed
 
 CPU = torch.device("cpu")
 FLOAT = 4
 """Bytes."""
 
 
-class Held:
+class Held(Storages):
     """A holder of named groups."""
+
+    device = CPU
 
     def __init__(self, **groups: list[Tensor]) -> None:
         self.groups = groups
@@ -168,7 +170,7 @@ def test_what_is_to_be_overwritten_gets_its_memory_back_only() -> None:
     engine, residency = Held(weights=[filled(4)]), Residency(CPU, 100)
     residency.need(engine)
     residency.clear()
-    host = next(iter(residency._out.values()))
+    host = next(iter(engine._away.values()))
     host.fill_(255)  # what would come back is not a number
     residency.need(engine, filled=False)
     weights = engine.groups["weights"][0]
@@ -194,14 +196,45 @@ def test_the_copies_of_a_holder_that_is_gone_go_with_it() -> None:
     engine, trainer, residency = Held(a=[filled(4)]), Held(a=[filled(4)]), Residency(CPU, 100)
     residency.need(trainer)
     residency.clear()
-    (copy,) = map(weakref.ref, residency._out.values())
+    (copy,) = map(weakref.ref, trainer._away.values())
     del trainer
     residency.need(engine)
     assert copy() is None
 
 
+class Sleeper:
+    """Moves all it has or nothing, by a way of its own, as an engine's server does."""
+
+    device = CPU
+
+    def __init__(self, size: int) -> None:
+        self.bytes, self.awake, self.filled = size, True, True
+
+    def size(self) -> Mapping[str, Size]:
+        here = self.bytes if self.awake else 0
+        return {"server": Size(here, self.bytes - here, 0)}
+
+    def offload(self, group: str, least: int) -> int:
+        self.awake = False
+        return self.bytes
+
+    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+        self.awake, self.filled = True, filled
+
+
+def test_holders_move_in_their_own_way() -> None:
+    server, trainer, residency = Sleeper(100), Held(a=[filled(20)]), Residency(CPU, 120)
+    residency.need(server)
+    residency.need(trainer)
+    assert (server.awake, is_there(trainer.groups["a"][0])) == (False, True)
+    residency.need(server, filled=False)
+    assert (server.awake, server.filled, is_there(trainer.groups["a"][0])) == (True, False, False)
+
+
 def test_without_a_limit_nobody_is_asked_what_he_holds() -> None:
-    class Never:
+    class Never(Storages):
+        device = CPU
+
         def resident(self) -> Mapping[str, Sequence[Tensor]]:
             raise AssertionError
 

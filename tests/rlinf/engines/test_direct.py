@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from rlinf.channels.reference import ReferenceChannel
+from rlinf.config import Section
 from rlinf.data.record import Identity, Record
+from rlinf.engines.base import NO_HOOKS, Hooks
 from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.fit import ACTS
+from rlinf.models.base import Policy, Spec
 from rlinf.models.mlp import MLPConfig, MLPPolicy
-from rlinf.residency import Residency
 
 CONFIG = MLPConfig(hidden=(8,), initial_log_std=-0.5)
 ACTIONS = {"discrete": {"kind": "discrete", "size": 3}, "box": {"kind": "box", "size": 2}}
@@ -45,13 +50,17 @@ def ask(
     iteration: int = 0,
     seed: int = 7,
     stage: str = "rollout",
+    hooks: Hooks = NO_HOOKS,
 ) -> dict[str, np.ndarray]:
     wanted = Record(
         Identity(iteration, 0),
         {"sample": np.asarray(samples), "observation": observations},
         info={"time": time, "horizon": 5, "temperature": temperature},
     )
-    (reply,) = engine.generate(wanted, seed, stage)
+    channel = ReferenceChannel()
+    channel.put(wanted)
+    channel.close()
+    (reply,) = engine.generate(channel, seed=seed, stage=stage, hooks=hooks)
     assert reply.info["version"] == 3
     assert reply.steps["sample"].tolist() == list(samples)
     return reply.steps
@@ -98,16 +107,6 @@ def test_vectors_have_the_right_mean_and_deviation(tmp_path: Path, temperature: 
     np.testing.assert_allclose(actions.std(0), deviation, rtol=0.05)
 
 
-def test_a_sample_does_not_depend_on_its_neighbours(engine: DirectEngine, tmp_path: Path) -> None:
-    observations = seen(10)
-    for time in range(3):
-        whole = ask(engine, range(10), observations, time)["action"]
-        chosen = [7, 2, 4]
-        np.testing.assert_allclose(
-            ask(engine, chosen, observations[chosen], time)["action"], whole[chosen], atol=1e-6
-        )
-
-
 def test_randomness_does_not_depend_on_what_was_asked_before(tmp_path: Path) -> None:
     engine, fresh = (make("box", tmp_path) for _ in range(2))
     for time in (4, 1, 0):
@@ -130,15 +129,6 @@ def test_every_part_of_the_address_changes_the_draw(tmp_path: Path) -> None:
     assert len({draw["action"].tobytes() for draw in draws}) == len(draws)
 
 
-def test_temperature_zero_takes_the_mode(engine: DirectEngine) -> None:
-    got = ask(engine, range(5), seen(5), temperature=0.0)
-    with torch.no_grad():
-        out = engine._policy.module(torch.from_numpy(seen(5)))[0]
-    expected = out.argmax(-1) if engine._policy.discrete else out
-    # A batch of another size is summed in another order on some processors.
-    np.testing.assert_allclose(got["action"], expected.numpy(), rtol=0, atol=1e-6)
-
-
 def test_loading_changes_what_is_served(tmp_path: Path) -> None:
     engine = make("box", tmp_path)
     before = ask(engine, range(3), seen(3), temperature=0.0)["action"]
@@ -151,43 +141,8 @@ def test_loading_changes_what_is_served(tmp_path: Path) -> None:
     np.testing.assert_allclose(after, before + 1, atol=1e-6)
 
 
-def test_weights_from_memory_serve_like_those_of_a_folder(
-    engine: DirectEngine, tmp_path: Path
-) -> None:
-    state = engine._policy.module.state_dict()
-    tensors = {n: t * 1.5 if t.dtype == torch.float32 else t.clone() for n, t in state.items()}
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    engine._policy.save(newer, tensors)
-    fresh = DirectEngine(DirectConfig(), MLPPolicy, CONFIG)
-    fresh.load(newer, 3)
-    before = ask(engine, range(4), seen(4))
-    engine.load_state(tensors, 3)
-    after, expected = (ask(one, range(4), seen(4)) for one in (engine, fresh))
-    for name, values in expected.items():
-        np.testing.assert_array_equal(after[name], values)
-    assert not np.array_equal(after["value"], before["value"])
-
-
-def test_answers_are_the_same_after_the_weights_left_the_device(engine: DirectEngine) -> None:
-    before = ask(engine, range(4), seen(4))
-    residency = Residency(torch.device("cpu"), sys.maxsize)
-    residency.need(engine)
-    residency.clear()
-    weights = engine.resident()["weights"]
-    assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
-    residency.need(engine)
-    for name, values in ask(engine, range(4), seen(4)).items():
-        np.testing.assert_array_equal(values, before[name])
-
-
-def test_an_engine_that_was_never_loaded_holds_nothing() -> None:
-    assert DirectEngine(DirectConfig(), MLPPolicy, CONFIG).resident() == {}
-
-
 def test_it_does_not_import_transformers() -> None:
     import subprocess
-    import sys
 
     code = (
         "import rlinf.engines.direct, rlinf.models.mlp, sys; print('transformers' in sys.modules)"
@@ -206,11 +161,89 @@ def test_newer_weights_answer_the_next_time_step(tmp_path: Path) -> None:
     policy.save(tmp_path / "new", dict(policy.module.state_dict()))
     other.load(tmp_path / "new", 3)
     waiting = [None, (tmp_path / "new", 3)]
-    engine.newer = lambda: waiting.pop(0) if waiting else None
+    hooks = Hooks(newer=lambda: waiting.pop(0) if waiting else None)
     plain = make("box", tmp_path / "old")
     for time, expected in enumerate([plain, other, other]):
-        got = ask(engine, range(3), seen(3), time)
+        got = ask(engine, range(3), seen(3), time, hooks=hooks)
         assert got["version"].tolist() == [3, 3, 3]
         np.testing.assert_array_equal(
             got["action"], ask(expected, range(3), seen(3), time)["action"]
         )
+
+
+class Chunks(Policy):
+    """Sees a picture and a text, acts in chunks of two vectors drawn by a chain of two steps."""
+
+    Config = Section
+    offers = frozenset({ACTS})
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @classmethod
+    def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
+        raise AssertionError
+
+    @classmethod
+    def processor(cls, folder: Path, config: Any) -> None:
+        return None
+
+    @classmethod
+    def load(cls, folder: Path, config: Any) -> Chunks:
+        torch.manual_seed(0)
+        return cls(nn.Linear(12, 6))
+
+    def save(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        raise AssertionError
+
+    def collate(self, records: Any) -> Any:
+        raise AssertionError
+
+    def evaluate(self, batch: Any, temperature: float, *, entropy: bool = False) -> Any:
+        raise AssertionError
+
+    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        return random.standard_normal((steps, 2, 2, 3), dtype=np.float32)
+
+    def act(
+        self, observations: Any, noise: torch.Tensor | None, temperature: float
+    ) -> dict[str, torch.Tensor]:
+        picture, text = observations["image"], observations["instruction"]
+        mean = (
+            self.module(picture.float().flatten(1) / 255).view(-1, 2, 3)
+            + text.sum(1)[:, None, None]
+        )
+        drawn = torch.zeros(len(mean), 2, 2, 3) if noise is None else noise * temperature
+        chain = mean[:, None] + drawn.cumsum(1)
+        logprob = -0.5 * drawn.square().sum((1, 2, 3))
+        return {"action": chain[:, -1], "logprob": logprob, "chain": chain}
+
+
+def test_a_policy_of_pictures_text_and_chunks_needs_no_engine_of_its_own(tmp_path: Path) -> None:
+    made = DirectEngine(DirectConfig(), Chunks, Section())
+    made.load(tmp_path, 5)
+    random = np.random.default_rng(0)
+    steps = {
+        "sample": np.arange(5),
+        "image": random.integers(0, 255, (5, 3, 2, 2), dtype=np.uint8),
+        "instruction": random.integers(0, 9, (5, 4)),
+    }
+
+    def answer(rows: list[int], temperature: float = 1.0) -> dict[str, np.ndarray]:
+        channel = ReferenceChannel()
+        info = {"time": 1, "horizon": 3, "temperature": temperature}
+        channel.put(Record(Identity(0, 0), {n: c[rows] for n, c in steps.items()}, info=info))
+        channel.close()
+        (reply,) = made.generate(channel, seed=1, stage="rollout")
+        assert reply.info["version"] == 5
+        return reply.steps
+
+    whole, part = answer([0, 1, 2, 3, 4]), answer([3, 1])
+    assert {name: c.shape for name, c in whole.items()} == {
+        "sample": (5,), "action": (5, 2, 3), "logprob": (5,), "chain": (5, 2, 2, 3),
+    }  # fmt: skip
+    for name, column in part.items():
+        np.testing.assert_array_equal(column, whole[name][[3, 1]])
+    drawn = np.diff(whole["chain"], axis=1)[:, 0]
+    assert len(np.unique(drawn)) == drawn.size, "samples have noise of their own"
+    assert not answer([0, 1], 0.0)["logprob"].any()

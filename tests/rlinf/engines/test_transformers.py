@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.channels.reference import ReferenceChannel
 from rlinf.data.record import Identity, Record
-from rlinf.engines.transformers import TransformersConfig, TransformersEngine, sample
+from rlinf.data.sampling import Sampling
+from rlinf.engines.base import NO_HOOKS, Hooks
+from rlinf.engines.sampling import sample
+from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.residency import Residency
@@ -50,9 +54,19 @@ def request(lengths: list[int], horizon: int = 10, temperature: float = 1.0) -> 
     )
 
 
-def rows(engine: TransformersEngine, wanted: Record) -> dict[int, dict[str, np.ndarray]]:
+def asked(*requests: Record) -> ReferenceChannel:
+    channel = ReferenceChannel()
+    for wanted in requests:
+        channel.put(wanted)
+    channel.close()
+    return channel
+
+
+def rows(
+    engine: TransformersEngine, wanted: Record, hooks: Hooks = NO_HOOKS
+) -> dict[int, dict[str, np.ndarray]]:
     found = {}
-    for reply in engine.generate(wanted, 7, "rollout"):
+    for reply in engine.generate(asked(wanted), seed=7, stage="rollout", hooks=hooks):
         assert reply.info["version"] == 3
         for i, number in enumerate(reply.steps["sample"]):
             found[int(number)] = {name: array[i] for name, array in reply.steps.items()}
@@ -101,8 +115,7 @@ def test_samples_go_on_with_newer_weights_from_the_next_token_on(
 
     wanted = request([3, 7, 5, 3], horizon=12)
     going = engine(folder, ignore_eos=True)
-    going.newer = newer
-    got = rows(going, wanted)
+    got = rows(going, wanted, Hooks(newer=newer))
     assert going.version == 4
     plain = rows(engine(folder, ignore_eos=True), wanted)
     old, new = (judged(where, wanted, got, 1.0) for where in (folder, tmp_path))
@@ -123,8 +136,7 @@ def test_finished_rows_do_not_come_back_with_newer_weights(folder: Path, tmp_pat
         return (tmp_path, 3) if asked == 20 else None
 
     going, still = engine(folder), engine(folder)
-    going.newer = newer
-    got, plain = rows(going, wanted), rows(still, wanted)
+    got, plain = rows(going, wanted, Hooks(newer=newer)), rows(still, wanted)
     early = [number for number, row in plain.items() if row["length"] <= 20]
     assert 0 < len(early) < len(plain)
     for number in early:
@@ -147,9 +159,8 @@ def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max
         asked.append(left)
         return len(asked) >= at
 
-    first.gives_up = gives_up
-    got = rows(first, wanted)
-    given_up = {number: row for number, row in got.items() if row["unfinished"]}
+    got = rows(first, wanted, Hooks(gives_up=gives_up))
+    given_up = {number: row for number, row in got.items() if row.get("unfinished")}
     assert given_up.keys() <= {n for n, row in plain.items() if row["length"] >= 2}
     assert given_up, "the test hands something over"
     assert all(not row["stopped"] for row in given_up.values())
@@ -170,7 +181,7 @@ def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max
     for number, row in (got | rows(engine(folder), rest)).items():
         length = int(plain[number]["length"])
         assert (row["length"], row["stopped"]) == (length, plain[number]["stopped"])
-        assert not row["unfinished"]
+        assert "unfinished" not in row
         np.testing.assert_array_equal(row["tokens"][:length], plain[number]["tokens"][:length])
         np.testing.assert_allclose(
             row["logprobs"][:length], plain[number]["logprobs"][:length], atol=2e-6
@@ -228,13 +239,13 @@ def test_finished_rows_are_no_longer_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, sizes = engine(folder), []
-    forward = made._forward
+    forward = made.forward
 
     def counted(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(len(tokens))
         return forward(tokens, *rest)
 
-    monkeypatch.setattr(made, "_forward", counted)
+    monkeypatch.setattr(made, "forward", counted)
     got = rows(made, request([3] * 40, horizon=30))
     for step, size in enumerate(sizes[1:], start=1):
         running = sum(int(row["length"]) > step for row in got.values())
@@ -246,13 +257,13 @@ def test_samples_of_a_prompt_share_its_forward_pass_and_differ(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, sizes = engine(folder), []
-    forward = made._forward
+    forward = made.forward
 
     def counted(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(tuple(tokens.shape))
         return forward(tokens, *rest)
 
-    monkeypatch.setattr(made, "_forward", counted)
+    monkeypatch.setattr(made, "forward", counted)
     got = rows(made, request([4, 6, 5]))
     assert sizes[0] == (3, 6), "three prompts for six samples"
     assert any(not np.array_equal(got[2 * i]["tokens"], got[2 * i + 1]["tokens"]) for i in range(3))
@@ -260,7 +271,7 @@ def test_samples_of_a_prompt_share_its_forward_pass_and_differ(
 
 def test_greedy_takes_the_most_likely_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
-    chosen, logprobs = sample(logits, torch.rand(2), temperature=0)
+    chosen, logprobs = sample(logits, torch.rand(2), Sampling(1, 0.0))
     assert chosen.tolist() == [1, 0]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
 
@@ -269,13 +280,15 @@ def test_sampling_has_the_right_frequencies() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     count = 40_000
     noise = torch.from_numpy(np.random.default_rng(0).random(count, dtype=np.float32))
-    chosen, _ = sample(probabilities.log().expand(count, -1), noise, 1.0)
+    chosen, _ = sample(probabilities.log().expand(count, -1), noise, Sampling(1))
     shares = torch.bincount(chosen, minlength=4) / count
     torch.testing.assert_close(shares, probabilities, atol=0.01, rtol=0)
 
 
 def test_a_noise_of_almost_one_stays_in_the_vocabulary() -> None:
-    chosen, _ = sample(torch.zeros(1, 5), torch.tensor([np.nextafter(np.float32(1), 0)]), 1.0)
+    chosen, _ = sample(
+        torch.zeros(1, 5), torch.tensor([np.nextafter(np.float32(1), 0)]), Sampling(1)
+    )
     assert 0 <= int(chosen) < 5
 
 
@@ -310,7 +323,7 @@ def test_weights_from_memory_serve_like_those_of_a_folder(
     wanted = request([3, 5])
     used, fresh = engine(folder), engine(newer)
     before = rows(used, wanted)
-    used.load_state(tensors, 4)
+    used.load_state(tensors.items(), 4)
     assert used.version == 4
     used.version = 3
     after, expected = rows(used, wanted), rows(fresh, wanted)
@@ -320,47 +333,30 @@ def test_weights_from_memory_serve_like_those_of_a_folder(
         assert not np.array_equal(after[number]["logprobs"], before[number]["logprobs"])
 
 
-def test_answers_are_the_same_after_the_weights_left_the_device(folder: Path) -> None:
-    wanted, used, fresh = request([3, 5]), engine(folder), engine(folder)
-    residency = Residency(torch.device("cpu"), sys.maxsize)
-    residency.need(used)
-    residency.clear()
-    weights = used.resident()["weights"]
-    assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
-    residency.need(used)
-    for number, row in rows(fresh, wanted).items():
-        for name, values in row.items():
-            np.testing.assert_array_equal(rows(used, wanted)[number][name], values)
-
-
 def test_weights_from_memory_need_not_bring_back_those_they_replace(folder: Path) -> None:
     wanted, used, fresh = request([3, 5]), engine(folder), engine(folder)
     tensors = {name: 1.5 * tensor for name, tensor in fresh._module.state_dict().items()}
-    fresh.load_state(tensors, 3)
+    fresh.load_state(tensors.items(), 3)
     residency = Residency(torch.device("cpu"), sys.maxsize)
     residency.need(used)
     residency.clear()
     residency.need(used, filled=False)
     for tensor in used.resident()["weights"]:
         tensor.fill_(torch.nan)  # whatever the memory holds
-    used.load_state(tensors, 3)
+    used.load_state(tensors.items(), 3)
     for number, row in rows(fresh, wanted).items():
         for name, values in row.items():
             np.testing.assert_array_equal(rows(used, wanted)[number][name], values)
-
-
-def test_an_engine_that_was_never_loaded_holds_nothing() -> None:
-    assert TransformersEngine(TransformersConfig(), CausalLM, CONFIG).resident() == {}
 
 
 def test_tied_weights_may_lack(folder: Path) -> None:
     made = engine(folder)
     tensors = dict(made._module.state_dict())
     del tensors["lm_head.weight"]
-    made.load_state(tensors, 3)
+    made.load_state(tensors.items(), 3)
 
 
-def test_weights_that_do_not_fit_change_nothing(folder: Path) -> None:
+def test_an_engine_given_weights_that_do_not_fit_has_none_until_it_is_loaded(folder: Path) -> None:
     made, wanted = engine(folder), request([3, 5])
     before = rows(made, wanted)
     good = {name: tensor * 2 for name, tensor in made._module.state_dict().items()}
@@ -371,7 +367,9 @@ def test_weights_that_do_not_fit_change_nothing(folder: Path) -> None:
         {**good, name: torch.zeros(3)},
     ):
         with pytest.raises(DataError, match="do not fit"):
-            made.load_state(bad, 9)
+            made.load_state(bad.items(), 9)
+        assert made.version == -1
+    made.load(folder, 3)
     after = rows(made, wanted)
     for number in before:
         np.testing.assert_array_equal(after[number]["logprobs"], before[number]["logprobs"])
@@ -398,7 +396,7 @@ def test_an_engine_of_another_type_generates_the_same_whichever_way_its_weights_
     replies = [rows(engine(tmp_path, dtype="bfloat16"), wanted)]
     for tensors in (newer, {name: tensor.bfloat16() for name, tensor in newer.items()}):
         used = engine(folder, dtype="bfloat16")
-        used.load_state(tensors, 3)
+        used.load_state(tensors.items(), 3)
         assert {tensor.dtype for tensor in used.resident()["weights"]} == {torch.bfloat16}
         replies.append(rows(used, wanted))
     exact = rows(engine(tmp_path), wanted)

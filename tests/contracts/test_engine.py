@@ -1,0 +1,574 @@
+"""What every engine keeps to, whatever it runs on: an engine of the registry passes this.
+
+An engine is tried with a policy that offers what it needs: one whose steps are tokens, or one whose
+steps are actions.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from scipy import stats
+
+from rlinf.channels.base import ChannelClosed
+from rlinf.channels.reference import ReferenceChannel
+from rlinf.data.record import Identity, Record
+from rlinf.engines import engines
+from rlinf.engines.base import (
+    ACTION_REPLY,
+    NO_HOOKS,
+    TOKEN_REPLY,
+    Engine,
+    Hooks,
+    check_columns,
+)
+from rlinf.errors import DataError
+from rlinf.fit import LANGUAGE_MODEL
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.residency import Residency
+
+TOKENS = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
+ACTIONS = MLPConfig(hidden=(8,), initial_log_std=-0.5)
+EOS = 1
+Rows = dict[int, dict[str, np.ndarray]]
+
+
+def speaks(name: str) -> bool:
+    return LANGUAGE_MODEL in engines.get(name).needs
+
+
+CASES = [
+    (name, kind)
+    for name in engines.names()
+    for kind in (["tokens"] if speaks(name) else ["discrete", "box"])
+]
+TALKS = [case for case in CASES if case[1] == "tokens"]
+
+
+@dataclass
+class Tried:
+    """An engine, the policy it serves, and how it is asked."""
+
+    engine: Engine
+    kind: str
+    folder: Path
+    policy: Any
+
+    def request(self, samples: Any = range(6), same: bool = False, **info: Any) -> Record:
+        """Of some samples; a sample's prompt, or observation, follows from its number."""
+        numbers = np.array(list(samples), dtype=np.int64)
+        shown = np.zeros_like(numbers) if same else numbers
+        steps = {"sample": numbers}
+        if self.kind == "tokens":
+            given = [
+                np.random.default_rng(n // 2).integers(2, 14, 3 + n // 2 % 4)
+                for n in shown.tolist()
+            ]
+            steps["prompt_length"] = np.array([len(g) for g in given], dtype=np.int64)
+            steps["prompt"] = np.array([np.pad(g, (0, 9 - len(g))) for g in given])
+            return Record(Identity(0, 0), steps, info={"horizon": 12, "temperature": 1.0, **info})
+        rows = [np.random.default_rng(n).normal(size=4) for n in shown.tolist()]
+        steps["observation"] = np.array(rows, dtype=np.float32)
+        usual = {"time": 0, "horizon": 5, "temperature": 1.0}
+        return Record(Identity(0, 0), steps, info={**usual, **info})
+
+    def answers(self, *requests: Record, seed: int = 7, hooks: Hooks = NO_HOOKS) -> Rows:
+        """Replies to requests that are there from the beginning, by sample."""
+        channel = ReferenceChannel()
+        for request in requests:
+            channel.put(request)
+        channel.close()
+        return self.read(channel, seed, hooks)
+
+    def read(self, channel: ReferenceChannel, seed: int = 7, hooks: Hooks = NO_HOOKS) -> Rows:
+        found: Rows = {}
+        for reply in self.engine.generate(channel, seed=seed, stage="rollout", hooks=hooks):
+            check_columns(reply, TOKEN_REPLY if self.kind == "tokens" else ACTION_REPLY)
+            assert reply.info["version"] == self.engine.version
+            for i, number in enumerate(reply.steps["sample"].tolist()):
+                assert number not in found
+                found[number] = {name: column[i] for name, column in reply.steps.items()}
+        return found
+
+    def taken(self, row: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The steps of a sample and their log-probs as the engine gave them."""
+        if self.kind == "tokens":
+            length = int(row["length"])
+            return row["tokens"][:length], row["logprobs"][:length]
+        return row["action"][None], row["logprob"][None]
+
+    def judged(self, request: Record, actions: list[np.ndarray], temperature: float) -> list[Any]:
+        """Log-probs of steps under the policy as it is trained, for each row of a request."""
+        records = []
+        for i, steps in enumerate(actions):
+            if self.kind == "tokens":
+                prompt = request.steps["prompt"][i, : request.steps["prompt_length"][i]]
+                records.append(Record(Identity(0, i), {"actions": steps}, {"prompt": prompt}))
+            else:
+                seen = request.steps["observation"][[i]]
+                records.append(Record(Identity(0, i), {"observations": seen, "actions": steps}))
+        with torch.no_grad():
+            batch = self.policy.collate(records)
+            logprobs = self.policy.evaluate(batch, temperature).logprobs.numpy()
+        return [row[: len(steps)] for row, steps in zip(logprobs, actions, strict=True)]
+
+
+def new(case: tuple[str, str], folder: Path) -> Tried:
+    """An engine of the registry with weights whose preferences are seen."""
+    name, kind = case
+    first, folder = folder / "first", folder / "served"
+    first.mkdir()
+    folder.mkdir()
+    policy: Any
+    if kind == "tokens":
+        CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, first)
+        policy, config = CausalLM, TOKENS
+    else:
+        size = {"discrete": 3, "box": 2}[kind]
+        spec = {"observation": 4, "action": {"kind": kind, "size": size}}
+        MLPPolicy.create(ACTIONS, spec, 0, first)
+        policy, config = MLPPolicy, ACTIONS
+    loaded = policy.load(first, config)
+    with torch.no_grad():
+        for parameter in loaded.module.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4 if kind == "tokens" else 10)
+    loaded.save(folder, dict(loaded.module.state_dict()))
+    cls = engines.get(name)
+    engine = cls(cls.Config(), policy, config)
+    assert engine.version == -1
+    engine.load(folder, 3)
+    return Tried(engine, kind, folder, policy.load(folder, config))
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def tried(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tried]:
+    made = new(request.param, tmp_path)
+    yield made
+    made.engine.close()
+
+
+@pytest.fixture(params=TALKS, ids="-".join)
+def talker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tried]:
+    made = new(request.param, tmp_path)
+    yield made
+    made.engine.close()
+
+
+def assert_alike(got: Rows, expected: Rows, tried: Tried) -> None:
+    """The same draws, and log-probs but for rounding."""
+    assert got.keys() == expected.keys()
+    for number, row in got.items():
+        (steps, logprobs), (same, theirs) = tried.taken(row), tried.taken(expected[number])
+        np.testing.assert_allclose(steps, same, atol=0 if tried.kind != "box" else 1e-5)
+        np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_policy(tried: Tried, temperature: float) -> None:
+    request = tried.request(range(12), temperature=temperature)
+    got = tried.answers(request)
+    pairs = [tried.taken(got[number]) for number in range(12)]
+    judged = tried.judged(request, [steps for steps, _ in pairs], temperature)
+    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cuts", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"min_tokens": 12, "temperature": 0.7}]
+)
+def test_what_cannot_be_drawn_does_not_change_log_probs(
+    talker: Tried, cuts: dict[str, float]
+) -> None:
+    request = talker.request(range(12), **cuts)
+    got = talker.answers(request)
+    pairs = [talker.taken(got[number]) for number in range(12)]
+    judged = talker.judged(request, [s for s, _ in pairs], cuts.get("temperature", 1.0))
+    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+SEEDS = (1, 2, 3)
+
+
+def fits(counts: np.ndarray, shares: np.ndarray) -> float:
+    """P-value of a chi-square test; what is expected fewer than five times is one class."""
+    shares = shares.astype(np.float64)
+    expected = shares / shares.sum() * counts.sum()
+    rare = expected < 5
+    assert not counts[expected == 0].any()
+    pooled = [np.append(a[~rare], a[rare].sum()) for a in (counts, expected)]
+    kept = pooled[1] > 0
+    return float(stats.chisquare(pooled[0][kept], pooled[1][kept]).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "cuts"),
+    [(1.0, {}), (0.6, {}), (1.0, {"top_k": 4}), (1.0, {"top_p": 0.8}), (1.5, {"min_p": 0.2})],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_policys_distribution(
+    talker: Tried, temperature: float, cuts: dict[str, float]
+) -> None:
+    """Of the first two tokens together."""
+    size, count = 14, 1500
+    one = talker.request([0], same=True)
+    width = {name: column.repeat(size, axis=0) for name, column in one.steps.items()}
+    row = Record(one.identity, width)
+    first = np.concatenate(talker.judged(row, [np.array([a]) for a in range(size)], temperature))
+    second = [
+        [
+            pair[1]
+            for pair in talker.judged(row, [np.array([a, b]) for b in range(size)], temperature)
+        ]
+        for a in range(size)
+    ]
+    after = np.array([cut(np.exp(line), cuts) for line in second])
+    after[EOS] = np.eye(size)[0]  # the first one ended it
+    shares = cut(np.exp(first), cuts)[:, None] * after
+    values = []
+    for seed in SEEDS:
+        asked = talker.request(range(count), same=True, horizon=2, temperature=temperature, **cuts)
+        counts = np.zeros((size, size))
+        for found in talker.answers(asked, seed=seed).values():
+            tokens, _ = talker.taken(found)
+            counts[tokens[0], tokens[1] if len(tokens) > 1 else 0] += 1
+        values.append(fits(counts.ravel(), shares.ravel()))
+    assert min(values) > 1e-3, values
+
+
+def cut(shares: np.ndarray, cuts: dict[str, float]) -> np.ndarray:
+    """What may be drawn of a distribution, in plain loops."""
+    order = np.argsort(-shares)
+    kept = shares.copy()
+    kept[order[int(cuts.get("top_k", len(shares))) :]] = 0
+    total = 0.0
+    for token in order:
+        if total >= cuts.get("top_p", 1.0) * 1.0 and cuts.get("top_p", 1.0) < 1:
+            kept[token] = 0
+        total += shares[token]
+    kept[shares < cuts.get("min_p", 0.0) * shares.max()] = 0
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "discrete"], ids="-".join)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_choices_are_drawn_from_the_policys_distribution(
+    case: tuple[str, str], temperature: float, tmp_path: Path
+) -> None:
+    tried = new(case, tmp_path)
+    one = tried.request([0] * 3, same=True)
+    shares = np.exp(
+        np.concatenate(tried.judged(one, [np.array([a]) for a in range(3)], temperature))
+    )
+    asked = tried.request(range(4000), same=True, temperature=temperature)
+    for seed in SEEDS:
+        chosen = [int(row["action"]) for row in tried.answers(asked, seed=seed).values()]
+        assert fits(np.bincount(chosen, minlength=3), shares) > 1e-3
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "box"], ids="-".join)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_vectors_are_drawn_from_the_policys_distribution(
+    case: tuple[str, str], temperature: float, tmp_path: Path
+) -> None:
+    """Twice the distance of a Gaussian's log-density from its peak is chi-square distributed."""
+    tried = new(case, tmp_path)
+    mode = tried.answers(tried.request([0], same=True, temperature=0.0))[0]["action"]
+    (peak,) = tried.judged(tried.request([0]), [mode[None]], temperature)[0]
+    asked = tried.request(range(4000), same=True, temperature=temperature)
+    for seed in SEEDS:
+        rows = tried.answers(asked, seed=seed).values()
+        distances = 2 * (peak - np.array([row["logprob"] for row in rows]))
+        assert stats.kstest(distances, stats.chi2(len(mode)).cdf).pvalue > 1e-3
+        signs = np.array([row["action"] for row in rows]) > mode
+        assert fits(np.bincount(signs @ [1, 2], minlength=4), np.ones(4)) > 1e-3
+
+
+def test_temperature_zero_takes_what_is_most_likely(tried: Tried) -> None:
+    request = tried.request(range(6), temperature=0.0)
+    greedy = tried.answers(request)
+    assert_alike(tried.answers(request, seed=8), greedy, tried)
+    steps = [tried.taken(greedy[number])[0][:1] for number in range(6)]
+    best = np.concatenate(tried.judged(request, steps, 0.0))
+    for seed in SEEDS:
+        others = tried.answers(tried.request(range(6)), seed=seed)
+        drawn = [tried.taken(others[number])[0][:1] for number in range(6)]
+        assert (np.concatenate(tried.judged(request, drawn, 0.0)) <= best + 1e-6).all()
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(tried: Tried) -> None:
+    whole = tried.answers(tried.request(range(10)))
+    for chosen in ([7, 2, 4], [5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]):
+        got = tried.answers(tried.request(chosen))
+        assert_alike(got, {number: whole[number] for number in chosen}, tried)
+
+
+def test_a_sample_does_not_depend_on_the_requests_around_it(tried: Tried) -> None:
+    whole = tried.answers(tried.request(range(10)))
+    parts = [tried.request(numbers) for numbers in ([3, 1], [9, 0, 5], [2, 4, 6, 7, 8])]
+    assert_alike(tried.answers(*parts), whole, tried)
+    assert_alike(tried.answers(*reversed(parts)), whole, tried)
+
+
+def test_seeds_stages_iterations_and_samples_differ(tried: Tried) -> None:
+    def drawn(**changes: Any) -> bytes:
+        asked = tried.request([changes.pop("sample", 0)], same=True, **changes.pop("info", {}))
+        channel = ReferenceChannel()
+        channel.put(Record(Identity(changes.pop("iteration", 0), 0), asked.steps, info=asked.info))
+        channel.close()
+        address = {"seed": 7, "stage": "rollout", **changes}
+        (reply,) = tried.engine.generate(channel, **address)
+        column = "tokens" if tried.kind == "tokens" else "logprob"
+        return reply.steps[column].tobytes()
+
+    if tried.kind == "discrete":
+        pytest.skip("one of three choices tells nothing")
+    draws = [drawn(), drawn(sample=1), drawn(iteration=1), drawn(seed=8), drawn(stage="evaluate")]
+    if tried.kind == "tokens":
+        draws += [drawn(info={"seed": 9})]
+        assert drawn(info={"seed": 8}) == draws[3]
+    assert len(set(draws)) == len(draws)
+    assert drawn() == draws[0]
+
+
+def test_turns_of_a_sample_are_drawn_anew(talker: Tried) -> None:
+    def turn(number: int) -> Rows:
+        asked = talker.request(range(4))
+        return talker.answers(
+            Record(asked.identity, {**asked.steps, "turn": np.full(4, number)}, info=asked.info)
+        )
+
+    assert_alike(turn(0), talker.answers(talker.request(range(4))), talker)
+    assert any(
+        not np.array_equal(talker.taken(turn(1)[n])[0], talker.taken(turn(0)[n])[0])
+        for n in range(4)
+    )
+
+
+def test_samples_end_at_a_stop_token_or_the_horizon(talker: Tried) -> None:
+    got = talker.answers(talker.request(range(60), horizon=20))
+    stopped = [talker.taken(row)[0] for row in got.values() if row["stopped"]]
+    cut_off = [talker.taken(row)[0] for row in got.values() if not row["stopped"]]
+    assert stopped
+    assert cut_off
+    assert all(tokens[-1] == EOS and EOS not in tokens[:-1] for tokens in stopped)
+    assert all(len(tokens) == 20 and EOS not in tokens for tokens in cut_off)
+
+
+def test_no_sample_ends_before_its_least_tokens(talker: Tried) -> None:
+    plain = talker.answers(talker.request(range(60), horizon=20))
+    got = talker.answers(talker.request(range(60), horizon=20, min_tokens=6))
+    assert any(row["length"] <= 6 for row in plain.values())
+    assert all(row["length"] > 6 for row in got.values())
+    assert any(row["stopped"] for row in got.values())
+
+
+def test_a_stop_string_ends_a_sample_wherever_its_tokens_divide_it(talker: Tried) -> None:
+    """Every token is one character here, so that strings of two lie across two tokens."""
+    tokenizer = load_tokenizer(talker.folder)
+    plain = talker.answers(talker.request(range(40)))
+    texts = {
+        n: tokenizer.decode(talker.taken(row)[0], skip_special_tokens=True)
+        for n, row in plain.items()
+    }
+    found: dict[str, int] = {}
+    for text in texts.values():
+        for i in range(2, len(text) - 2):
+            found[text[i : i + 2]] = found.get(text[i : i + 2], 0) + 1
+    stop = max(found, key=lambda pair: found[pair])
+    got = talker.answers(talker.request(range(40), stop=json.dumps([stop, "never+never"])))
+    ended = 0
+    for number, row in got.items():
+        tokens, _ = talker.taken(row)
+        whole, _ = talker.taken(plain[number])
+        np.testing.assert_array_equal(tokens, whole[: len(tokens)])
+        at = tokenizer.decode(whole, skip_special_tokens=True).find(stop)
+        assert len(tokens) == (at + 2 if at >= 0 else len(whole))
+        assert row["stopped"] == (at >= 0 or plain[number]["stopped"])
+        ended += at >= 0
+    assert ended
+
+
+def test_requests_that_arrive_late_join(tried: Tried) -> None:
+    """One comes while the first is under way, and is done before what was there before it."""
+    channel, steps = ReferenceChannel(), 0
+    first = tried.request(range(8), horizon=60)
+    late = tried.request([20, 21], horizon=3)
+
+    def newer() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == (2 if tried.kind == "tokens" else 1):
+            channel.put(late)
+            channel.close()
+
+    channel.put(first)
+    got = tried.read(channel, hooks=Hooks(newer=newer))
+    alone = tried.answers(first) | tried.answers(late)
+    assert_alike(got, alone, tried)
+    if tried.kind == "tokens":
+        order = list(got)
+        longest = max(range(8), key=lambda number: got[number]["length"])
+        assert got[longest]["length"] > 6, "the test has something to wait for"
+        assert max(order.index(20), order.index(21)) < order.index(longest)
+
+
+def test_settings_hold_for_their_own_request_alone(talker: Tried) -> None:
+    requests = [
+        talker.request(range(5), temperature=0.0, horizon=9),
+        talker.request(range(5, 10), temperature=0.5, top_k=2, seed=11),
+        talker.request(range(10, 15), min_tokens=5, stop=json.dumps(["1"]), horizon=30),
+    ]
+    alone: Rows = {}
+    for request in requests:
+        alone |= talker.answers(request)
+    assert_alike(talker.answers(*requests), alone, talker)
+
+
+def test_samples_that_are_given_up_come_as_far_as_they_are(talker: Tried) -> None:
+    whole = talker.answers(talker.request(range(10)))
+    asked = list[tuple[int, int]]()
+
+    def gives_up(left: int, of: int) -> bool:
+        asked.append((left, of))
+        return len(asked) == 4
+
+    got = talker.answers(talker.request(range(10)), hooks=Hooks(gives_up=gives_up))
+    assert got.keys() == whole.keys()
+    given_up = [number for number, row in got.items() if row.get("unfinished")]
+    assert len(given_up) == asked[3][0]
+    assert {of for _, of in asked} == {10}
+    for number, row in got.items():
+        tokens, logprobs = talker.taken(row)
+        assert len(tokens) == (4 if number in given_up else whole[number]["length"])
+        same, theirs = talker.taken(whole[number])
+        np.testing.assert_array_equal(tokens, same[: len(tokens)])
+        np.testing.assert_allclose(logprobs, theirs[: len(tokens)], atol=1e-5)
+
+
+def test_what_a_hook_raises_ends_it(tried: Tried) -> None:
+    def newer() -> None:
+        raise KeyError("asked to stop")
+
+    with pytest.raises(KeyError, match="asked to stop"):
+        tried.answers(tried.request(), hooks=Hooks(newer=newer))
+    assert len(tried.answers(tried.request())) == 6, "it is fit to go on"
+
+
+def test_a_channel_that_closes_empty_is_answered_with_nothing(tried: Tried) -> None:
+    assert tried.answers() == {}
+    channel = ReferenceChannel()
+    channel.fail("the environment failed")
+    with pytest.raises(Exception, match="the environment failed") as error:
+        tried.read(channel)
+    assert not isinstance(error.value, ChannelClosed)
+
+
+@pytest.mark.parametrize("column", ["sample", "prompt", "prompt_length"])
+def test_a_request_without_a_column_is_refused(talker: Tried, column: str) -> None:
+    asked = talker.request()
+    steps = {name: values for name, values in asked.steps.items() if name != column}
+    with pytest.raises(DataError, match=column):
+        talker.answers(Record(asked.identity, steps, info=asked.info))
+    wrong = {**asked.steps, column: asked.steps[column].astype(np.float32)}
+    with pytest.raises(DataError, match=f"{column}.*float32"):
+        talker.answers(Record(asked.identity, wrong, info=asked.info))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"horizon": 0}]
+)
+def test_impossible_settings_are_refused(talker: Tried, settings: dict[str, float]) -> None:
+    with pytest.raises(DataError, match="impossible sampling"):
+        talker.answers(talker.request(**settings))
+
+
+def test_weights_are_taken_one_at_a_time_and_served(tried: Tried, tmp_path: Path) -> None:
+    before, seen = tried.answers(tried.request()), list[weakref.ref]()
+    state = tried.policy.module.state_dict()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in state.items():
+            assert sum(ref() is not None for ref in seen) <= 1, "earlier ones were let go"
+            changed = tensor * 1.5 if tensor.is_floating_point() else tensor.clone()
+            seen.append(weakref.ref(changed))
+            yield name, changed
+            del changed
+
+    tried.engine.load_state(tensors(), 4)
+    assert tried.engine.version == 4
+    got = tried.answers(tried.request())
+    with torch.no_grad():
+        for tensor in {t.data_ptr(): t for t in tried.policy.module.state_dict().values()}.values():
+            if tensor.is_floating_point():
+                tensor.mul_(1.5)
+    pairs = [tried.taken(got[number]) for number in range(6)]
+    judged = tried.judged(tried.request(), [steps for steps, _ in pairs], 1.0)
+    for (_, logprobs), expected in zip(pairs, judged, strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert any(
+        not np.array_equal(tried.taken(got[n])[1], tried.taken(before[n])[1]) for n in range(6)
+    )
+
+
+def test_what_left_the_device_comes_back_as_it_was(tried: Tried) -> None:
+    before, whole = tried.answers(tried.request()), tried.engine.size()
+    assert not any(size.away for size in whole.values())
+    residency = Residency(tried.engine.device, sys.maxsize)
+    residency.need(tried.engine)
+    residency.clear()
+    for group, size in tried.engine.size().items():
+        assert (size.here, size.away) == (0, whole[group].here)
+    residency.need(tried.engine)
+    assert tried.engine.size() == whole
+    assert_alike(tried.answers(tried.request()), before, tried)
+
+
+def test_weights_may_be_replaced_while_they_are_away(tried: Tried) -> None:
+    before = tried.answers(tried.request())
+    residency = Residency(tried.engine.device, sys.maxsize)
+    residency.need(tried.engine)
+    residency.clear()
+    residency.need(tried.engine, filled=False)
+    tried.engine.load_state(tried.policy.module.state_dict().items(), 3)
+    assert_alike(tried.answers(tried.request()), before, tried)
+
+
+def test_close_frees_its_memory_and_processes_and_it_can_be_loaded_again(
+    tried: Tried,
+) -> None:
+    before = tried.answers(tried.request())
+    tensors = [t for ts in getattr(tried.engine, "resident", dict)().values() for t in ts]
+    storages = [weakref.ref(tensor) for tensor in tensors]
+    del tensors
+    processes = psutil.Process().children(recursive=True)
+    tried.engine.close()
+    tried.engine.close()
+    gc.collect()
+    assert tried.engine.version == -1
+    assert tried.engine.size() == {}
+    assert not any(ref() is not None for ref in storages)
+    assert len(psutil.Process().children(recursive=True)) <= len(processes)
+    tried.engine.load(tried.folder, 3)
+    assert_alike(tried.answers(tried.request()), before, tried)
+
+
+def test_an_engine_that_was_never_loaded_holds_nothing_and_can_be_closed(tried: Tried) -> None:
+    cls = type(tried.engine)
+    config = TOKENS if tried.kind == "tokens" else ACTIONS
+    fresh = cls(cls.Config(), type(tried.policy), config)
+    assert fresh.size() == {}
+    fresh.close()
