@@ -19,12 +19,8 @@ from rlinf.rewards import rewards
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
-<<<<<<< HEAD
 from stages.flow import Flow, flow_of
-from stages.parts import environment_class, make_algorithm, make_reward, policy_class
-=======
 from stages.parts import environment_class, make_algorithm, policy_class, reward_class
->>>>>>> wt-signal
 
 
 def check(config: RunConfig) -> None:

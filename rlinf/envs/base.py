@@ -74,13 +74,9 @@ class Extent:
 class Environment(Part, ABC):
     """What the policy acts in."""
 
-<<<<<<< HEAD
     Config: ClassVar[type[Section]] = Section
-=======
-    Config: ClassVar[type[Section]]
     resumes: ClassVar[bool] = False
     """Whether :meth:`simulate` goes on with samples that another engine gave up."""
->>>>>>> wt-signal
 
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:
