@@ -73,9 +73,9 @@ class Policy(Part, ABC):
         """
 
     @classmethod
-    @abstractmethod
     def processor(cls, folder: Path, config: Any) -> Any:
-        """What turns the environment's observations into inputs (a tokenizer), or None."""
+        """What turns the environment's observations into inputs (a tokenizer); None by default."""
+        return None
 
     @classmethod
     @abstractmethod
