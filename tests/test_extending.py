@@ -29,7 +29,7 @@ COMMANDS = [
 ]
 HERE = [words for words in COMMANDS if "cluster=slurm" not in words]
 JOBS = [words for words in COMMANDS if "cluster=slurm" in words]
-ACTING = ["iterations=2", "rollout.batch=2", "rollout.horizon=16", "evaluate.samples=2"]
+ACTING = ["iterations=2", "rollout.batch=4", "rollout.horizon=16", "evaluate.samples=2"]
 WRITING = [
     word.removeprefix("++")
     for word in TINY
