@@ -6,6 +6,7 @@ environments = Registry(
     "task",
     {
         "arithmetic": "rlinf.envs.arithmetic:ArithmeticEnvironment",
+        "calculator": "rlinf.envs.calculator:CalculatorEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },

@@ -7,6 +7,7 @@ share their start's episodes and differ in their actions alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from rlinf.models.base import Spec
 
 log = logging.getLogger(__name__)
+
+FAILURES = 3
 
 
 class ActionConfig(Section):
@@ -63,6 +66,9 @@ class GymConfig(Section):
 
 class GymEnvironment(Environment):
     """A start is an environment, a sample the experience of one of them.
+
+    An episode in which the simulator raises is lost, and that alone: its steps do not count, and
+    the next one has a new simulator. One that raises :data:`FAILURES` times in a sample is broken.
 
     On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
     ones; on the test split it is one episode, or as much of it as fits.
@@ -148,15 +154,18 @@ class GymEnvironment(Environment):
 
     def parts(self, episodes: Episodes, samples: np.ndarray) -> list[Part]:
         """The time loops of ``samples``, one or two."""
-        worlds = self._first(len(samples))
+        self._first(len(samples))
         each = -(-len(samples) // self.config.halves) or 1
         return [
-            _play(episodes, samples[first : first + each], worlds[first : first + each])
+            _play(episodes, samples[first : first + each], self._worlds, first, self.config)
             for first in range(0, len(samples), each)
         ]
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         """Mean return of the episodes a trajectory completed (of the open one, if none)."""
+        counts["failed_episodes"] += sum(
+            int(trajectory.info["failed"]) for trajectory in trajectories
+        )
         return [float(trajectory.info["return"]) for trajectory in trajectories]
 
     def close(self) -> None:
@@ -166,18 +175,19 @@ class GymEnvironment(Environment):
             world.close()
         self._worlds = []
 
-    def _first(self, count: int) -> list[Any]:
-        """That many simulators; they are kept, for a seeded reset leaves nothing of the past."""
+    def _first(self, count: int) -> None:
+        """Have that many simulators; they stay, for a seeded reset leaves nothing of the past."""
         while len(self._worlds) < count:
             self._worlds.append(make(self.config))
-        return self._worlds[:count]
 
 
-def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Part:
-    """The time loop of ``samples``, each in a world of its own."""
+def _play(
+    episodes: Episodes, samples: np.ndarray, worlds: list[Any], first: int, config: GymConfig
+) -> Part:
+    """The time loop of ``samples``, each in a world of its own: those from ``first`` on."""
     starts = samples // episodes.group_size
     rows = [
-        _Sample(world, episodes, int(start)) for world, start in zip(worlds, starts, strict=True)
+        _Sample(worlds, first + at, config, episodes, int(start)) for at, start in enumerate(starts)
     ]
     live = list(range(len(rows)))
     cut: list[tuple[int, int, np.ndarray]] = []
@@ -208,13 +218,17 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Sequence[Any]) -> Par
     return [
         Record(
             Identity(episodes.iteration, int(sample)),
-            steps={name: np.stack(column) for name, column in row.columns.items()},
+            steps={
+                **{name: np.stack(column) for name, column in row.columns.items()},
+                **row.mask(),
+            },
             info={
                 "group": int(start),
                 "policy_version": version,
                 "stop_reason": "stop" if row.returns else "length",
                 "return": float(np.mean(row.returns or [row.running])),
                 "episodes": len(row.returns),
+                "failed": len(row.lost),
             },
         )
         for sample, start, row in zip(samples, starts, rows, strict=True)
@@ -246,22 +260,29 @@ class _Sample:
     ``seen`` is the last observation; ``terminated`` and ``truncated`` are those of the last step.
     """
 
-    def __init__(self, world: Any, episodes: Episodes, start: int) -> None:
-        self._world, self._episodes, self._start = world, episodes, start
-        space = world.action_space
+    def __init__(
+        self, worlds: list[Any], at: int, config: GymConfig, episodes: Episodes, start: int
+    ) -> None:
+        self._worlds, self._at, self._config = worlds, at, config
+        self._episodes, self._start = episodes, start
+        space = worlds[at].action_space
         self._bounds = (space.low, space.high) if hasattr(space, "low") else None
         self._first_action = int(getattr(space, "start", 0))
         self.columns: dict[str, list[Any]] = {}
         self.returns: list[float] = []
+        self.lost: list[slice] = []
+        """The steps of the episodes in which the simulator raised."""
+        self._begun, self._first = 0, 0
         self.reset()
 
     def reset(self) -> None:
         """Begin the next episode."""
-        episodes, number = self._episodes, len(self.returns)
+        episodes, number = self._episodes, self._begun
         random = generator(
             episodes.seed, episodes.iteration, episodes.split, "reset", self._start, number
         )
-        seen, _ = self._world.reset(seed=int(random.integers(2**31)))
+        seen, _ = self._worlds[self._at].reset(seed=int(random.integers(2**31)))
+        self._begun, self._first = number + 1, len(self.columns.get("rewards", ()))
         self.seen = np.asarray(seen, np.float32)
         self.terminated = self.truncated = False
         self.running = 0.0
@@ -273,12 +294,17 @@ class _Sample:
             performed = int(action) + self._first_action
         else:
             performed = np.clip(action, *self._bounds)
-        seen, reward, terminated, truncated, _ = self._world.step(performed)
+        try:
+            seen, reward, terminated, truncated, _ = self._worlds[self._at].step(performed)
+        except Exception:  # a simulator may raise anything
+            self._lose()
+            seen, reward, terminated, truncated = before, 0.0, True, False
+        else:
+            if terminated or truncated:
+                self.returns.append(self.running + float(reward))
         self.seen = np.asarray(seen, np.float32)
         self.terminated, self.truncated = bool(terminated), bool(truncated and not terminated)
         self.running += float(reward)
-        if self.ended:
-            self.returns.append(self.running)
         step = {
             **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
             "observations": before,
@@ -288,6 +314,28 @@ class _Sample:
         }
         for name, entry in step.items():
             self.columns.setdefault(name, []).append(entry)
+
+    def _lose(self) -> None:
+        """The episode does not count; the next one has another simulator.
+
+        Raises whatever the simulator did where that is not the first time.
+        """
+        self.lost.append(slice(self._first, len(self.columns.get("rewards", ())) + 1))
+        if len(self.lost) == FAILURES:
+            raise  # noqa: PLE0704 - called where it was caught
+        log.warning("start %d: the simulator failed", self._start, exc_info=True)
+        with contextlib.suppress(Exception):
+            self._worlds[self._at].close()
+        self._worlds[self._at] = make(self._config)
+
+    def mask(self) -> dict[str, np.ndarray]:
+        """The step column ``mask``, where there are steps that do not count."""
+        if not self.lost:
+            return {}
+        mask = np.ones(len(self.columns["rewards"]), np.float32)
+        for steps in self.lost:
+            mask[steps] = 0
+        return {"mask": mask}
 
     @property
     def ended(self) -> bool:
