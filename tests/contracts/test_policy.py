@@ -1,0 +1,213 @@
+"""What every policy keeps to: one of the registry, and that of the examples, passes this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlinf.channels.reference import ReferenceChannel
+from rlinf.data.record import Identity, Record
+from rlinf.engines import engines
+from rlinf.fit import ACTS, LANGUAGE_MODEL
+from rlinf.models import policies
+from rlinf.models.base import copy_weights
+from rlinf.seeding import generator
+from tests.contracts.own import parts
+
+SMALL: dict[str, dict[str, Any]] = {
+    "causal_lm": {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64},
+    "mlp": {"hidden": (8,), "initial_log_std": -0.5},
+}
+SPECS: dict[str, dict[str, Any]] = {
+    "tokens": {"alphabet": "0123456789+="},
+    "discrete": {"observation": 4, "action": {"kind": "discrete", "size": 3}},
+    "box": {"observation": 4, "action": {"kind": "box", "size": 2}},
+}
+NUMBERED = ("mylab.policy:Linear",)
+"""Those whose actions are numbers alone."""
+
+
+def kinds(name: str) -> list[str]:
+    if LANGUAGE_MODEL in policies.get(name).offers:
+        return ["tokens"]
+    return ["discrete"] if name in NUMBERED else ["discrete", "box"]
+
+
+CASES = [(name, kind) for name in parts(policies) for kind in kinds(name)]
+
+
+class Tried:
+    """A policy with weights whose preferences are seen."""
+
+    def __init__(self, case: tuple[str, str], folder: Path) -> None:
+        name, self.kind = case
+        self.cls = policies.get(name)
+        self.options = self.cls.Config(**SMALL.get(name, {}))
+        self.first, self.folder = folder / "first", folder / "served"
+        for each in (self.first, self.folder):
+            each.mkdir()
+        self.cls.create(self.options, SPECS[self.kind], 3, self.first)
+        self.policy = self.cls.load(self.first, self.options)
+        random = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for tensor in self.policy.module.parameters():
+                tensor.add_(0.2 * torch.randn(tensor.shape, generator=random))
+        self.policy.save(self.folder, self.state())
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: t.detach().clone() for name, t in self.policy.module.state_dict().items()}
+
+    @property
+    def acts(self) -> bool:
+        return ACTS in self.cls.offers
+
+    def record(self, number: int, steps: int) -> Record:
+        """A trajectory that follows from its number; a shorter one is the beginning of it."""
+        random = np.random.default_rng(number)
+        if self.kind == "tokens":
+            prompt, actions = random.integers(2, 14, 3 + number % 4), random.integers(2, 14, 20)
+            return Record(Identity(0, number), {"actions": actions[:steps]}, {"prompt": prompt})
+        seen = random.normal(size=(20, 4)).astype(np.float32)
+        done = random.integers(0, 3, 20)
+        if self.kind == "box":
+            done = random.normal(size=(20, 2)).astype(np.float32)
+        return Record(Identity(0, number), {"observations": seen[:steps], "actions": done[:steps]})
+
+    def judged(self, records: Sequence[Record], temperature: float = 1.0) -> list[np.ndarray]:
+        """Log-probs, values and entropies of the steps of each record: ``[T, columns]``."""
+        with torch.no_grad():
+            batch = self.policy.collate(records)
+            said = self.policy.evaluate(batch, temperature, entropy=True)
+        found = [c for c in (said.logprobs, said.entropy, said.values) if c is not None]
+        assert all(c.dtype == torch.float32 and c.shape == batch["mask"].shape for c in found)
+        rows = torch.stack(found, -1).numpy()
+        return [row[: len(record)] for row, record in zip(rows, records, strict=True)]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def tried(request: pytest.FixtureRequest, tmp_path: Path) -> Tried:
+    return Tried(request.param, tmp_path)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: float) -> None:
+    if tried.acts:
+        records = [tried.record(number, 6) for number in range(5)]
+        for record in records:
+            seen = torch.tensor(record.steps["observations"])
+            noise = torch.tensor(tried.policy.noise(generator(1, record.identity.sample), 6))
+            with torch.no_grad():
+                found = tried.policy.act(
+                    {"observation": seen}, noise if temperature else None, temperature
+                )
+            record.steps["actions"] = found["action"].numpy()
+            record.steps["logprobs"] = found["logprob"].numpy()
+    else:
+        records = generated(tried, temperature)
+    judged = tried.judged(records, temperature)
+    for record, row in zip(records, judged, strict=True):
+        np.testing.assert_allclose(row[:, 0], record.steps["logprobs"], atol=1e-5)
+
+
+def generated(tried: Tried, temperature: float) -> list[Record]:
+    """Samples of an engine for policies of tokens."""
+    cls = next(c for n in engines.names() if LANGUAGE_MODEL in (c := engines.get(n)).needs)
+    engine = cls(cls.Config(device="cpu"), tried.cls, tried.options)
+    engine.load(tried.folder, 0)
+    prompts = [tried.record(number, 0).context["prompt"] for number in range(5)]
+    steps = {
+        "sample": np.arange(5),
+        "prompt": np.array([np.pad(prompt, (0, 9 - len(prompt))) for prompt in prompts]),
+        "prompt_length": np.array([len(prompt) for prompt in prompts]),
+    }
+    channel, records = ReferenceChannel(), []
+    channel.put(Record(Identity(0, 0), steps, info={"horizon": 6, "temperature": temperature}))
+    channel.close()
+    for reply in engine.generate(channel, seed=1, stage="rollout"):
+        for i, sample in enumerate(reply.steps["sample"].tolist()):
+            length = int(reply.steps["length"][i])
+            columns = {
+                "actions": reply.steps["tokens"][i, :length],
+                "logprobs": reply.steps["logprobs"][i, :length],
+            }
+            records.append(Record(Identity(0, sample), columns, {"prompt": prompts[sample]}))
+    engine.close()
+    return records
+
+
+def test_neighbours_and_padding_do_not_matter(tried: Tried) -> None:
+    records = [tried.record(number, 1 + 3 * number) for number in range(5)]
+    together = tried.judged(records)
+    for record, row in zip(records, together, strict=True):
+        np.testing.assert_allclose(tried.judged([record])[0], row, atol=1e-5)
+    for row, other in zip(tried.judged(records[::-1])[::-1], together, strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-5)
+
+
+def test_what_comes_later_does_not_matter(tried: Tried) -> None:
+    whole, beginning = tried.judged([tried.record(2, 9)]), tried.judged([tried.record(2, 4)])
+    np.testing.assert_allclose(whole[0][:4], beginning[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
+    tried: Tried, temperature: float
+) -> None:
+    if tried.kind == "box":
+        return
+    record = tried.record(1, 1)
+    count = 3 if tried.kind == "discrete" else tried.policy.module.config.vocab_size
+    every = []
+    for action in range(count):
+        steps = {**record.steps, "actions": np.array([action])}
+        every.append(Record(Identity(0, action), steps, record.context))
+    rows = np.stack(tried.judged(every, temperature))[:, 0].astype(np.float64)
+    assert np.exp(rows[:, 0]).sum() == pytest.approx(1, abs=1e-5)
+    assert -(np.exp(rows[:, 0]) * rows[:, 0]).sum() == pytest.approx(rows[0, 1], abs=1e-5)
+
+
+def test_saving_and_loading_keeps_everything(tried: Tried) -> None:
+    records, state = [tried.record(number, 5) for number in range(3)], tried.state()
+    before = tried.judged(records)
+    tried.policy = tried.cls.load(tried.folder, tried.options)
+    assert tried.state().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in tried.state().items())
+    for row, other in zip(tried.judged(records), before, strict=True):
+        np.testing.assert_array_equal(row, other)
+
+
+def test_weights_are_taken_over_by_name(tried: Tried) -> None:
+    records, state = [tried.record(number, 5) for number in range(3)], tried.state()
+    wanted = tried.judged(records)
+    tried.policy = tried.cls.load(tried.first, tried.options)
+    assert not np.allclose(tried.judged(records)[0], wanted[0], atol=1e-3)
+    copy_weights(tried.policy.module, state.items())
+    for row, other in zip(tried.judged(records), wanted, strict=True):
+        np.testing.assert_array_equal(row, other)
+
+
+def test_the_first_weights_follow_from_the_seed(tried: Tried, tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    again = tmp_path / "again"
+    again.mkdir()
+    tried.cls.create(tried.options, SPECS[tried.kind], 3, again)
+    one, other = (
+        tried.cls.load(folder, tried.options).module.state_dict() for folder in (tried.first, again)
+    )
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_every_weight_that_judges_actions_can_be_trained(tried: Tried) -> None:
+    batch = tried.policy.collate([tried.record(number, 5) for number in range(3)])
+    said = tried.policy.evaluate(batch, 1.0)
+    loss = said.logprobs.sum() + (0 if said.values is None else said.values.sum())
+    loss.backward()
+    trained = [t for t in tried.policy.module.parameters() if t.requires_grad]
+    assert trained
+    assert all(t.grad is not None and torch.isfinite(t.grad).all() for t in trained)

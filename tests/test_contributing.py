@@ -1,0 +1,46 @@
+"""What CONTRIBUTING.md names is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rlinf import tree
+
+PAGE = (tree.ROOT / "CONTRIBUTING.md").read_text()
+PATHS = sorted(
+    {
+        name
+        for name in re.findall(r"`((?:rlinf|stages|pipeline|configs|tests|docs)/[\w./]+)`", PAGE)
+        if "NAME" not in name
+    }
+)
+FOLDERS = sorted(set(re.findall(r"`((?:rlinf|stages|configs)(?:/\w+)?)/NAME\.\w+`", PAGE)))
+TARGETS = sorted(set(re.findall(r"^make ([\w-]+)", PAGE, flags=re.MULTILINE)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_files_are_there(path: str) -> None:
+    assert (tree.ROOT / path).exists()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_hold_files_of_their_kind(folder: str) -> None:
+    kind = "*.yaml" if folder.startswith("configs") else "*.py"
+    assert any((tree.ROOT / folder).glob(kind))
+
+
+def test_commands_are_targets_of_the_makefile() -> None:
+    known = set(re.findall(r"^([\w-]+):", (tree.ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert len(TARGETS) > 5
+    assert set(TARGETS) <= known
+
+
+def test_every_registry_is_in_the_table() -> None:
+    folders = {
+        path.parent.relative_to(tree.ROOT).as_posix()
+        for path in tree.ROOT.glob("rlinf/*/__init__.py")
+        if "Registry(" in path.read_text()
+    }
+    assert folders <= set(FOLDERS)
