@@ -180,7 +180,10 @@ def interpreter_of(config: RunConfig, flow: Flow, *stages: str) -> str | None:
     """
     found: dict[str | None, str] = {}
     for stage in stages:
-        section = flow.table[stage].loads
+        entry = flow.table[stage]
+        # The warm start depends on both, and saves what the trainer made.
+        depends = [name for name in ("trainer", "engine") if name in entry.sections]
+        section = entry.loads or next(iter(depends), None)
         name = None if section is None else named(config, section)
         if section is not None:
             path = None if name is None else interpreter(name, f"{section}.python")
