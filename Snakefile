@@ -15,7 +15,7 @@ from rlinf import tree
 
 tree.activate()
 
-from pipeline import workflow as described
+from pipeline.commands import workflow as described
 from rlinf.errors import RlinfError
 
 # The graph is built recursively, a level per job of the chain.

@@ -11,15 +11,16 @@ from rlinf.config import RunConfig, validate
 from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.envs.base import Extent
-from rlinf.errors import ConfigError, RlinfError, require
+from rlinf.errors import ConfigError, RlinfError, nearest, require
 from rlinf.fit import DEMONSTRATIONS, GROUPS, LANGUAGE_MODEL
 from rlinf.interpreters import OF_STAGES, check_interpreter, know, named
 from rlinf.models import policies
-from rlinf.registry import Registry
+from rlinf.registry import Registry, own_attribute
 from rlinf.rewards import rewards
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
+from stages.flow import Flow, flow_of
 from stages.parts import environment_class, make_algorithm, policy_class, reward_class
 
 
@@ -46,6 +47,7 @@ def check(config: RunConfig) -> None:
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}")
     check_interpreters(config, cluster, environment.modules)
+    check_flow(flow_of(config), "flow")
     check_fit(config)
     check_sampling(config, engine.needs)
     samples = config.rollout.batch * config.rollout.group_size
@@ -161,6 +163,34 @@ def check_tracker(name: str, key: str) -> None:
     package: tuple[str, str] | None = getattr(sinks.get(name, key), "package", None)
     if package is not None:
         require(*package, f"{key}: {name}")
+
+
+def check_flow(flow: Flow, key: str) -> None:
+    """See that each stage has a program, and inputs that are there when it runs.
+
+    Raises:
+        ConfigError: it has not; names the stage.
+    """
+    if not flow.stages or not flow.offline:
+        raise ConfigError(
+            f"{key}: a flow has stages, and an offline stage that makes the first weights"
+        )
+    before = set(flow.offline)
+    for name, stage in flow.table.items():
+        where = f"{key}: stage {name}"
+        for entry in stage.inputs.values():
+            for source in filter(None, (entry.stage, entry.otherwise)):
+                if source not in flow.table:
+                    hint = nearest(source, flow.table)
+                    raise ConfigError(f"{where} takes {source!r}, which is no stage of it{hint}")
+            if not entry.back and entry.stage not in before and not entry.lags:
+                raise ConfigError(f"{where} takes {entry.stage}, which comes later; put it before")
+        for section in stage.sections:
+            if section not in RunConfig.model_fields:
+                hint = nearest(section, RunConfig.model_fields)
+                raise ConfigError(f"{where} has no such section: {section!r}{hint}")
+        own_attribute(flow.program(name), "run", where)
+        before.add(name)
 
 
 def check_device(name: str, key: str) -> None:

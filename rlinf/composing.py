@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from rlinf import tree
 from rlinf.errors import ConfigError, nearest
@@ -48,3 +51,26 @@ def forced(word: str) -> str:
         raise ConfigError(f"{word}: expected a name; valid: {', '.join(names)}")
     own = plain and not group and key.split(".")[0] != "hydra"
     return f"++{word}" if separator and own else word
+
+
+def in_words(value: Any) -> str:
+    """A value as it stands on a command line.
+
+    Raises:
+        ConfigError: of a type that configurations do not have.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (str, Path)):
+        # To Hydra a backslash means something before a quote alone.
+        escaped = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + (m[2] and r"\'"), str(value))
+        return f"'{escaped}'"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {in_words(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(in_words, value)) + "]"
+    raise ConfigError(f"expected plain values, not {type(value).__name__}")

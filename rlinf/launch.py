@@ -10,12 +10,16 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlinf import machine, tree
-from rlinf.composing import explained, forced
-from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError
+from rlinf.composing import explained, forced, in_words
+from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError, told_of_exhaustion
+
+if TYPE_CHECKING:
+    from pipeline.commands.results import Results
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -49,6 +53,55 @@ def main(argv: Sequence[str] | None = None) -> int:
             from pipeline.commands.sweep import show
 
             show(swept)
+
+
+def run(
+    experiment: str,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    config_dir: str | Path | None = None,
+    choice: Literal["ask", "redo", "keep"] = "ask",
+) -> Results:
+    """Run an experiment to its end, as ``rlinf run experiment=... key=value`` does; returns it.
+
+    A run of that name that is there goes on. With ``cluster=slurm`` this process is the driver, and
+    waits; what was committed stays when it is interrupted.
+
+    Args:
+        experiment: name of a file in ``configs/experiment``, or in that folder of ``config_dir``.
+        overrides: as on the command line (``["algorithm.lr=3e-4"]``), or values by dotted key.
+        config_dir: a folder of further configuration files.
+        choice: what to do with results that this configuration or code would not make the same.
+
+    Raises:
+        ConfigError, DataError, PlanError, MismatchError: it cannot be run; nothing was written.
+        RlinfError: it failed; the message says where.
+    """
+    tree.activate()
+    machine.apply()
+    from pipeline.commands.experiment import compose, drive, prepare
+    from pipeline.settle import Choice
+
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={in_words(value)}" for key, value in overrides.items()]
+    words = [f"experiment={experiment}", *overrides]
+    values = compose([forced(word) for word in words], [str(config_dir)] if config_dir else [])
+    with told_of_exhaustion():
+        made = prepare(values, Choice(choice))
+        drive(made)
+    return load(made.folder)
+
+
+def load(folder: str | Path) -> Results:
+    """The results of a run directory: of one that is finished, goes on, or was interrupted.
+
+    Raises:
+        ConfigError: it is no run directory.
+    """
+    tree.activate()
+    from pipeline.commands.results import Results
+
+    return Results.of(folder)
 
 
 def cli() -> Any:

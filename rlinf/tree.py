@@ -17,12 +17,30 @@ ROOT: Path = _HERE / "_tree" if (_HERE / "_tree").is_dir() else _HERE.parent
 
 
 def activate() -> None:
-    """Make the packages of the tree importable in this process."""
+    """Make the packages of the tree, and modules of the working folder, importable here."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
+    here = _working_folder()
+    if "" not in sys.path and here not in sys.path:
+        # An installed command has it nowhere. Last, so that nothing of the user's hides a package.
+        sys.path.append(here)
 
 
 def python_path() -> str:
-    """``PYTHONPATH`` for child processes: the tree, the library, then what was set before."""
-    parts = [str(ROOT), str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(dict.fromkeys(part for part in parts if part))
+    """``PYTHONPATH`` for child processes, absolute, for they may start elsewhere.
+
+    The tree, the library, then what was set before and the working folder, where modules of the
+    user's are.
+    """
+    here = _working_folder()
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    parts = [str(ROOT), str(_HERE.parent), *(os.path.join(here, p) for p in given if p), here]  # noqa: PTH118
+    return os.pathsep.join(dict.fromkeys(filter(None, parts)))
+
+
+def _working_folder() -> str:
+    """The working folder; empty when it was removed."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""

@@ -10,9 +10,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +200,7 @@ def _names(config: RunConfig, stage: str) -> set[str]:
     ]
     found = set(named)
     left = [flow.program(stage), *(target.partition(":")[0] for target in named)]
-    packages = {"rlinf", "stages", *(name.partition(".")[0] for name in left)}
+    packages = {name.partition(".")[0] for name in left}
     while left:
         name = left.pop()
         if name in found:
@@ -205,19 +208,45 @@ def _names(config: RunConfig, stage: str) -> set[str]:
         found.add(name)
         if name in GLUE:
             continue
+        imports = set(_module(name).imports)
+        if not _ours(name):
+            # Importing a module runs the packages it is in.
+            imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
         left += [
             other
-            for other in _module(name).imports
-            if other.partition(".")[0] in packages and _counts(other) and _path(other) is not None
+            for other in imports
+            if (_counts(other) if _ours(other) else _users(other, packages, name))
         ]
     return found
 
 
+def _ours(name: str) -> bool:
+    return name.partition(".")[0] in ("rlinf", "stages")
+
+
 def _counts(name: str) -> bool:
+    """Whether results depend on a module of the project."""
     carrier = any(name == c or name.startswith(f"{c}.") for c in CARRIERS)
     # Packages hold tables of names; the one that is chosen counts by itself.
     path = _path(name)
-    return not carrier and not (path is not None and path.name == "__init__.py")
+    return not carrier and path is not None and path.name != "__init__.py"
+
+
+def _users(name: str, packages: set[str], importer: str) -> bool:
+    """Whether a module is the user's: of a package that is named, or not installed but lying there.
+
+    Of what is installed a version is enough, which is no part of an identity either.
+    """
+    if _ours(importer) or (path := _path(name)) is None:
+        return False
+    return name.partition(".")[0] in packages or not _installed(path)
+
+
+def _installed(path: Path) -> bool:
+    return "site-packages" in path.parts or any(path.is_relative_to(f) for f in _STANDARD)
+
+
+_STANDARD = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 
 
 @dataclass(frozen=True)
@@ -254,14 +283,20 @@ def _file(name: str) -> str:
 @cache
 def _path(name: str) -> Path | None:
     """The file of a module; nothing is imported to find those of the project."""
-    first = name.partition(".")[0]
-    if first in ("rlinf", "stages"):
+    first, *rest = name.split(".")
+    if _ours(name):
         base = Path(tree.__file__).parent.parent if first == "rlinf" else tree.ROOT
         path = base.joinpath(*name.split("."))
         candidates = [path.with_suffix(".py"), path / "__init__.py"]
         return next((file for file in candidates if file.is_file()), None)
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(first)
+        for part in rest:
+            # Not by its full name, which would import the packages above it.
+            folders = None if spec is None else spec.submodule_search_locations
+            if spec is None or folders is None:
+                return None
+            spec = PathFinder.find_spec(f"{spec.name}.{part}", folders)
     except (ImportError, ValueError):
         return None
     origin = None if spec is None else spec.origin

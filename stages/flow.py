@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlinf.config import RunConfig
-from rlinf.errors import ConfigError, nearest
+from rlinf.registry import Registry
 
 EVALUATE = "evaluate"
 WEIGHTS = "weights"
@@ -185,18 +185,19 @@ on_policy = Flow(
 )
 """Collect with the newest weights, learn from that batch alone, publish."""
 
-FLOWS: Mapping[str, Flow] = {"on_policy": on_policy}
+flows = Registry(
+    "flow", {"on_policy": f"{__name__}:on_policy"}, base=f"{__name__}:Flow", instances=True
+)
 
 
 def flow_named(name: str) -> Flow:
-    """A flow by its name in the configuration.
+    """A flow by its name in the configuration, or by ``module:variable``.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in FLOWS:
-        raise ConfigError(f"flow: unknown flow {name!r}{nearest(name, FLOWS)}")
-    return FLOWS[name]
+    flow: Flow = flows.get(name, "flow")
+    return flow
 
 
 def flow_of(config: RunConfig) -> Flow:

@@ -17,6 +17,7 @@ import torch
 
 from rlinf.algorithms.base import AlgorithmConfig, step_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
+from rlinf.data.counted import counted
 from rlinf.data.padding import pad
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import StepOutputs
@@ -99,7 +100,7 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
     for step in range(len(curve), settings.max_steps):
         records = environment.demonstrations(ctx.config.seed, step, settings.batch)
         length = max(len(record) for record in records)
-        mask = pad([np.ones(len(record), np.float32) for record in records], length)
+        mask = pad([counted(record).astype(np.float32) for record in records], length)
         weights = step_weights(mask, "token_mean")
 
         def loss(outputs: StepOutputs, rows: list[int], weights: Any = weights) -> Any:

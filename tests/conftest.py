@@ -55,6 +55,14 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "tiny"
 
 
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The wheel in an environment of its own: :class:`tests.wheel.Installed`."""
+    from tests.wheel import install
+
+    return install(tmp_path_factory.mktemp("wheel"))
+
+
 @pytest.fixture
 def undrawn() -> Iterator[None]:
     """Runs that a test drives in its own process end without a report."""

@@ -53,7 +53,7 @@ ROOMS = {
         1.5,
         PIPELINE,
         "pipeline/pools",
-        ["executor  leases  generators  claims", "scaling  routes  status"],
+        ["executor  orders  renewal  leases", "generators  claims  scaling  routes"],
     ),
     "core": (
         4.9,

@@ -382,8 +382,6 @@ def simulate(
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
     tree.activate()
-    # As for python -m: what a user's own folder holds can be named in the configuration.
-    sys.path.append(str(Path.cwd()))
     machine.apply()
     try:
         with told_of_exhaustion():

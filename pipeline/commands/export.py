@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from pipeline.metrics import flow_at
 from pipeline.run import Run
 from rlinf.artifacts import is_pruned, read_manifest, verify
 from rlinf.checked import copy_file
@@ -14,10 +15,10 @@ from stages.layout import stage_folder
 
 def versions(run: Path) -> dict[int, Path]:
     """Versions of the weights still on disk: 0 after the warm start, n after n iterations."""
-    found = {}
-    if read_manifest(stage_folder(run, "warm_start", 0)) is not None:
-        found[0] = stage_folder(run, "warm_start", 0)
-    for folder in sorted((run / "it").glob("*/sync")):
+    found, flow = {}, flow_at(run)
+    if read_manifest(initial := stage_folder(run, flow.initial, 0)) is not None:
+        found[0] = initial
+    for folder in sorted((run / "it").glob(f"*/{flow.publishes}")):
         if read_manifest(folder) is not None and not is_pruned(folder):
             found[int(folder.parent.name) + 1] = folder
     return found

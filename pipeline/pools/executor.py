@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from launchers.base import Launcher
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
-from pipeline.launch import ClusterConfig, QueueLog, resources
+from pipeline.launch import ClusterConfig
 from pipeline.metrics import busy_s
-from pipeline.needs import pool_needs
-from pipeline.plan import FOR_WEIGHTS, Plan
+from pipeline.plan import Plan
 from pipeline.pools.generators import Generators
-from pipeline.pools.jobs import homes, pool_folder, pool_job, pool_states
+from pipeline.pools.jobs import pool_states
 from pipeline.pools.leases import Member, PoolState, rank_of
-from pipeline.pools.routes import tree
-from pipeline.pools.scaling import automatic, put_down, wished
+from pipeline.pools.orders import Orders
+from pipeline.pools.renewal import Renewal
+from pipeline.pools.scaling import automatic, put_down
 from pipeline.pools.status import write_pools
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST
@@ -42,18 +39,13 @@ from rlinf.errors import (
     RequeueRequested,
     StageError,
 )
-from slurm.ids import whole_of
 from slurm.jobs import State, Status
-from stages.flow import WEIGHTS
 from stages.layout import CHANNELS, POOLS, STATUS
 from stages.names import CLAIM
 from stages.runner import StageCall
-from stages.worker.inbox import SHARED_MEMORY, SOCKET
 
 PROGRESS = ("stage", "done", "total", "what")
 EVENTS_S = 0.25
-HOLD_S = 0.5
-"""How long orders of an iteration wait for the rest of it."""
 STATUS_S = 1.0
 LEAVE_S = 10.0
 """How long workers have to leave before their jobs are cancelled."""
@@ -79,41 +71,38 @@ class PoolExecutor:
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
         self._flow = self._graph.flow
-        self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
         self._pools = pool_states(self.plan)
-        self._of = {stage: self._pools[number] for stage, number in homes(self.plan).items()}
         self._elastic = next((p for p in self._pools if p.slot is not None), None)
         settings = self.run.config.rollout
         self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
-        self._live: dict[Node, dict[str, Node]] = {}
-        """Of a stage that was ordered: inputs that come from memory, and who makes them."""
-        self._subscribed: dict[Node, set[tuple[str, str, str]]] = defaultdict(set)
-        """Of a stage that was ordered: inputs, who has been told to send them, and to whom."""
         self._held: dict[Node, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
-        self._ending: list[tuple[Member, float]] = []
-        """Leases that were given up, and until when they may write."""
         self._looked = self._told = 0.0
-        self._queue = QueueLog(shown=self.cluster.launcher == "slurm")
         self._controller: Controller | None = None
+        self._orders = Orders(self.run, self.plan, self._pools, self._generators, self._send)
+        self._renewal = Renewal(
+            self.run, self.plan, self.cluster, self.launcher, self._pools, self._busy, self._send
+        )
 
     def _begin(self) -> None:
         """Call the pools in: not before there is work, nor while another driver has the run."""
         (self.run.folder / POOLS).mkdir(exist_ok=True)
         self._controller = Controller(self.run.folder / CHANNELS, interface=self.cluster.listens_on)
-        for pools in self._units():
-            self._open(pools)
-        self._scale()
+        self._renewal.open()
+        self._renewal.scale()
 
     @property
     def _control(self) -> Controller:
         assert self._controller is not None
         return self._controller
 
+    def _send(self, worker: str, order: dict[str, Any]) -> None:
+        self._control.send(worker, order)
+
     def start(self, node: Node, call: StageCall) -> None:
         if self._controller is None:
             self._begin()
-        pool = self._of[node.stage]
+        pool = self._orders.home(node)
         pool.waiting[node] = call
         pool.since = time.monotonic()
 
@@ -123,7 +112,7 @@ class PoolExecutor:
             raise RequeueRequested("the driver was asked to stop; resume the run to go on")
         if self._controller is None:
             return {}
-        self._order()
+        self._orders.give()
         self._claim()
         ended: dict[Node, Outcome] = {}
         for event in self._control.events(EVENTS_S):
@@ -143,16 +132,16 @@ class PoolExecutor:
             self._looked = time.monotonic()
             self._look(ended)
             self._committed_meanwhile(ended)
-        self._cancel_ended()
-        self._keep_up()
+        self._renewal.cancel_ended(self._control)
+        self._renewal.keep_up()
         if time.monotonic() - self._told > STATUS_S:
-            self._scale()
+            self._renewal.scale()
         self._tell()
         busy = {node for member in self._members() for node in member.given}
         busy |= {node for pool in self._pools for node in pool.waiting}
         self._held.update(ended)
         free: dict[Node, Outcome] = {}
-        for node in sorted(self._held, key=self._position):
+        for node in sorted(self._held, key=self._orders.position):
             # A success waits for those it was made from, which may be reported after it.
             if self._held[node].exit_code or not busy & set(self._graph.inputs(node).values()):
                 free[node] = self._held.pop(node)
@@ -185,213 +174,12 @@ class PoolExecutor:
                     elif isinstance(event, Lost) and found is not None:
                         found[1].joined.pop(rank_of(event.worker), None)
         finally:
-            ending = [member for member, _ in self._ending]
-            self.launcher.cancel([member.job for member in [*members, *ending]])
+            over = [*members, *self._renewal.ending]
+            self.launcher.cancel([member.job for member in over])
             (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
-
-    # Orders
-
-    def _order(self) -> None:
-        """Order what waits, in every pool that is there."""
-        for pool in self._pools:
-            member = pool.active
-            if member is None or not pool.waiting:
-                continue
-            nodes = sorted(pool.waiting, key=self._position)
-            if member.size > 1 and time.monotonic() - pool.since < HOLD_S:
-                # All ranks must know all stages of an iteration when the first of them begins.
-                last = max(pool.stages, key=lambda stage: self._places.get(stage, -1))
-                whole = {node.iteration for node in nodes if node.stage == last}
-                nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._places]
-            self._decide(pool, member, nodes)
-        for pool in self._pools:
-            member = pool.active
-            if member is not None:
-                self._send(pool, member)
-        self._subscribe()
-
-    def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
-        """Settle where the inputs of stages come from that are about to be ordered."""
-        for node in nodes:
-            if node in self._live:
-                continue
-            live: dict[str, Node] = {}
-            for name, source in self._graph.inputs(node).items():
-                here = source in member.given or source in pool.waiting
-                sent = name in self._flow.streams or (source.stage, name) == (
-                    self._flow.publishes,
-                    WEIGHTS,
-                )
-                if here or (sent and self._under_way(source) and self._sent_live(source, node)):
-                    live[name] = source
-            self._live[node] = live
-
-    def _under_way(self, node: Node) -> bool:
-        """Whether a pool makes it now or soon."""
-        return any(
-            node in pool.waiting or any(node in m.given for m in pool.members)
-            for pool in self._pools
-        )
-
-    def _subscribe(self) -> None:
-        """Tell who makes something which workers elsewhere wait for it; again if they changed.
-
-        Those that come late are sent what was made before.
-        """
-        members = self._members()
-        for target, live in self._live.items():
-            for name, source in live.items():
-                maker = next((m for m in members if source in m.given), None)
-                if maker is None:
-                    continue
-                # One worker has it in its memory; so has each rank its own part of what is
-                # no stream.
-                takers = [
-                    taker
-                    for taker in self._takers(source, target)
-                    if (name, maker.name, taker.name) not in self._subscribed[target]
-                    and (maker is not taker or (name in self._flow.streams and maker.size > 1))
-                ]
-                self._subscribed[target].update((name, maker.name, m.name) for m in takers)
-                to = {w: host for m in takers for w, host in self._hosts(target, m).items()}
-                out = self._relative(self._graph.folder(self.run.folder, source))
-                for source_rank, worker, ways in self._routes(source, target, name, maker, to):
-                    order = {"do": "send", "out": out, "channel": name, "to": ways}
-                    self._control.send(worker, {**order, "maker": source_rank})
 
     def _members(self) -> list[Member]:
         return [member for pool in self._pools for member in pool.members]
-
-    def _takers(self, source: Node, target: Node) -> list[Member]:
-        """Who computes a stage; of a rollout in claims all those that may generate."""
-        if not self._gathers(target):
-            return [member for member in self._members() if target in member.given]
-        if source.stage != self._flow.publishes or not self._sent_live(source, target):
-            return []
-        pools = [pool for pool in self._pools if pool.slot is not None or pool.helps]
-        return [member for pool in pools if (member := pool.active) is not None]
-
-    def _hosts(self, target: Node, taker: Member) -> dict[str, str | None]:
-        """The workers of a member that compute a stage, and where they are."""
-        return taker.hosts(taker.size if self._gathers(target) else self._ranks(target))
-
-    def _gathers(self, node: Node) -> bool:
-        """Whether what others generate is only gathered where this is ordered."""
-        return self._elastic is not None and node.stage == self._flow.generates
-
-    def _renew(self, maker: str, taker: str) -> None:
-        """A connection broke: what was sent by it is sent again, as long as both are there."""
-        makers, takers = self._member(maker), self._member(taker)
-        if makers is not None and takers is not None:
-            ends = (makers[1].name, takers[1].name)
-            for marks in self._subscribed.values():
-                for mark in list(marks):
-                    # Those who take pass on: the tree is made anew.
-                    within = ends == (mark[2], mark[2])
-                    if mark[1:] == ends or within:
-                        marks.discard(mark)
-
-    def _routes(
-        self,
-        source: Node,
-        target: Node,
-        name: str,
-        maker: Member,
-        takers: Mapping[str, str | None],
-    ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Who made it, who sends it, and to whom by which way.
-
-        Records come from all ranks of the maker, weights from its rank 0 alone.
-        """
-        usual = SOCKET if name in self._flow.streams else SHARED_MEMORY
-        way = self.plan.transports.get(f"{source.stage} -> {target.stage}", usual)
-        if not takers:
-            return
-        if way in FOR_WEIGHTS and name == WEIGHTS:
-            (first,) = maker.workers(1)
-            yield first, first, dict.fromkeys(takers, way)
-            return
-        near = way == SHARED_MEMORY
-        makers = maker.hosts(self._ranks(source) if name in self._flow.streams else 1)
-        for turn, (first, host) in enumerate(makers.items()):
-            for sender, to in tree(first, host, takers, near=near, turn=turn).items():
-                yield first, sender, to
-
-    def _sent_live(self, source: Node, node: Node) -> bool:
-        edge = f"{source.stage} -> {node.stage}"
-        return self.plan.transports.get(edge, "socket") != "file"
-
-    def _send(self, pool: PoolState, member: Member) -> None:
-        """Order all stages whose inputs are settled."""
-        nodes = [node for node in sorted(pool.waiting, key=self._position) if node in self._live]
-        orders: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        if pool.slot is not None:
-            # A generator that waited for weights could not generate what they are made from.
-            nodes = [node for node in nodes if not self._to_come(node)]
-        for node in nodes:
-            call = pool.waiting.pop(node)
-            ranks = self._ranks(node)
-            gathers = self._gathers(node)
-            order = {
-                "node": node.name,
-                "stage": node.stage,
-                "iteration": node.iteration,
-                "position": self._turn(node),
-                "out": self._relative(call.out),
-                "attempt": secrets.token_hex(6),
-                "ranks": ranks,
-                "inputs": {
-                    # Who gathers needs of the weights only that they are committed.
-                    name: [self._relative(folder), name in self._live[node] and not gathers]
-                    for name, folder in call.inputs.items()
-                },
-                "gathers": gathers,
-                "queued": pool.slot is not None,
-            }
-            if node.stage == self._flow.publishes:
-                self._generators.gone(str(order["out"]))
-            if gathers:
-                weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
-                self._generators.begin(node, str(order["out"]), weights, gatherer)
-            member.given.add(node)
-            for worker in member.workers(ranks):
-                orders[worker].append(order)
-        for worker, stages in orders.items():
-            self._control.send(worker, {"do": "run", "stages": stages})
-
-    def _to_come(self, node: Node) -> bool:
-        """Whether an input of a stage is still being made."""
-        sources = set(self._graph.inputs(node).values())
-        given = {other for member in self._members() for other in member.given}
-        return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
-
-    def _position(self, node: Node) -> tuple[int, int, int]:
-        """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
-        if node.stage in self._flow.offline:
-            return (-1, 0, 0)
-        if node.stage not in self._places:
-            # Just before the rollout with the same weights: it must hold up none with older ones.
-            return (node.iteration + self.run.config.rollout.staleness, 0, -1)
-        sources = self._flow.stages[node.stage].inputs
-        whole = not self._flow.streams & set(sources) and any(
-            not s.back and s.stage in self._places for s in sources.values()
-        )
-        return (node.iteration, self.plan.chunks if whole else 0, self._places[node.stage])
-
-    def _ranks(self, node: Node) -> int:
-        stage = self._flow.table[node.stage]
-        if stage.whole or (self._elastic is not None and stage.elastic):
-            return 1
-        return self._of[node.stage].size
-
-    def _turn(self, node: Node) -> tuple[int, int, int]:
-        """Where it takes its turns: after all parts of its batch where it reads them from disk."""
-        iteration, part, place = self._position(node)
-        streams = self._flow.streams & set(self._graph.inputs(node))
-        return (iteration, part if streams <= set(self._live[node]) else self.plan.chunks, place)
-
-    def _relative(self, folder: Path) -> str:
-        return folder.relative_to(self.run.folder).as_posix()
 
     # Generators
 
@@ -409,7 +197,7 @@ class PoolExecutor:
             member = pool.active
             if pool.helps and member is not None:
                 nodes = member.given | pool.waiting.keys()
-                iterations = {self._position(node)[0] for node in nodes}
+                iterations = {self._orders.position(node)[0] for node in nodes}
                 for worker in member.workers(member.size):
                     # What its newest weights come of is computed, and only to be committed.
                     done = self._generators.version(worker)
@@ -419,8 +207,7 @@ class PoolExecutor:
 
     def _over(self, node: Node) -> None:
         """An attempt has ended: whatever generators still do for it is in vain."""
-        self._live.pop(node, None)
-        self._subscribed.pop(node, None)
+        self._orders.over(node)
         for worker in self._generators.end(node):
             self._drop(worker)
 
@@ -431,20 +218,6 @@ class PoolExecutor:
 
     def _slots(self) -> list[PoolState]:
         return [pool for pool in self._pools if pool.slot is not None]
-
-    def _scale(self) -> None:
-        """Have as many generators as was asked for."""
-        first = self._elastic
-        if first is None:
-            return
-        slots = self._slots()
-        count = wished(self.run.folder, self.plan, first.number)
-        for slot in range(len(slots), count):
-            pool = PoolState(first.number, (), pool_needs(self.plan, first.number, slot), slot)
-            self._pools.append(pool)
-            self._open([pool])
-        for pool in slots[count:]:
-            pool.retired = True
 
     def _follow(self, iteration: int) -> None:
         """Have as many generators as pay after what an iteration cost, if that is left to us."""
@@ -477,19 +250,6 @@ class PoolExecutor:
 
     # Workers and their jobs
 
-    def _units(self) -> list[list[PoolState]]:
-        """The pools, by those that start together."""
-        bundle = [p for p in self._pools if self.plan.together and p.slot is None]
-        alone = [[pool] for pool in self._pools if pool not in bundle]
-        return [bundle, *alone] if bundle else alone
-
-    def _open(self, pools: Sequence[PoolState]) -> None:
-        for pool in pools:
-            leases = pool_folder(self.run, pool).glob("*")
-            known = [int(path.name) for path in leases if path.name.isdigit()]
-            pool.lease = max(known, default=0)
-        self._submit(pools)
-
     def _member(self, worker: str) -> tuple[PoolState, Member] | None:
         for pool in self._pools:
             for member in pool.members:
@@ -520,7 +280,9 @@ class PoolExecutor:
             self._generators.has(event.worker, *weights)
             return
         if "cut" in event.content:
-            self._renew(event.worker, str(event.content["cut"]))
+            taker = self._member(str(event.content["cut"]))
+            if found is not None and taker is not None:
+                self._orders.renew(found[1], taker[1])
             return
         stage, _, iteration = str(event.content["node"]).partition("/")
         node = Node(stage, int(iteration))
@@ -583,7 +345,7 @@ class PoolExecutor:
         """A member that cannot go on is cancelled and replaced."""
         self._hand_back(member, reason, ended)
         leaving = member.leaving
-        self._end(pool, member)
+        self._renewal.end(pool, member)
         if member in pool.members:
             pool.members.remove(member)
         if leaving:
@@ -604,35 +366,6 @@ class PoolExecutor:
         pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
         pool.resume = time.monotonic() + (pause if pool.failures else 0)
 
-    def _end(self, pool: PoolState, member: Member) -> None:
-        """End a lease that was given up.
-
-        Where all its workers are there, they end what they are writing first: a checkpoint, say,
-        when a pool that started together with the trainer's was lost.
-        """
-        patience_s = 0.0
-        if member.ready and not member.leaving:
-            patience_s = float(resources(pool.needs[0], self.cluster).signal_delay_s)
-            self._let_go(member, patience_s)
-        self._ending.append((member, time.monotonic() + patience_s))
-
-    def _cancel_ended(self) -> None:
-        """Cancel the jobs that were given up, and all of whose workers have left or had time to."""
-        seen, now = self._control.workers(), time.monotonic()
-        waits = {
-            whole_of(member.job)
-            for member, until in self._ending
-            if now < until and any(w in seen and seen[w].alive for w in member.workers(member.size))
-        }
-        over = [member for member, _ in self._ending if whole_of(member.job) not in waits]
-        if not over:
-            return
-        self._ending = [entry for entry in self._ending if entry[0] not in over]
-        self.launcher.cancel([member.job for member in over])
-        for member in over:
-            for worker in member.workers(member.size):
-                self._control.forget(worker)
-
     def _committed_meanwhile(self, ended: dict[Node, Outcome]) -> None:
         """What waits for a pool that is not there, and was committed by a lease that ended."""
         for pool in [pool for pool in self._pools if pool.active is None]:
@@ -642,19 +375,8 @@ class PoolExecutor:
                     ended[node] = Outcome(0)
 
     def _look(self, ended: dict[Node, Outcome]) -> None:
-        """Ask how the jobs are: one query for all pools."""
-        jobs = [member.job for member in self._members()]
-        statuses: Mapping[str, Status] = self.launcher.poll(jobs) if jobs else {}
-        for pool in self._pools:
-            for member in pool.members:
-                if (status := statuses.get(member.job)) is not None and status.state.active:
-                    self._queue.seen(f"pool {pool.name}", member.job, status)
-        over = [
-            (pool, member, status)
-            for pool in self._pools
-            for member in pool.members
-            if (status := statuses.get(member.job)) is not None and not status.state.active
-        ]
+        """See which jobs have ended."""
+        over = self._renewal.over()
         # Of those that end together the one that failed comes first: it is to blame.
         for pool, member, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
             if member in pool.members:
@@ -682,63 +404,10 @@ class PoolExecutor:
             what = f"job {member.job} stopped for Slurm, at the end of its time say"
         self._give_up(pool, member, what, ended)
 
-    def _keep_up(self) -> None:
-        """Submit what is missing, renew leases that end, let go of those that were renewed."""
-        self._retire()
-        for pools in self._units():
-            if any(pool.retired for pool in pools):
-                continue
-            newest = [pool.members[-1] for pool in pools if pool.members]
-            missing = not newest and all(time.monotonic() >= pool.resume for pool in pools)
-            ends = all(member.ready for member in newest) and any(m.due for m in newest)
-            if missing or ends:
-                for pool in pools:
-                    pool.lease += 1
-                self._submit(pools)
-        for pool in [pool for pool in self._pools if not pool.retired]:
-            active = pool.active
-            for member in pool.members[:-1]:
-                if member is not active and not self._busy(member) and not member.leaving:
-                    self._let_go(member)
-
-    def _retire(self) -> None:
-        """Let generators go that are not wanted any more, when they are through."""
-        for pool in [pool for pool in self._pools if pool.retired]:
-            for member in list(pool.members):
-                if not member.ready:
-                    pool.members.remove(member)
-                    self.launcher.cancel([member.job])
-                elif not self._busy(member) and not member.leaving:
-                    self._let_go(member)
-            if not pool.members:
-                self._pools.remove(pool)
-
     def _busy(self, member: Member) -> bool:
         return bool(member.given) or any(
             self._generators.busy(worker) for worker in member.workers(member.size)
         )
-
-    def _let_go(self, member: Member, commits_s: float = 0.0) -> None:
-        """Have workers leave, which may take so long to end what they are writing."""
-        member.leaving = True
-        for worker in member.workers(member.size):
-            self._control.send(worker, {"do": "leave", "commits_s": commits_s})
-
-    def _submit(self, pools: Sequence[PoolState]) -> None:
-        jobs = [pool_job(self.run, self.plan, self.cluster, pool) for pool in pools]
-        for job in jobs:
-            job.out.mkdir(parents=True, exist_ok=True)
-        launcher = self.launcher
-        ids = launcher.submit_together(jobs) if len(jobs) > 1 else [launcher.submit(jobs[0])]
-        members = [
-            Member(job.name.removeprefix("pool/"), identity, pool.size)
-            for pool, job, identity in zip(pools, jobs, ids, strict=True)
-        ]
-        for pool, job, member in zip(pools, jobs, members, strict=True):
-            partitions = ",".join(str(part.partition) for part in job.components)
-            self._queue.submitted(f"pool {pool.name}", member.job, partitions)
-            member.fellows = tuple(other for other in members if other is not member)
-            pool.members.append(member)
 
     def _tell(self) -> None:
         """Progress for the console, and a file for ``rlinf status``."""

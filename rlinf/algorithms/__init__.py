@@ -9,4 +9,5 @@ algorithms = Registry(
         "dapo": "rlinf.algorithms.grpo:DAPO",
         "ppo": "rlinf.algorithms.ppo:PPO",
     },
+    base="rlinf.algorithms.base:Algorithm",
 )

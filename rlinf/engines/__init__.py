@@ -8,4 +8,5 @@ engines = Registry(
         "transformers": "rlinf.engines.transformers:TransformersEngine",
         "direct": "rlinf.engines.direct:DirectEngine",
     },
+    base="rlinf.engines.base:Engine",
 )

@@ -129,7 +129,7 @@ class Engine(Part, ABC):
     those that join a running batch at another one may differ in the last bits.
     """
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
     version: int = -1
     """Of the weights it serves; -1: it has none."""
     device: torch.device = torch.device("cpu")

@@ -6,7 +6,9 @@ environments = Registry(
     "task",
     {
         "arithmetic": "rlinf.envs.arithmetic:ArithmeticEnvironment",
+        "calculator": "rlinf.envs.calculator:CalculatorEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },
+    base="rlinf.envs.base:Environment",
 )

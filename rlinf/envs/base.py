@@ -74,7 +74,7 @@ class Extent:
 class Environment(Part, ABC):
     """What the policy acts in."""
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
     resumes: ClassVar[bool] = False
     """Whether :meth:`simulate` goes on with samples that another engine gave up."""
 

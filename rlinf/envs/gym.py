@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Environment, Episodes
 from rlinf.envs.overlap import Part, overlapped
-from rlinf.envs.processes import Process, side_by_side
+from rlinf.envs.processes import Process, SimulatorError, side_by_side
 from rlinf.envs.simulator import Refused, Worlds, gymnasium_world
 from rlinf.errors import ConfigError, MissingPackageError
 from rlinf.fit import OBSERVATIONS, STEP_REWARDS
@@ -34,7 +35,10 @@ from rlinf.seeding import generator
 if TYPE_CHECKING:
     from rlinf.models.base import Spec
 
+log = logging.getLogger(__name__)
 MAKER = ":gymnasium_world"
+
+FAILURES = 3
 
 
 class ActionConfig(Section):
@@ -68,6 +72,9 @@ class GymConfig(Section):
 
 class GymEnvironment(Environment):
     """A start is an environment, a sample the experience of one of them.
+
+    An episode in which the simulator raises is lost, and that alone: its steps do not count, and
+    the next one has a new simulator. One that raises :data:`FAILURES` times in a sample is broken.
 
     On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
     ones; on the test split it is one episode, or as much of it as fits.
@@ -193,6 +200,9 @@ class GymEnvironment(Environment):
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         """Mean return of the episodes a trajectory completed (of the open one, if none)."""
+        counts["failed_episodes"] += sum(
+            int(trajectory.info["failed"]) for trajectory in trajectories
+        )
         return [float(trajectory.info["return"]) for trajectory in trajectories]
 
     def close(self) -> None:
@@ -230,16 +240,14 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, fir
             break
         reply = yield _request(episodes, samples[live], [rows[i].seen for i in live], time)
         version = int(reply.info["version"])
-        came, ended, last = (
-            worlds.step([first + i for i in live], reply.steps["action"]),
-            list[int](),
-            time + 1 == episodes.horizon,
-        )
+        came, errors = worlds.step([first + i for i in live], reply.steps["action"])
+        ended, last = list[int](), time + 1 == episodes.horizon
         for k, i in enumerate(live):
             row = rows[i]
             row.step(
                 {name: column[k] for name, column in reply.steps.items() if name != "sample"},
                 {name: column[k] for name, column in came.items()},
+                errors.get(k),
             )
             if row.truncated or (last and not row.terminated):
                 cut.append((i, time, row.seen))
@@ -260,13 +268,17 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, fir
     return [
         Record(
             Identity(episodes.iteration, int(sample)),
-            steps={name: np.stack(column) for name, column in row.columns.items()},
+            steps={
+                **{name: np.stack(column) for name, column in row.columns.items()},
+                **row.mask(),
+            },
             info={
                 "group": int(start),
                 "policy_version": version,
                 "stop_reason": "stop" if row.returns else "length",
                 "return": float(np.mean(row.returns or [row.running])),
                 "episodes": len(row.returns),
+                "failed": len(row.lost),
             },
         )
         for sample, start, row in zip(samples, starts, rows, strict=True)
@@ -302,10 +314,13 @@ class _Sample:
         self._episodes, self._start = episodes, start
         self.columns: dict[str, list[Any]] = {}
         self.returns: list[float] = []
+        self.lost: list[slice] = []
+        """The steps of the episodes in which the simulator raised."""
+        self._begun, self._first = 0, 0
 
     def seed(self) -> int:
         """Of the next episode."""
-        episodes, number = self._episodes, len(self.returns)
+        episodes, number = self._episodes, self._begun
         random = generator(
             episodes.seed, episodes.iteration, episodes.split, "reset", self._start, number
         )
@@ -313,18 +328,28 @@ class _Sample:
 
     def reset(self, seen: np.ndarray) -> None:
         """The next episode begins."""
+        self._begun, self._first = self._begun + 1, len(self.columns.get("rewards", ()))
         self.seen = np.asarray(seen, np.float32)
         self.terminated = self.truncated = False
         self.running = 0.0
 
-    def step(self, reply: Mapping[str, Any], came: Mapping[str, Any]) -> None:
-        """Record all that was replied, and what came of the action."""
+    def step(self, reply: Mapping[str, Any], came: Mapping[str, Any], error: str | None) -> None:
+        """Record all that was replied, and what came of the action.
+
+        Args:
+            error: what the simulator raised; the episode does not count then.
+
+        Raises:
+            SimulatorError: it has raised too often.
+        """
         before, reward = self.seen, float(came["reward"])
         self.seen = np.asarray(came["seen"], np.float32)
         self.terminated = bool(came["terminated"])
         self.truncated = bool(came["truncated"]) and not self.terminated
         self.running += reward
-        if self.ended:
+        if error is not None:
+            self._lose(error)
+        elif self.ended:
             self.returns.append(self.running)
         step = {
             **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
@@ -335,6 +360,22 @@ class _Sample:
         }
         for name, entry in step.items():
             self.columns.setdefault(name, []).append(entry)
+
+    def _lose(self, error: str) -> None:
+        """The episode does not count; the next one has another simulator."""
+        self.lost.append(slice(self._first, len(self.columns.get("rewards", ())) + 1))
+        if len(self.lost) == FAILURES:
+            raise SimulatorError(f"start {self._start}: the simulator fails: {error}")
+        log.warning("start %d: the simulator failed: %s", self._start, error)
+
+    def mask(self) -> dict[str, np.ndarray]:
+        """The step column ``mask``, where there are steps that do not count."""
+        if not self.lost:
+            return {}
+        mask = np.ones(len(self.columns["rewards"]), np.float32)
+        for steps in self.lost:
+            mask[steps] = 0
+        return {"mask": mask}
 
     @property
     def ended(self) -> bool:

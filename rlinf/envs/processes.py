@@ -76,8 +76,10 @@ class Process:
         order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
         return self._ask(order, {})[1]["seen"]
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> Arrays:
-        return self._ask({"do": "step", "worlds": list(numbers)}, {"action": actions})[1]
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        order = {"do": "step", "worlds": list(numbers)}
+        answer, came = self._ask(order, {"action": actions})
+        return came, dict(answer["errors"])
 
     def spaces(self) -> dict[str, Any]:
         return self._ask({"do": "spaces"}, {})[0]

@@ -34,19 +34,12 @@ class Prompt:
         return self.text
 
 
-class PromptEnvironment(Environment):
-    """Asks prompts, collects responses. A task says which prompts and how a response is scored."""
-
-    offers = frozenset({PROMPTS, ANSWERS, DEMONSTRATIONS})
-    resumes = True
+class TextEnvironment(Environment):
+    """An environment of language models: its processor is their tokenizer."""
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.config = config
         self.tokenizer = processor
-
-    @abstractmethod
-    def prompts(self, episodes: Episodes) -> Sequence[Prompt]:
-        """The prompts of ``episodes.starts``; equal arguments give equal prompts."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of texts, int64."""
@@ -64,6 +57,17 @@ class PromptEnvironment(Environment):
         begin = self.tokenizer.eos_token_id if begin is None else begin
         alone = np.array([begin], dtype=np.int64)
         return [ids if len(ids) else alone for ids in self.encode(texts)]
+
+
+class PromptEnvironment(TextEnvironment):
+    """Asks prompts, collects responses. A task says which prompts and how a response is scored."""
+
+    offers = frozenset({PROMPTS, ANSWERS, DEMONSTRATIONS})
+    resumes = True
+
+    @abstractmethod
+    def prompts(self, episodes: Episodes) -> Sequence[Prompt]:
+        """The prompts of ``episodes.starts``; equal arguments give equal prompts."""
 
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel

@@ -10,6 +10,7 @@ A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -82,28 +83,44 @@ class Worlds:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._worlds: list[Any] = []
+        self._seen: dict[int, np.ndarray] = {}
 
     def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
         """Begin episodes; observations ``[n, ...]``."""
         while len(self._worlds) <= max(numbers, default=-1):
             self._worlds.append(self._make())
-        pairs = zip(numbers, seeds)  # noqa: B905 - Python 3.8
-        return np.stack([np.asarray(self._worlds[n].reset(seed=seed)[0]) for n, seed in pairs])
+        for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
+            self._seen[number] = np.asarray(self._worlds[number].reset(seed=seed)[0])
+        return np.stack([self._seen[number] for number in numbers])
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> Arrays:
-        """Act: ``seen`` ``[n, ...]``, ``reward`` float64 ``[n]``, ``terminated`` and ``truncated``
-        uint8 ``[n]``. Vectors are clipped to the space, choices counted from its start."""
-        found = []
-        for number, action in zip(numbers, actions):  # noqa: B905
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        """Act. Vectors are clipped to the space, choices counted from its start.
+
+        A world that raises has ended its episode where it was, and is made anew.
+
+        Returns:
+            ``seen`` ``[n, ...]``, ``reward`` float64 ``[n]``, ``terminated`` and ``truncated``
+            uint8 ``[n]``; and, by row, the tracebacks of those that raised.
+        """
+        reward = np.zeros(len(numbers))
+        ends = np.zeros((2, len(numbers)), np.uint8)
+        errors = {}
+        for row, (number, action) in enumerate(zip(numbers, actions)):  # noqa: B905
             world = self._worlds[number]
-            found.append(world.step(performed(world.action_space, action))[:4])
-        seen, reward, terminated, truncated = zip(*found)  # noqa: B905
-        return {
-            "seen": np.stack([np.asarray(row) for row in seen]),
-            "reward": np.array([float(value) for value in reward]),
-            "terminated": np.array([bool(value) for value in terminated], np.uint8),
-            "truncated": np.array([bool(value) for value in truncated], np.uint8),
-        }
+            try:
+                came = world.step(performed(world.action_space, action))
+            except Exception:  # a simulator may raise anything
+                # The end of a traceback says most.
+                errors[row], ends[0, row] = traceback.format_exc()[-100_000:], True
+                with contextlib.suppress(Exception):
+                    world.close()
+                self._worlds[number] = self._make()
+                continue
+            self._seen[number] = np.asarray(came[0])
+            reward[row], ends[0, row], ends[1, row] = float(came[1]), bool(came[2]), bool(came[3])
+        seen = np.stack([self._seen[number] for number in numbers])
+        columns = {"seen": seen, "reward": reward, "terminated": ends[0], "truncated": ends[1]}
+        return columns, errors
 
     def spaces(self) -> dict[str, Any]:
         """What a world shows and takes, as plain values; see :func:`described`."""
@@ -169,7 +186,8 @@ def work(link: Link, worlds: Worlds) -> None:
     while True:
         order, arrays = link.get()
         if order["do"] == "step":
-            link.put({}, worlds.step(order["worlds"], arrays["action"]))
+            came, errors = worlds.step(order["worlds"], arrays["action"])
+            link.put({"errors": list(errors.items())}, came)
         elif order["do"] == "reset":
             link.put({}, {"seen": worlds.reset(order["worlds"], order["seeds"])})
         else:

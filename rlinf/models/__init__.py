@@ -8,4 +8,5 @@ policies = Registry(
         "causal_lm": "rlinf.models.causal_lm:CausalLM",
         "mlp": "rlinf.models.mlp:MLPPolicy",
     },
+    base="rlinf.models.base:Policy",
 )

@@ -43,7 +43,7 @@ class StepOutputs:
 class Policy(Part, ABC):
     """A trainable network with a folder format of its own."""
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
     module: nn.Module
 
     @classmethod
@@ -73,9 +73,9 @@ class Policy(Part, ABC):
         """
 
     @classmethod
-    @abstractmethod
     def processor(cls, folder: Path, config: Any) -> Any:
-        """What turns the environment's observations into inputs (a tokenizer), or None."""
+        """What turns the environment's observations into inputs (a tokenizer); None by default."""
+        return None
 
     @classmethod
     @abstractmethod

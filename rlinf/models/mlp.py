@@ -103,10 +103,6 @@ class MLPPolicy(Policy):
         cls(module, settings).save(folder, dict(module.state_dict()))
 
     @classmethod
-    def processor(cls, folder: Path, config: MLPConfig) -> None:
-        return None
-
-    @classmethod
     def load(cls, folder: Path, config: MLPConfig) -> MLPPolicy:
         """Read a policy folder; its own ``config.json`` says what the network is.
 

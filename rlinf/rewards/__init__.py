@@ -9,4 +9,5 @@ rewards = Registry(
         "digits": "rlinf.rewards.digits:DigitsReward",
         "environment": "rlinf.rewards.environment:EnvironmentReward",
     },
+    base="rlinf.rewards.base:Reward",
 )

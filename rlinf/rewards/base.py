@@ -45,7 +45,7 @@ Judgement = float | np.ndarray
 class Reward(Part, ABC):
     """Turns the task's scores into the rewards the algorithm maximises."""
 
-    Config: ClassVar[type[Section]]
+    Config: ClassVar[type[Section]] = Section
     needs_score: ClassVar[bool] = True
     """Whether the task is to score the trajectories first; if not, :meth:`judge` gets no scores and
     the stage makes no environment."""

@@ -11,7 +11,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from rlinf.rewards.math_answers import Answer, UnreadError, read
+from rlinf.rewards.math_answers import Answer, read
+from rlinf.rewards.math_spelling import UnreadError
 
 CLOSE = Fraction(1, 2_000_000)
 """A decimal number stands for a fraction from which it differs by no more."""

@@ -17,6 +17,7 @@ sinks = Registry(
         "wandb": "rlinf.track.wandb:WeightsAndBiases",
         "mlflow": "rlinf.track.mlflow:MLflow",
     },
+    base="rlinf.track.base:Sink",
 )
 
 
@@ -34,4 +35,7 @@ def open_sinks(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[Sin
         MissingPackageError: its package is not installed.
     """
     names = validate(LogConfig, log, "log").trackers
-    return [Guarded(name, sinks.get(name)(run, config)) for name in names]
+    return [
+        Guarded(name, sinks.get(name, f"log.trackers.{number}")(run, config))
+        for number, name in enumerate(names)
+    ]

@@ -6,13 +6,14 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rlinf.errors import ConfigError
 
 log = logging.getLogger("rlinf")
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes numbers of one step (an iteration, counted from 1)."""
 

@@ -2,4 +2,8 @@
 
 from rlinf.registry import Registry
 
-trainers = Registry("trainer", {"fsdp": "rlinf.trainers.fsdp:FSDPTrainer"})
+trainers = Registry(
+    "trainer",
+    {"fsdp": "rlinf.trainers.fsdp:FSDPTrainer"},
+    base="rlinf.trainers.fsdp:FSDPTrainer",
+)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlinf.algorithms import algorithms
 from rlinf.config import RunConfig, validate
 from rlinf.errors import CodeError
-from stages.code import Code, _imports, _meaning, read_code
+from stages.code import Code, _file, _imports, _meaning, _module, _path, read_code
 from stages.layout import CODE
 
 Compose = Callable[..., dict[str, Any]]
@@ -61,24 +60,68 @@ def test_a_stage_depends_on_its_program_and_on_the_classes_that_are_named(compos
     assert not any(name.startswith(("rlinf.channels", "stages.context")) for name in train)
 
 
-def test_a_class_from_outside_counts_with_what_it_imports_of_its_package(
-    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the user's on the module path: a package, and a module beside it."""
     folder = tmp_path / "outside_algorithm"
     folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "mine.py").write_text("from outside_algorithm import shares\nclass Mine: ...\n")
+    (folder / "__init__.py").write_text("from outside_algorithm.unlike import Y\n")
+    (folder / "mine.py").write_text(
+        "import numpy\nimport json\nimport outside_helper\nfrom . import shares\n"
+        "from rlinf.algorithms.grpo import GRPO\nclass Mine(GRPO): ...\n"
+    )
     (folder / "shares.py").write_text("X = 1\n")
+    (folder / "unlike.py").write_text("Y = 1\n")
+    (folder / "unused.py").write_text("Z = 1\n")
+    (tmp_path / "outside_helper.py").write_text("W = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(algorithms._entries, "mine", "outside_algorithm.mine:Mine")
+    for cached in (_module, _file, _path):
+        cached.cache_clear()
+    return tmp_path
+
+
+def code_from_outside(compose: Compose) -> Code:
     values = compose()
-    values["algorithm"] = {"name": "mine"}
-    names = Code.of(validate(RunConfig, values)).stages["train"]
+    values["algorithm"] = {"name": "outside_algorithm.mine:Mine"}
+    for cached in (_module, _file):
+        cached.cache_clear()
+    return Code.of(validate(RunConfig, values))
+
+
+def test_a_class_from_outside_counts_with_all_it_imports_that_is_not_installed(
+    compose: Compose, outside: Path
+) -> None:
+    names = set(code_from_outside(compose).stages["train"])
     assert {
         "outside_algorithm.mine:Mine",
         "outside_algorithm.mine",
         "outside_algorithm.shares",
-    } <= set(names)
+        "outside_algorithm",
+        "outside_algorithm.unlike",
+        "outside_helper",
+        "rlinf.algorithms.grpo",
+    } <= names
+    assert not names & {"numpy", "json", "outside_algorithm.unused"}
+
+
+@pytest.mark.parametrize(
+    ("file", "same"),
+    [
+        ("outside_algorithm/mine.py", False),
+        ("outside_algorithm/__init__.py", False),
+        ("outside_helper.py", False),
+        ("outside_algorithm/unused.py", True),
+    ],
+)
+def test_an_edit_of_a_file_that_counts_changes_the_identity_of_the_stages_that_use_it(
+    compose: Compose, outside: Path, file: str, same: bool
+) -> None:
+    before = code_from_outside(compose)
+    with (outside / file).open("a") as text:
+        text.write("\nFURTHER = 2\n")
+    after = code_from_outside(compose)
+    assert (before.digest("train") == after.digest("train")) is same
+    assert before.digest("rollout") == after.digest("rollout")
 
 
 def test_a_record_is_read_as_it_was_written(compose: Compose, tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.check import check_flow
 from pipeline.flow import Graph, Node
 from pipeline.plan import parse_plan
 from rlinf.config import RunConfig, validate
-from rlinf.errors import PlanError
+from rlinf.errors import ConfigError, PlanError
 from stages import flow as flows
-from stages.flow import Flow, Source, Stage, on_policy
+from stages.flow import Flow, Source, Stage, flow_named, on_policy
 from stages.sync import expired
+from tests.bad_input.door import judged
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -111,7 +113,7 @@ def test_a_window_takes_the_newest_outputs_and_keeps_them(
     train = on_policy.stages["train"]
     stages = {**on_policy.stages, "train": Stage({**train.inputs, "trajectories": replay})}
     flow = Flow(stages, on_policy.offline, on_policy.evaluate)
-    monkeypatch.setattr(flows, "FLOWS", {"on_policy": flow})
+    monkeypatch.setattr(flows, "on_policy", flow)
     inputs = Graph(tiny).inputs(Node("train", 5))
     taken = ["trajectories", "trajectories.1", "trajectories.2", "trajectories.3"]
     assert [inputs[name].iteration for name in taken] == [5, 4, 3, 2]
@@ -143,3 +145,30 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
     plan["pools"] = plan["pools"][:1]  # type: ignore[index]
     with pytest.raises(PlanError, match="no pool holds learn"):
         parse_plan(plan, "plan", simulate)
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ({"train": Stage({"rewards": Source("reward")})}, "train takes 'reward', which is no"),
+        (
+            {"train": Stage({"rewards": Source("sync")}), "sync": Stage()},
+            "train takes sync, which comes later",
+        ),
+        ({"train": Stage(sections=("modle",))}, "did you mean 'model'"),
+        ({"learn": Stage(program="stages.learns")}, "stage learn: no module 'stages.learns'"),
+        ({"learn": Stage(program="stages.layout")}, "layout.py has no 'run'"),
+        ({}, "a flow has stages"),
+    ],
+)
+def test_a_flow_that_cannot_run_is_refused(stages: dict[str, Stage], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_flow(Flow(stages, on_policy.offline, Stage()), "flow")
+    judged(str(caught.value), "flow", words)
+
+
+def test_a_flow_can_be_named_by_its_module() -> None:
+    assert flow_named("stages.flow:on_policy") is on_policy
+    with pytest.raises(ConfigError, match="is no flow"):
+        flow_named("stages.flow:Flow")
+    check_flow(on_policy, "flow")

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from rlinf.rewards.math import grade_one
-from rlinf.rewards.math_answers import UnreadError, final_answer, read
+from rlinf.rewards.math_answers import final_answer, read
+from rlinf.rewards.math_spelling import UnreadError
 from rlinf.rewards.math_workers import MathGrader
 from tests.rlinf.rewards.labelled import Labelled, agreement, gsm8k_answers, math_pairs
 

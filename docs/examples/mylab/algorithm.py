@@ -1,0 +1,39 @@
+"""REINFORCE with a leave-one-out baseline (RLOO, arXiv 2402.14740)."""
+
+import torch
+from torch import Tensor
+
+from rlinf.algorithms.base import Algorithm, AlgorithmConfig
+from rlinf.data.batch import StepBatch
+from rlinf.fit import GROUPS
+from rlinf.models.base import StepOutputs
+
+
+class LeaveOneOutConfig(AlgorithmConfig):
+    """Keys of the section ``algorithm``: those that all algorithms have, and one more."""
+
+    scale: float = 1.0
+    """Of the advantages."""
+
+
+class LeaveOneOut(Algorithm):
+    Config = LeaveOneOutConfig
+    needs = frozenset({GROUPS})
+    by_group = True
+
+    def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
+        """A sample's total reward, less the mean of the others of its group: ``[N, T]``."""
+        scores = (batch.rewards * batch.mask).sum(-1)
+        _, group = torch.unique(batch.groups, return_inverse=True)
+        count = torch.bincount(group)[group]
+        total = torch.zeros(len(scores)).index_add(0, group, scores)[group]
+        others = (total - scores) / (count - 1).clamp(min=1)
+        relative = torch.where(count > 1, scores - others, torch.zeros_like(scores))
+        return self.config.scale * relative[:, None] * batch.mask, None
+
+    def loss(
+        self, outputs: StepOutputs, batch: StepBatch, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum over steps of ``weights`` times the loss, and of metrics likewise."""
+        loss = -(weights * batch.require("advantages") * outputs.logprobs).sum()
+        return loss, {"policy_loss": loss.detach()}

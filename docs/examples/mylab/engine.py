@@ -1,0 +1,56 @@
+"""An engine that asks the policy for one action at a time."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.record import Record
+from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
+from rlinf.fit import ACTS
+from rlinf.models.base import copy_weights
+from rlinf.seeding import generator
+
+
+class OneByOne(Engine):
+    needs = frozenset({ACTS})
+
+    def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
+        self._class, self._options, self._policy = policy, policy_config, None
+
+    def load(self, folder: Path, version: int) -> None:
+        self._policy, self.version = self._class.load(folder, self._options), version
+
+    def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        copy_weights(self._policy.module, tensors)
+        self.version = version
+
+    def close(self) -> None:
+        self._policy, self.version = None, -1
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+    ) -> Iterator[Record]:
+        for request in requests:
+            self.refreshed(hooks)
+            rows = [self._act(request, row, seed, stage) for row in range(len(request))]
+            steps = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            steps["sample"] = request.steps["sample"]
+            if hooks.newer is not None:
+                steps["version"] = np.full(len(request), self.version)
+            yield Record(request.identity, steps, info={"version": self.version})
+
+    def _act(self, request: Record, row: int, seed: int, stage: str) -> dict[str, np.ndarray]:
+        """Columns ``[1, ...]`` of one sample, whose randomness nothing else has a part in."""
+        info, sample = request.info, int(request.steps["sample"][row])
+        seen = {name: torch.tensor(column[[row]]) for name, column in request.steps.items()}
+        noise = None
+        if info["temperature"]:
+            random = generator(seed, request.identity.iteration, stage, sample)
+            noise = torch.tensor(self._policy.noise(random, info["horizon"])[[info["time"]]])
+        found = self._policy.act(seen, noise, info["temperature"])
+        return {name: column.numpy() for name, column in found.items()}

@@ -1,0 +1,60 @@
+"""A linear policy and value function for vector observations and numbered actions."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from rlinf.data.padding import pad
+from rlinf.data.record import Record
+from rlinf.fit import ACTS, OBSERVATIONS, VALUES
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.tensors import load_tensors
+
+
+class Linear(Policy):
+    needs, offers = frozenset({OBSERVATIONS}), frozenset({ACTS, VALUES})
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.module = nn.Linear(spec["observation"], spec["action"]["size"] + 1)
+
+    @classmethod
+    def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
+        cls(spec).save(folder, {n: t.zero_() for n, t in cls(spec).module.state_dict().items()})
+
+    @classmethod
+    def load(cls, folder: Path, config: Any) -> "Linear":
+        policy = cls(json.loads((folder / "spec.json").read_text()))
+        policy.module.load_state_dict(load_tensors(folder / "weights.safetensors"))
+        return policy
+
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        (folder / "spec.json").write_text(json.dumps(self.spec))
+        save_file(tensors, folder / "weights.safetensors")
+
+    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        return random.gumbel(size=(steps, self.spec["action"]["size"])).astype(np.float32)
+
+    def act(self, observations: Mapping[str, Tensor], noise: Any, temperature: float) -> Batch:
+        choice, value = self._heads(observations["observation"], temperature)
+        action = (choice.logits if noise is None else choice.logits + noise).argmax(-1)
+        return {"action": action, "logprob": choice.log_prob(action), "value": value}
+
+    def collate(self, records: Sequence[Record]) -> Batch:
+        length, names = max(map(len, records)), ("observations", "actions")
+        batch = {name: pad([r.steps[name] for r in records], length) for name in names}
+        return batch | {"mask": pad([np.ones(len(r), np.float32) for r in records], length)}
+
+    def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        p, values = self._heads(batch["observations"], temperature)
+        return StepOutputs(p.log_prob(batch["actions"]), p.entropy() if entropy else None, values)
+
+    def _heads(self, observations: Tensor, temperature: float) -> tuple[Categorical, Tensor]:
+        out = self.module(observations.float())
+        return Categorical(logits=out[..., :-1] / (temperature or 1.0)), out[..., -1]

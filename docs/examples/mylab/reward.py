@@ -1,0 +1,25 @@
+"""The task's score, less a price for every token of the answer."""
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from rlinf.config import Section
+from rlinf.data.counted import counted
+from rlinf.data.record import Record
+from rlinf.rewards.base import Reward
+
+
+class BriefConfig(Section):
+    """Keys of the section ``reward``, beside its name."""
+
+    price: float = Field(default=0.01, ge=0)
+    """Of a token."""
+
+
+class Brief(Reward):
+    Config = BriefConfig
+
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+        lengths = [int(counted(trajectory).sum()) for trajectory in trajectories]
+        return [s - self.config.price * n for s, n in zip(scores, lengths, strict=True)]

@@ -1,0 +1,17 @@
+"""A run from Python, and what it made."""
+
+import rlinf
+
+run = rlinf.run("reversal", {"seed": 1, "run.name": "seed1"}, config_dir="configs")
+
+for row in run.metrics():
+    print(row["iteration"], row["reward/mean"])
+print([(row["version"], row["score"]) for row in run.evaluations()])
+
+worst = min(run.records("rewards", 0), key=lambda record: record.steps["rewards"].sum())
+for sample in run.trajectories(0):
+    if sample.identity.sample == worst.identity.sample:
+        print(sample.info["prompt_text"], sample.info["text"], sample.steps["logprobs"].mean())
+
+before, after = run.weights(0), run.weights()
+print({name: (after[name] - before[name]).norm().item() for name in before})

@@ -1,0 +1,133 @@
+"""What a run made, for a notebook: metrics, trajectories and weights of its committed outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import metrics
+from pipeline.commands.export import versions
+from pipeline.metrics import flow_at, iterations, manifest_of
+from pipeline.run import Run
+from rlinf.artifacts import is_pruned, read_manifest, verify
+from rlinf.channels.file import FileReader
+from rlinf.config import RunConfig
+from rlinf.data.record import Record
+from rlinf.errors import InputError
+from stages.flow import EVALUATE
+from stages.layout import stage_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run directory, read. Nothing is kept in memory: a run that goes on shows what it has now.
+
+    Iterations count from 0. Version 0 of the weights is that before the first iteration, version
+    ``n`` that after ``n`` of them.
+    """
+
+    folder: Path
+    """The run directory, absolute."""
+    config: RunConfig
+    """As it was frozen."""
+
+    @classmethod
+    def of(cls, folder: str | Path) -> Results:
+        """Those of a run directory.
+
+        Raises:
+            ConfigError: it is none, or its configuration cannot be read.
+        """
+        run = Run.open(Path(folder))
+        return cls(run.folder, run.config)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row for each finished iteration: ``iteration``, and metrics named ``stage/metric``.
+
+        ``pandas.DataFrame(run.metrics())`` is a table of them.
+        """
+        return metrics.collect(self.folder)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """A row for each version that was evaluated: ``version``, ``score`` and what else there is.
+
+        ``score`` is the mean of the task's own measure over held-out samples.
+        """
+        found = sorted(int(path.name) for path in (self.folder / EVALUATE).glob("[0-9]*"))
+        read = ((version, manifest_of(self.folder, EVALUATE, version)) for version in found)
+        return [{"version": n, **manifest.metrics} for n, manifest in read if manifest is not None]
+
+    def trajectories(self, iteration: int | None = None) -> Iterator[Record]:
+        """Samples of one iteration, or of all that retention keeps, by (iteration, sample).
+
+        A record has ``identity``, and by name ``steps`` (arrays ``[T, ...]``, such as ``actions``
+        and ``logprobs``), ``context`` (arrays of the whole sample) and ``info`` (texts, numbers).
+        Bytes are compared with their committed checksums as they are read.
+
+        Raises:
+            InputError: the iteration has none, or retention removed them; says which are there.
+            ArtifactError: they are damaged on disk.
+        """
+        return self.records("trajectories", iteration)
+
+    def records(self, channel: str, iteration: int | None = None) -> Iterator[Record]:
+        """The same of any channel: ``rewards`` ``[T]`` with ``info["score"]``, ``logprobs``, ...
+
+        Raises:
+            InputError: no stage of the run's flow makes such records; else as for trajectories.
+            ArtifactError: they are damaged on disk.
+        """
+        makers = [n for n, stage in flow_at(self.folder).stages.items() if stage.streams == channel]
+        if not makers:
+            known = sorted(flow_at(self.folder).streams)
+            raise InputError(f"{channel}: no stage makes such records; there are {known}")
+        outputs = {i: stage_folder(self.folder, makers[-1], i) for i in iterations(self.folder)}
+        there = [i for i, out in outputs.items() if read_manifest(out) and not is_pruned(out)]
+        if iteration is not None and iteration not in there:
+            raise InputError(
+                f"{self.folder}: no {channel} of iteration {iteration} on disk; there are "
+                f"those of {there}"
+            )
+        return self._records(channel, [outputs[i] for i in there if iteration in (None, i)])
+
+    def versions(self) -> list[int]:
+        """Versions of the weights on disk, ascending; ``retention`` says which are kept."""
+        return sorted(versions(self.folder))
+
+    def weights(self, version: int | None = None) -> dict[str, Tensor]:
+        """All tensors of a version by the policy's names, on the CPU; by default of the newest.
+
+        Raises:
+            InputError: it is not on disk; says which are.
+            ArtifactError: it is damaged on disk.
+        """
+        from stages.parts import WEIGHTS, policy_class  # it loads torch
+
+        found = versions(self.folder)
+        chosen = max(found, default=0) if version is None else version
+        if chosen not in found:
+            raise InputError(
+                f"{self.folder}: no version {chosen} of the weights on disk; there are "
+                f"{sorted(found)}"
+            )
+        policy, options = policy_class(self.config)
+        folder = _verified(found[chosen]) / WEIGHTS
+        tensors: dict[str, Tensor] = policy.load(folder, options).module.state_dict()
+        return tensors
+
+    def _records(self, channel: str, outputs: list[Path]) -> Iterator[Record]:
+        for out in outputs:
+            yield from FileReader(_verified(out).glob(f"{channel}-r*.h5"))
+
+
+def _verified(out: Path) -> Path:
+    """The data folder of an output whose files are all there; their readers check the bytes."""
+    manifest = read_manifest(out)
+    assert manifest is not None, "listed as committed"
+    verify(out, manifest, checksums=False)
+    return out / manifest.data

@@ -1,0 +1,258 @@
+"""What a stage is ordered with: where its inputs come from, and which worker sends what to whom."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.flow import Graph, Node
+from pipeline.plan import FOR_WEIGHTS, Plan
+from pipeline.pools.generators import Generators
+from pipeline.pools.jobs import homes
+from pipeline.pools.leases import Member, PoolState
+from pipeline.pools.routes import tree
+from pipeline.run import Run
+from stages.flow import WEIGHTS
+from stages.worker.inbox import SHARED_MEMORY, SOCKET
+
+HOLD_S = 0.5
+"""How long orders of an iteration wait for the rest of it."""
+Send = Callable[[str, dict[str, Any]], None]
+"""Sends a worker an order."""
+
+
+class Orders:
+    """Orders the stages that wait, in every pool that is there.
+
+    Args:
+        pools: those of the run; the list changes as generators come and go.
+        generators: told of stages that they take part in.
+    """
+
+    def __init__(
+        self, run: Run, plan: Plan, pools: list[PoolState], generators: Generators, send: Send
+    ) -> None:
+        self._run, self._plan, self._pools, self._send_to = run, plan, pools, send
+        self._generators = generators
+        self._graph = Graph(run.config)
+        self._flow = self._graph.flow
+        self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
+        self._of = {stage: pools[number] for stage, number in homes(plan).items()}
+        self._elastic = any(pool.slot is not None for pool in pools)
+        self._live: dict[Node, dict[str, Node]] = {}
+        """Of a stage that was ordered: inputs that come from memory, and who makes them."""
+        self._subscribed: dict[Node, set[tuple[str, str, str]]] = defaultdict(set)
+        """Of a stage that was ordered: inputs, who has been told to send them, and to whom."""
+
+    def home(self, node: Node) -> PoolState:
+        """The pool where a stage is ordered."""
+        return self._of[node.stage]
+
+    def give(self) -> None:
+        """Order what waits, and have its inputs sent."""
+        for pool in self._pools:
+            member = pool.active
+            if member is None or not pool.waiting:
+                continue
+            nodes = sorted(pool.waiting, key=self.position)
+            if member.size > 1 and time.monotonic() - pool.since < HOLD_S:
+                # All ranks must know all stages of an iteration when the first of them begins.
+                last = max(pool.stages, key=lambda stage: self._places.get(stage, -1))
+                whole = {node.iteration for node in nodes if node.stage == last}
+                nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._places]
+            self._decide(pool, member, nodes)
+        for pool in self._pools:
+            member = pool.active
+            if member is not None:
+                self._send(pool, member)
+        self._subscribe()
+
+    def over(self, node: Node) -> None:
+        """An attempt has ended."""
+        self._live.pop(node, None)
+        self._subscribed.pop(node, None)
+
+    def renew(self, maker: Member, taker: Member) -> None:
+        """A connection broke: what was sent by it is sent again."""
+        ends = (maker.name, taker.name)
+        for marks in self._subscribed.values():
+            for mark in list(marks):
+                # Those who take pass on: the tree is made anew.
+                within = ends == (mark[2], mark[2])
+                if mark[1:] == ends or within:
+                    marks.discard(mark)
+
+    def position(self, node: Node) -> tuple[int, int, int]:
+        """Where a stage stands in the order of turns (:mod:`stages.turns`)."""
+        if node.stage in self._flow.offline:
+            return (-1, 0, 0)
+        if node.stage not in self._places:
+            # Just before the rollout with the same weights: it must hold up none with older ones.
+            return (node.iteration + self._run.config.rollout.staleness, 0, -1)
+        sources = self._flow.stages[node.stage].inputs
+        whole = not self._flow.streams & set(sources) and any(
+            not s.back and s.stage in self._places for s in sources.values()
+        )
+        return (node.iteration, self._plan.chunks if whole else 0, self._places[node.stage])
+
+    def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
+        """Settle where the inputs of stages come from that are about to be ordered."""
+        for node in nodes:
+            if node in self._live:
+                continue
+            live: dict[str, Node] = {}
+            for name, source in self._graph.inputs(node).items():
+                here = source in member.given or source in pool.waiting
+                sent = name in self._flow.streams or (source.stage, name) == (
+                    self._flow.publishes,
+                    WEIGHTS,
+                )
+                if here or (sent and self._under_way(source) and self._sent_live(source, node)):
+                    live[name] = source
+            self._live[node] = live
+
+    def _under_way(self, node: Node) -> bool:
+        """Whether a pool makes it now or soon."""
+        return any(
+            node in pool.waiting or any(node in m.given for m in pool.members)
+            for pool in self._pools
+        )
+
+    def _subscribe(self) -> None:
+        """Tell who makes something which workers elsewhere wait for it; again if they changed.
+
+        Those that come late are sent what was made before.
+        """
+        members = self._members()
+        for target, live in self._live.items():
+            for name, source in live.items():
+                maker = next((m for m in members if source in m.given), None)
+                if maker is None:
+                    continue
+                # One worker has it in its memory; so has each rank its own part of what is
+                # no stream.
+                takers = [
+                    taker
+                    for taker in self._takers(source, target)
+                    if (name, maker.name, taker.name) not in self._subscribed[target]
+                    and (maker is not taker or (name in self._flow.streams and maker.size > 1))
+                ]
+                self._subscribed[target].update((name, maker.name, m.name) for m in takers)
+                to = {w: host for m in takers for w, host in self._hosts(target, m).items()}
+                out = self._relative(self._graph.folder(self._run.folder, source))
+                for source_rank, worker, ways in self._routes(source, target, name, maker, to):
+                    order = {"do": "send", "out": out, "channel": name, "to": ways}
+                    self._send_to(worker, {**order, "maker": source_rank})
+
+    def _takers(self, source: Node, target: Node) -> list[Member]:
+        """Who computes a stage; of a rollout in claims all those that may generate."""
+        if not self._gathers(target):
+            return [member for member in self._members() if target in member.given]
+        if source.stage != self._flow.publishes or not self._sent_live(source, target):
+            return []
+        pools = [pool for pool in self._pools if pool.slot is not None or pool.helps]
+        return [member for pool in pools if (member := pool.active) is not None]
+
+    def _hosts(self, target: Node, taker: Member) -> dict[str, str | None]:
+        """The workers of a member that compute a stage, and where they are."""
+        return taker.hosts(taker.size if self._gathers(target) else self._ranks(target))
+
+    def _gathers(self, node: Node) -> bool:
+        """Whether what others generate is only gathered where this is ordered."""
+        return self._elastic and node.stage == self._flow.generates
+
+    def _routes(
+        self,
+        source: Node,
+        target: Node,
+        name: str,
+        maker: Member,
+        takers: Mapping[str, str | None],
+    ) -> Iterator[tuple[str, str, dict[str, str]]]:
+        """Who made it, who sends it, and to whom by which way.
+
+        Records come from all ranks of the maker, weights from its rank 0 alone.
+        """
+        usual = SOCKET if name in self._flow.streams else SHARED_MEMORY
+        way = self._plan.transports.get(f"{source.stage} -> {target.stage}", usual)
+        if not takers:
+            return
+        if way in FOR_WEIGHTS and name == WEIGHTS:
+            (first,) = maker.workers(1)
+            yield first, first, dict.fromkeys(takers, way)
+            return
+        near = way == SHARED_MEMORY
+        makers = maker.hosts(self._ranks(source) if name in self._flow.streams else 1)
+        for turn, (first, host) in enumerate(makers.items()):
+            for sender, to in tree(first, host, takers, near=near, turn=turn).items():
+                yield first, sender, to
+
+    def _sent_live(self, source: Node, node: Node) -> bool:
+        edge = f"{source.stage} -> {node.stage}"
+        return self._plan.transports.get(edge, "socket") != "file"
+
+    def _send(self, pool: PoolState, member: Member) -> None:
+        """Order all stages whose inputs are settled."""
+        nodes = [node for node in sorted(pool.waiting, key=self.position) if node in self._live]
+        orders: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        if pool.slot is not None:
+            # A generator that waited for weights could not generate what they are made from.
+            nodes = [node for node in nodes if not self._to_come(node)]
+        for node in nodes:
+            call = pool.waiting.pop(node)
+            ranks = self._ranks(node)
+            gathers = self._gathers(node)
+            order = {
+                "node": node.name,
+                "stage": node.stage,
+                "iteration": node.iteration,
+                "position": self._turn(node),
+                "out": self._relative(call.out),
+                "attempt": secrets.token_hex(6),
+                "ranks": ranks,
+                "inputs": {
+                    # Who gathers needs of the weights only that they are committed.
+                    name: [self._relative(folder), name in self._live[node] and not gathers]
+                    for name, folder in call.inputs.items()
+                },
+                "gathers": gathers,
+                "queued": pool.slot is not None,
+            }
+            if node.stage == self._flow.publishes:
+                self._generators.gone(str(order["out"]))
+            if gathers:
+                weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
+                self._generators.begin(node, str(order["out"]), weights, gatherer)
+            member.given.add(node)
+            for worker in member.workers(ranks):
+                orders[worker].append(order)
+        for worker, stages in orders.items():
+            self._send_to(worker, {"do": "run", "stages": stages})
+
+    def _to_come(self, node: Node) -> bool:
+        """Whether an input of a stage is still being made."""
+        sources = set(self._graph.inputs(node).values())
+        given = {other for member in self._members() for other in member.given}
+        return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
+
+    def _ranks(self, node: Node) -> int:
+        stage = self._flow.table[node.stage]
+        if stage.whole or (self._elastic and stage.elastic):
+            return 1
+        return self._of[node.stage].size
+
+    def _turn(self, node: Node) -> tuple[int, int, int]:
+        """Where it takes its turns: after all parts of its batch where it reads them from disk."""
+        iteration, part, place = self.position(node)
+        streams = self._flow.streams & set(self._graph.inputs(node))
+        return (iteration, part if streams <= set(self._live[node]) else self._plan.chunks, place)
+
+    def _relative(self, folder: Path) -> str:
+        return folder.relative_to(self._run.folder).as_posix()
+
+    def _members(self) -> list[Member]:
+        return [member for pool in self._pools for member in pool.members]

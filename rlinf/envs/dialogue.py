@@ -1,0 +1,376 @@
+"""Dialogues: the policy and an environment take turns, in messages.
+
+What an agent's author writes is a :class:`Dialogue` (what the other side says, with tools or
+without) and a :class:`DialogueEnvironment` that begins one. Tokens, masks, log-probabilities and
+budgets are kept here: a trajectory is one row of tokens, those of the policy with mask 1 and those
+of all others with mask 0, exactly as the policy saw them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import re
+import traceback
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from rlinf.channels.base import Channel
+from rlinf.config import Section
+from rlinf.data.record import Identity, Record, Scalar
+from rlinf.envs.base import Episodes
+from rlinf.envs.chat import Message, render
+from rlinf.envs.prompts import TextEnvironment
+from rlinf.errors import DataError, StageError
+from rlinf.fit import PROMPTS, STEP_REWARDS
+from rlinf.seeding import generator
+
+log = logging.getLogger(__name__)
+
+TEST_SEED = 1234
+"""Of held-out dialogues; the run's seed does not change them."""
+MARK = "\u2402"
+"""Stands for what the policy said while a template renders what comes after it."""
+
+Answer = tuple[Sequence[Message], float, bool]
+"""Messages to the policy, the reward of what it said, and whether the dialogue is over."""
+
+
+class Dialogue(ABC):
+    """One conversation, seen from the other side. Has a state of its own."""
+
+    info: Mapping[str, Scalar] = {}
+    """What is known of it, for the reward: it is in the trajectory's ``info``."""
+
+    @abstractmethod
+    def init(self) -> Sequence[Message]:
+        """The first messages: ``role`` (system, user) and ``content``."""
+
+    @abstractmethod
+    def step(self, message: str) -> Answer | Awaitable[Answer]:
+        """What comes of a message of the policy.
+
+        May be ``async``: all dialogues of a batch wait side by side.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what it holds; called once, however it ended."""
+
+
+class Call(NamedTuple):
+    """A tool that the policy asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class ToolDialogue(Dialogue):
+    """The policy calls tools until it says something without a call, which :meth:`judge` rewards.
+
+    Calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as most chat templates
+    with tools have them; another form is another :meth:`calls`. What goes wrong in a call is said
+    to the policy, which may try again.
+    """
+
+    tools: Mapping[str, Callable[..., Any]] = {}
+    """By name; plain functions run in threads, ``async`` ones beside each other."""
+
+    @abstractmethod
+    def judge(self, message: str) -> float:
+        """The reward of the last message."""
+
+    def calls(self, message: str) -> Sequence[Call]:
+        """The calls in a message.
+
+        Raises:
+            ValueError: one is malformed; the policy is told.
+        """
+        found = []
+        for text in re.findall(r"<tool_call>(.*?)</tool_call>", message, re.DOTALL):
+            call = json.loads(text)
+            if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
+                raise ValueError("a call is an object with name and arguments")
+            found.append(Call(str(call.get("name")), call.get("arguments", {})))
+        return found
+
+    async def step(self, message: str) -> Answer:
+        try:
+            calls = self.calls(message)
+        except ValueError as error:
+            return [{"role": "tool", "content": f"error: {error}"}], 0.0, False
+        if not calls:
+            return [], self.judge(message), True
+        said = await asyncio.gather(*map(self._call, calls))
+        return [{"role": "tool", "content": text} for text in said], 0.0, False
+
+    async def _call(self, call: Call) -> str:
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return f"error: no tool {call.name!r}; there are {', '.join(sorted(self.tools))}"
+        try:
+            if inspect.iscoroutinefunction(tool):
+                return str(await tool(**call.arguments))
+            return str(await asyncio.to_thread(tool, **call.arguments))
+        except Exception as error:  # whatever a tool may raise is for the policy to read
+            return f"error: {error}"
+
+
+class DialogueConfig(Section):
+    """Budgets of a dialogue; its tokens, those of tools too, are at most the run's horizon."""
+
+    turns: int = Field(default=8, gt=0)
+    """Most messages of the policy."""
+    turn_tokens: int = Field(default=512, gt=0)
+    """Most tokens of one message of the policy."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Longest wait for an answer of the other side; one that takes longer has failed."""
+
+
+class DialogueEnvironment(TextEnvironment):
+    """Asks the policy in turns; a task says with what a dialogue begins.
+
+    Steps are tokens. A message's reward is on its last token. A dialogue whose ``step`` raises or
+    takes too long is lost, not the batch: none of its steps counts.
+    """
+
+    Config: ClassVar[type[Section]] = DialogueConfig
+    config: DialogueConfig
+    offers = frozenset({PROMPTS, STEP_REWARDS})
+
+    @abstractmethod
+    def begin(self, split: str, random: np.random.Generator) -> Dialogue:
+        """A new dialogue; the same random numbers begin the same one."""
+
+    def simulate(
+        self, episodes: Episodes, observations: Channel, actions: Channel
+    ) -> Iterator[Record]:
+        talks = [self._talk(episodes, int(sample)) for sample in episodes.samples()]
+        failures = 0
+        try:
+            self._open(talks)
+            live = talks
+            with asyncio.Runner() as runner:
+                while live:
+                    self._ask(episodes, live, observations, actions)
+                    runner.run(self._answers(live))
+                    self._hear(episodes, live)
+                    for talk in live:
+                        if talk.ended:
+                            failures += talk.ended == "error"
+                            yield talk.record(episodes)
+                    live = [talk for talk in live if not talk.ended]
+            observations.close()
+        finally:
+            for talk in talks:
+                talk.dialogue.close()
+        if talks and failures == len(talks):
+            raise StageError(f"every dialogue of the batch failed, the last one with\n{talk.error}")
+
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+        """The sum of a dialogue's rewards."""
+        counts["failed_dialogues"] += sum(t.info["stop_reason"] == "error" for t in trajectories)
+        return [float(trajectory.info["return"]) for trajectory in trajectories]
+
+    def _talk(self, episodes: Episodes, sample: int) -> _Talk:
+        start, split = sample // episodes.group_size, episodes.split
+        seed, iteration = episodes.seed, episodes.iteration
+        if split == "test":
+            seed, iteration = TEST_SEED, 0
+        return _Talk(
+            sample, start, self.begin(split, generator(seed, "dialogue", split, iteration, start))
+        )
+
+    def _open(self, talks: Sequence[_Talk]) -> None:
+        conversations = [talk.dialogue.init() for talk in talks]
+        texts = self._rendered(conversations)
+        for talk, text, ids in zip(talks, texts, self.contexts(texts), strict=True):
+            talk.prompt, talk.prompt_text = ids, text
+
+    def _ask(
+        self, episodes: Episodes, live: Sequence[_Talk], observations: Channel, actions: Channel
+    ) -> None:
+        """Have the policy say its next message in each dialogue."""
+        rooms: dict[int, list[_Talk]] = {}
+        for talk in live:
+            room = min(self.config.turn_tokens, episodes.horizon - len(talk.tokens))
+            rooms.setdefault(room, []).append(talk)
+        for room, part in sorted(rooms.items(), reverse=True):
+            observations.put(_request(episodes, part, room), weight=len(part))
+        waiting = {talk.sample: talk for talk in live}
+        while waiting:
+            reply = actions.get()
+            for row, sample in enumerate(reply.steps["sample"].tolist()):
+                waiting.pop(sample).said(reply, row, self.tokenizer)
+
+    async def _answers(self, live: Sequence[_Talk]) -> None:
+        await asyncio.gather(*(self._answer(talk) for talk in live))
+
+    async def _answer(self, talk: _Talk) -> None:
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                answer = talk.dialogue.step(talk.message)
+                talk.answer = await answer if isinstance(answer, Awaitable) else answer
+        except Exception:  # the author's code may raise anything; it costs this dialogue alone
+            talk.fail(traceback.format_exc()[-4000:])
+            log.warning("sample %d: its dialogue failed:\n%s", talk.sample, talk.error)
+
+    def _hear(self, episodes: Episodes, live: Sequence[_Talk]) -> None:
+        """Add what the other side said, and end the dialogues that are over."""
+        going = []
+        for talk in live:
+            if talk.ended:
+                continue
+            _, reward, done = talk.answer
+            talk.rewards[-1] += float(reward)
+            if done:
+                talk.ended = "stop"
+            elif talk.turns == self.config.turns:
+                talk.ended = "length"
+            else:
+                going.append(talk)
+        for talk, ids in zip(going, self._continued(going), strict=True):
+            if len(talk.tokens) + len(ids) >= episodes.horizon:
+                talk.ended = "length"
+            else:
+                talk.heard(ids)
+
+    def _continued(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
+        """The tokens between the policy's message and its next one."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return self.encode([_plain(talk.answer[0]) for talk in talks])
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        texts = self._rendered([[*before, *talk.answer[0]] for talk in talks])
+        tails = []
+        for talk, text in zip(talks, texts, strict=True):
+            _, found, tail = text.rpartition(MARK)
+            if not found:
+                raise DataError("model.path: the chat template leaves out what the assistant said")
+            # The token that ended the message is there already.
+            tails.append(tail.removeprefix(talk.end) if talk.end else tail)
+        return self.encode(tails)
+
+    def _rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            return [_plain(messages) for messages in conversations]
+        names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
+        return render(template, conversations, names, "model.path")
+
+
+@dataclass
+class _Talk:
+    """A dialogue under way and what was recorded of it."""
+
+    sample: int
+    start: int
+    dialogue: Dialogue
+    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    prompt_text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    version: int | None = None
+    """Of the weights that said the first message."""
+    text: str = ""
+    message: str = ""
+    """The last one of the policy."""
+    end: str = ""
+    """The text of the token that ended it; empty where the budget did."""
+    turns: int = 0
+    answer: Answer = ((), 0.0, True)
+    ended: str = ""
+    error: str = ""
+
+    def said(self, reply: Record, row: int, tokenizer: Any) -> None:
+        """Take a message of the policy."""
+        length = int(reply.steps["length"][row])
+        ids = reply.steps["tokens"][row, :length].tolist()
+        self.message = tokenizer.decode(ids, skip_special_tokens=True)
+        self.end = tokenizer.decode(ids[-1:]) if reply.steps["stopped"][row] else ""
+        self.text += self.message
+        self.version = int(reply.info["version"]) if self.version is None else self.version
+        self.tokens += ids
+        self.logprobs += reply.steps["logprobs"][row, :length].tolist()
+        if "version" in reply.steps:
+            self.versions += reply.steps["version"][row, :length].tolist()
+        self.mask += [1.0] * length
+        self.rewards += [0.0] * length
+        self.turns += 1
+
+    def heard(self, ids: np.ndarray) -> None:
+        """Take what the other side said."""
+        self.text += f"[{_plain(self.answer[0])}]"
+        self.tokens += ids.tolist()
+        self.logprobs += [0.0] * len(ids)
+        self.mask += [0.0] * len(ids)
+        self.rewards += [0.0] * len(ids)
+        if self.versions:
+            self.versions += self.versions[-1:] * len(ids)
+
+    def fail(self, error: str) -> None:
+        """Nothing of it counts."""
+        self.ended, self.error = "error", error
+        self.mask = [0.0] * len(self.mask)
+        self.rewards = [0.0] * len(self.rewards)
+
+    def record(self, episodes: Episodes) -> Record:
+        steps: dict[str, np.ndarray] = {
+            "actions": np.array(self.tokens, np.int64),
+            "logprobs": np.array(self.logprobs, np.float32),
+            "mask": np.array(self.mask, np.float32),
+            "rewards": np.array(self.rewards, np.float32),
+        }
+        if self.versions:
+            steps["versions"] = np.array(self.versions, np.int64)
+        return Record(
+            Identity(episodes.iteration, self.sample),
+            steps=steps,
+            context={"prompt": self.prompt},
+            info={
+                "answer": "",
+                **self.dialogue.info,
+                "group": self.start,
+                "policy_version": int(self.version or 0),
+                "stop_reason": self.ended,
+                "prompt_text": self.prompt_text,
+                "text": self.text,
+                "turns": self.turns,
+                "return": float(sum(self.rewards)),
+            },
+        )
+
+
+def _request(episodes: Episodes, talks: Sequence[_Talk], room: int) -> Record:
+    """Ask for at most ``room`` tokens behind what there is of each dialogue."""
+    contexts = [np.append(talk.prompt, np.array(talk.tokens, np.int64)) for talk in talks]
+    lengths = np.array([len(ids) for ids in contexts], dtype=np.int64)
+    padded = np.zeros((len(talks), int(lengths.max())), dtype=np.int64)
+    for line, ids in zip(padded, contexts, strict=True):
+        line[: len(ids)] = ids
+    settings = {**episodes.settings, "horizon": room}
+    if "min_tokens" in settings:
+        settings["min_tokens"] = min(int(settings["min_tokens"]), room)
+    return Record(
+        Identity(episodes.iteration, talks[0].sample),
+        steps={
+            "sample": np.array([talk.sample for talk in talks], np.int64),
+            "turn": np.array([talk.turns for talk in talks], np.int64),
+            "prompt": padded,
+            "prompt_length": lengths,
+        },
+        info=settings,
+    )
+
+
+def _plain(messages: Sequence[Message]) -> str:
+    return "".join(message["content"] for message in messages)

@@ -1,0 +1,209 @@
+"""One spelling for mathematical text: markup, currencies, spaces and commands of LaTeX."""
+
+# ruff: noqa: RUF001
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+
+ROW = "\0"
+"""A new row of a matrix."""
+OPEN, CLOSE = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"}
+
+
+class UnreadError(ValueError):
+    """There is no answer, or nothing that can be read as one."""
+
+
+_SYMBOLS = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
+    "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
+    "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "⟨": r"\langle ", "⟩": r"\rangle ",
+    "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u200b": "", "\ufeff": "", "’": "'",
+    "，": ",", "（": "(", "）": ")", "％": "%",
+}  # fmt: skip
+_CURRENCIES = {
+    **{"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee"},
+    **{"\\euro": "euro", "\\pounds": "sterling"},
+}
+_WRAPPERS = re.compile(
+    r"\\(?:text(?:rm|bf|it|sf|tt|normal|up)?|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm"
+    r"|operatorname\*?|emph)\s*\{"
+)
+_TIGHT = re.compile(r"\\math(?:bf|it|sf|tt|normal)|\\boldsymbol|\\bm")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)(?![A-Za-z])")
+_SPACES = re.compile(r"\\(?:[,;:> ]|quad|qquad|hspace\{[^}]*\}|hfill)(?![A-Za-z])|~|\\(?=\s)")
+_DELIMITERS = re.compile(r"\\[()\[\]]|\$")
+_FUNCTIONS = (
+    "arcsin",
+    "arccos",
+    "arctan",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "log",
+    "ln",
+    "exp",
+)
+_PLAIN = re.compile(
+    rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)}|pi|theta|alpha|beta|infinity|infty|inf|oo|sqrt)"
+    r"(?![A-Za-z])"
+)
+_SCIENTIFIC = re.compile(r"(?<![\w\\.}])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
+
+
+def spell(text: str) -> tuple[str, str]:
+    """One spelling of what has many, and the currency that was named.
+
+    ``½`` becomes a ``\\frac``, ``2**3`` a power, ``\\text{cm}`` the word; sizes, spaces, emphasis
+    and delimiters of formulas go.
+    """
+    text = re.sub(r"<<[^<>]*>>", "", text).strip()
+    text = "".join(_character(c) for c in text)
+    while found := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
+        text = found[2] + found[3]
+    # A new row of a matrix; elsewhere the backslash of a command was written twice.
+    text = text.replace("\\\\", ROW if r"\begin" in text else "\\")
+    text = text.replace(r"\!", "").replace("{,}", ",")
+    text = re.sub(r"(?<![\\A-Za-z])(?:USD|US\$)", "$", text)
+    text, unit = _currency(text)
+    text = _DELIMITERS.sub(" ", text.replace(r"\left.", "").replace(r"\right.", ""))
+    text = _SIZES.sub("", text)
+    text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ",", text)
+    text = _SPACES.sub(" ", text)
+    text = re.sub(r"\[\s*\\begin\{(?:matrix|array)\}(?:\{[lcr|]*\})?", r"\\begin{bmatrix}", text)
+    text = re.sub(r"\\end\{(?:matrix|array)\}\s*\]", r"\\end{bmatrix}", text)
+    text = re.sub(r"\(\s*\\begin\{(?:matrix|array)\}(?:\{[lcr|]*\})?", r"\\begin{pmatrix}", text)
+    text = re.sub(r"\\end\{(?:matrix|array)\}\s*\)", r"\\end{pmatrix}", text)
+    text = _unwrapped(text)
+    text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\(?:lbrace|lbrack)(?![A-Za-z])", r"\\{", text)
+    text = re.sub(r"\\(?:rbrace|rbrack)(?![A-Za-z])", r"\\}", text)
+    text = re.sub(r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le", text)
+    text = re.sub(r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge", text)
+    text = text.replace("<=", r"\le ").replace(">=", r"\ge ").replace(r"\%", "%")
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", " degrees ", text)
+    text = _SCIENTIFIC.sub(lambda m: _plain_number(f"{m[1]}e{m[2]}"), text)
+    text = re.sub(r"\s*\*\*\s*", "^", text)
+    text = re.sub(r"(?<![\\A-Za-z])sqrt(?=\s*[\d(])", r"\\sqrt", text)
+    text = _PLAIN.sub(lambda m: rf"\{_LONG.get(m[1], m[1])} ", text)
+    text = text.replace("*", r"\cdot ")
+    text = _arguments(text)
+    text = re.sub(r"\^\s*(-?\d+)", r"^{\1}", text)
+    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"(\1+\\frac{\2}{\3})", text)
+    text = re.sub(r"(?<![\d.^_{}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
+    text = re.sub(r"(?<![\d}])\.(?=\d)", "0.", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return re.sub(r"^[=:]\s*|(?:\s|(?<!\\)[.,;:!?])+$", "", text), unit
+
+
+_LONG = {"inf": "infty", "oo": "infty", "infinity": "infty"}
+
+
+def _character(character: str) -> str:
+    if character in _SYMBOLS:
+        return _SYMBOLS[character]
+    if character == "√":
+        return r"\sqrt "
+    if ord(character) < 128 or unicodedata.category(character) != "No":
+        return character
+    plain = unicodedata.normalize("NFKC", character)
+    if "⁄" in plain:
+        over, under = plain.split("⁄")
+        return rf"\frac{{{over}}}{{{under}}}" if under else character
+    form = unicodedata.decomposition(character)
+    return f"^{{{plain}}}" if "<super>" in form else f"_{{{plain}}}" if "<sub>" in form else plain
+
+
+def _currency(text: str) -> tuple[str, str]:
+    """A formula's ``$`` come in pairs; one alone, or one with a backslash, is money."""
+    for sign, unit in _CURRENCIES.items():
+        if sign == "$" and text.replace(r"\$", "").count("$") % 2 == 0:
+            continue
+        if sign in text:
+            at = text.find(sign)
+            return text[:at] + " " + text[at:].replace(sign, " "), unit
+    return text, ""
+
+
+def _plain_number(scientific: str) -> str:
+    return f"{Decimal(scientific):f}"
+
+
+def _unwrapped(text: str) -> str:
+    """``\\text{...}`` and fonts without their command; words stay apart from what is before."""
+    while found := _WRAPPERS.search(text):
+        end = closing_at(text, found.end() - 1)
+        inner = text[found.end() :] if end is None else text[found.end() : end]
+        rest = "" if end is None else text[end + 1 :]
+        single = len(inner.strip()) == 1 and inner.strip() in "eid"
+        space = "" if single or _TIGHT.match(found[0]) else " "
+        known = inner.strip() in _FUNCTIONS
+        inner = (
+            rf"\{inner.strip()} " if known else f"{space}{inner}{space if rest[:1] != '^' else ''}"
+        )
+        text = text[: found.start()] + inner + rest
+    return text
+
+
+def _arguments(text: str) -> str:
+    """Braces around what ``\\frac``, ``\\sqrt`` and ``^`` take, where they were left out."""
+    out, at = [], 0
+    pattern = re.compile(r"\\frac(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
+    while found := pattern.search(text, at):
+        out.append(text[at : found.start()])
+        command, at = found[0], found.end()
+        out.append(command)
+        if command == r"\sqrt" and (root := re.match(r"\s*\[[^\[\]]*\]", text[at:])):
+            out.append(root[0].strip())
+            at += root.end()
+        for _ in range(2 if command == r"\frac" else 1):
+            argument, at = _argument(text, at, command)
+            out.append(f"{{{_arguments(argument)}}}")
+    return "".join([*out, text[at:]])
+
+
+def _argument(text: str, at: int, command: str) -> tuple[str, int]:
+    while at < len(text) and text[at] == " ":
+        at += 1
+    if at >= len(text):
+        raise UnreadError(f"{command} without its argument")
+    if text[at] == "{" or (text[at] == "(" and command != r"\frac"):
+        end = closing_at(text, at)
+        if end is None:
+            raise UnreadError("an open brace")
+        return text[at + 1 : end], end + 1
+    # A radicand or exponent of several digits is meant as a whole; TeX would take the first.
+    number = re.match(r"-?\d+" if command == "^" else r"\d+(?:\.\d+)?", text[at:])
+    if number and command != r"\frac":
+        return number[0], at + number.end()
+    if word := re.match(r"\\[A-Za-z]+", text[at:]):
+        end = at + word.end()
+        if word[0] in (r"\sqrt", r"\frac"):
+            for _ in range(1 if word[0] == r"\sqrt" else 2):
+                _, end = _argument(text, end, word[0])
+        return text[at:end], end
+    return text[at], at + 1
+
+
+def closing_at(text: str, start: int, mixed: bool = False) -> int | None:
+    """Where the bracket that opens at ``start`` closes; ``mixed``: ``[`` may end with ``)``."""
+    depth, at = 0, start
+    opening, closing = ("([", ")]") if mixed else (text[start], OPEN[text[start]])
+    while at < len(text):
+        if text[at] == "\\":
+            at += 2
+            continue
+        if text[at] in opening:
+            depth += 1
+        elif text[at] in closing:
+            depth -= 1
+            if not depth:
+                return at
+        at += 1
+    return None

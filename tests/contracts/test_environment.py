@@ -1,0 +1,195 @@
+"""What every environment of the registry must do; a new one passes this or does not exist."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from rlinf.data.counted import counted
+from rlinf.data.record import Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.engines.transformers import TransformersConfig, TransformersEngine
+from rlinf.envs import environments
+from rlinf.envs.base import Environment, Episodes
+from rlinf.fit import OBSERVATIONS, STEP_REWARDS
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from stages.collect import collect
+
+GROUP = 2
+LETTERS = "0123456789+-*=? errobad"
+CARTPOLE = {"id": "CartPole-v1", "observation": 4, "action": {"kind": "discrete", "size": 2}}
+Play = Callable[..., list[Record]]
+
+
+def options(name: str, folder: Path) -> dict[str, Any]:
+    """A small configuration of each task."""
+    if name == "jsonl":
+        for split, first in (("train", 0), ("test", 50)):
+            rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(first, first + 9)]
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
+    return {"gym": CARTPOLE, "calculator": {"turn_tokens": 4}}.get(name, {})
+
+
+@pytest.fixture(params=environments.names())
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
+    if request.param == "gym":
+        pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+    if request.param == "jsonl":
+        pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
+    cls = environments.get(request.param)
+    values = json.dumps(options(request.param, tmp_path))
+    return cls, cls.Config.model_validate_json(values)
+
+
+@pytest.fixture
+def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, Play]]:
+    """The environment, and what plays episodes in it with a new policy that fits."""
+    cls, config = kind
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    spec = cls.describe(config)
+    if OBSERVATIONS in cls.offers:
+        small = MLPConfig(hidden=(8,))
+        MLPPolicy.create(small, spec, 0, folder)
+        engine: Any = DirectEngine(DirectConfig(), MLPPolicy, small)
+        processor = None
+    else:
+        tiny = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
+        CausalLM.create(tiny, {"alphabet": spec.get("alphabet", LETTERS)}, 0, folder)
+        engine = TransformersEngine(TransformersConfig(), CausalLM, tiny)
+        processor = CausalLM.processor(folder, tiny)
+    engine.load(folder, 5)
+    environment = cls(config, processor)
+
+    def play(
+        starts: range = range(4), split: Literal["train", "test"] = "train", iteration: int = 2
+    ) -> list[Record]:
+        episodes = Episodes(1, iteration, split, starts, 4, GROUP, 12, 1.0)
+        records = list(collect(environment, engine, episodes, "rollout"))
+        return sorted(records, key=lambda record: record.identity)
+
+    yield environment, play
+    environment.close()
+    engine.close()
+
+
+def asked(record: Record) -> bytes:
+    """What an episode begins with."""
+    prompt = record.context.get("prompt")
+    first = record.steps["observations"][0] if prompt is None else prompt
+    return np.asarray(first).tobytes()
+
+
+def test_every_sample_is_there_once_with_what_the_algorithms_need(
+    made: tuple[Environment, Play],
+) -> None:
+    environment, play = made
+    records = play()
+    assert [record.identity for record in records] == [(2, sample, 0) for sample in range(8)]
+    for record in records:
+        assert 0 < len(record) <= 12
+        assert {"actions", "logprobs"} <= record.steps.keys()
+        assert record.info["group"] == record.identity.sample // GROUP
+        assert record.info["policy_version"] == 5
+        assert isinstance(record.info["stop_reason"], str)
+        assert np.isfinite(record.steps["logprobs"]).all()
+        assert counted(record).any()
+        assert ("rewards" in record.steps) == (STEP_REWARDS in environment.offers)
+
+
+def test_the_same_address_gives_the_same_experience(made: tuple[Environment, Play]) -> None:
+    _, play = made
+    assert [record.digest() for record in play()] == [record.digest() for record in play()]
+
+
+def test_a_part_of_the_starts_begins_as_in_the_whole(made: tuple[Environment, Play]) -> None:
+    """Also after other episodes: nothing is left of those."""
+    _, play = made
+    whole = {record.identity.sample: asked(record) for record in play()}
+    parts = play(range(1, 4, 2)) + play(range(0, 4, 2))
+    assert {record.identity.sample: asked(record) for record in parts} == whole
+
+
+def test_the_samples_of_a_group_begin_alike_and_starts_differ(
+    made: tuple[Environment, Play],
+) -> None:
+    _, play = made
+    begins = [asked(record) for record in play()]
+    assert begins[::2] == begins[1::2]
+    assert len(set(begins[::2])) > 1
+
+
+def test_iterations_differ_and_held_out_starts_are_others(made: tuple[Environment, Play]) -> None:
+    _, play = made
+    first, later, test = ({asked(r) for r in play(iteration=i, split=s)} for i, s in
+                          ((2, "train"), (3, "train"), (0, "test")))  # fmt: skip
+    assert first != later
+    assert not test & (first | later)
+
+
+def test_every_trajectory_has_a_finite_score_of_its_own(made: tuple[Environment, Play]) -> None:
+    environment, play = made
+    records = play(split="test")
+    scores = environment.score(records, Counter())
+    assert len(scores) == len(records)
+    assert all(math.isfinite(score) for score in scores)
+    one = environment.score(records[3:4], Counter())
+    assert one == scores[3:4]
+
+
+def test_what_a_policy_is_made_for_needs_nothing_but_the_configuration(
+    kind: tuple[Any, Any],
+) -> None:
+    cls, config = kind
+    cls.verify(config)
+    assert cls.describe(config) == cls.describe(config)
+
+
+def test_a_crash_costs_one_episode(
+    made: tuple[Environment, Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what others do beside the policy: tasks of one prompt and one response have no such."""
+    environment, play = made
+    name = type(environment).__name__
+    if name == "GymEnvironment":
+        whole, worlds = play(), environment._worlds._worlds  # type: ignore[attr-defined]
+        step, calls = worlds[2].step, iter(range(99))
+
+        def fails(action: Any) -> Any:
+            if next(calls) == 3:
+                raise RuntimeError("lost")
+            return step(action)
+
+        monkeypatch.setattr(worlds[2], "step", fails)
+    elif STEP_REWARDS in environment.offers:
+        whole = play()
+        begin = environment.begin  # type: ignore[attr-defined]
+        numbers = iter(range(99))
+
+        def begun(*given: Any) -> Any:
+            dialogue = begin(*given)
+            if next(numbers) == 2:
+                dialogue.step = lambda message: 1 / 0
+            return dialogue
+
+        monkeypatch.setattr(environment, "begin", begun)
+    else:
+        pytest.skip("nothing runs beside the policy")
+    struck = play()
+    counts = Counter[str]()
+    environment.score(struck, counts)
+    assert sum(counts.values()) == 1
+    for before, after in zip(whole, struck, strict=True):
+        if after.identity.sample == 2:
+            assert not counted(after)[:3].any()
+        else:
+            assert before.digest() == after.digest()

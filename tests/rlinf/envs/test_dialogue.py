@@ -1,0 +1,245 @@
+"""A dialogue is one row of tokens, as the policy saw it; only its own count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.commands.experiment import execute
+from pipeline.metrics import collect as metrics
+from rlinf.data.counted import counted
+from rlinf.data.record import Record
+from rlinf.engines.transformers import TransformersConfig, TransformersEngine
+from rlinf.envs.base import Episodes
+from rlinf.envs.calculator import ALPHABET, CalculatorConfig, CalculatorEnvironment, Sum
+from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnvironment, ToolDialogue
+from rlinf.errors import StageError
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from stages.collect import collect
+from tests.stages.test_reward import records
+
+Compose = Callable[..., dict[str, Any]]
+CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
+SAYS = {"role": "tool", "content": "12=34"}
+
+
+class Talk(Dialogue):
+    """Answers every message; says how the policy's messages came to it."""
+
+    def __init__(self, start: int, fails: bool = False) -> None:
+        self.start, self.fails, self.heard, self.closed = start, fails, list[str](), 0
+
+    def init(self) -> Sequence[dict[str, str]]:
+        return [{"role": "user", "content": f"{self.start}+1="}]
+
+    async def step(self, message: str) -> Answer:
+        self.heard.append(message)
+        await asyncio.sleep(0)
+        if self.fails and len(self.heard) == 2:
+            raise RuntimeError("the tool's server is gone")
+        return [SAYS], float(len(self.heard)), False
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Talks(DialogueEnvironment):
+    """Numbered dialogues; some fail."""
+
+    failing: ClassVar[frozenset[int]] = frozenset()
+
+    @classmethod
+    def describe(cls, config: Any) -> dict[str, Any]:
+        return {"alphabet": ALPHABET}
+
+    def begin(self, split: str, random: np.random.Generator) -> Dialogue:
+        self.begun = [*getattr(self, "begun", []), Talk(len(getattr(self, "begun", [])))]
+        self.begun[-1].fails = self.begun[-1].start in self.failing
+        return self.begun[-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    CausalLM.create(CONFIG, {"alphabet": ALPHABET}, 0, folder)
+    return folder
+
+
+def talked(folder: Path, task: DialogueEnvironment, starts: range, horizon: int) -> list[Record]:
+    engine = TransformersEngine(TransformersConfig(), CausalLM, CONFIG)
+    engine.load(folder, 3)
+    episodes = Episodes(0, 1, "train", starts, 4, 2, horizon, 1.0)
+    made = list(collect(task, engine, episodes, "rollout"))
+    return sorted(made, key=lambda record: record.identity)
+
+
+def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) -> None:
+    task = Talks(DialogueConfig(turns=3, turn_tokens=5), load_tokenizer(folder))
+    made = talked(folder, task, range(3), 40)
+    assert [record.identity.sample for record in made] == list(range(6))
+    policy = CausalLM.load(folder, CONFIG)
+    with torch.no_grad():
+        outputs = policy.evaluate(policy.collate(made), 1.0)
+    for i, (record, talk) in enumerate(zip(made, task.begun, strict=True)):
+        counts = counted(record)
+        got = outputs.logprobs[i, : len(record)].numpy()
+        np.testing.assert_allclose(got[counts], record.steps["logprobs"][counts], atol=2e-5)
+        said = task.tokenizer.decode(record.steps["actions"][~counts])
+        assert said == SAYS["content"] * 2, "between three messages, none behind the last"
+        own = task.tokenizer.decode(record.steps["actions"][counts], skip_special_tokens=True)
+        assert own == "".join(talk.heard)
+        # On the last token of each message.
+        assert record.steps["rewards"][counts].sum() == 1 + 2 + 3 == record.info["return"]
+        assert not record.steps["rewards"][~counts].any()
+        assert counts[-1]
+        assert record.info["stop_reason"] == "length"
+        assert talk.closed == 1
+
+
+def test_no_dialogue_is_longer_than_the_horizon(folder: Path) -> None:
+    task = Talks(DialogueConfig(turns=9, turn_tokens=6), load_tokenizer(folder))
+    for record in talked(folder, task, range(3), 20):
+        assert len(record) <= 20
+        assert record.info["stop_reason"] == "length"
+
+
+def test_a_dialogue_that_fails_costs_itself_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, tokenizer = DialogueConfig(turns=3, turn_tokens=5), load_tokenizer(folder)
+    whole = talked(folder, Talks(settings, tokenizer), range(2), 40)
+    monkeypatch.setattr(Talks, "failing", frozenset({1}))
+    task = Talks(settings, tokenizer)
+    made = talked(folder, task, range(2), 40)
+    assert [r.info["stop_reason"] for r in made] == ["length", "error", "length", "length"]
+    assert not counted(made[1]).any()
+    for number in (0, 2, 3):
+        np.testing.assert_array_equal(made[number].steps["actions"], whole[number].steps["actions"])
+    counts = Counter[str]()
+    assert task.score(made, counts) == [6.0, 0.0, 6.0, 6.0]
+    assert counts == {"failed_dialogues": 1}
+    assert [talk.closed for talk in task.begun] == [1] * 4
+
+
+def test_a_task_whose_dialogues_all_fail_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Talks, "failing", frozenset(range(9)))
+    task = Talks(DialogueConfig(turns=3, turn_tokens=5), load_tokenizer(folder))
+    with pytest.raises(StageError, match=r"every dialogue .*(?s:.)*server is gone"):
+        talked(folder, task, range(2), 40)
+
+
+def test_a_chat_template_puts_the_other_sides_words_between_those_of_the_policy(
+    folder: Path,
+) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}e:"
+    )
+    task = Talks(DialogueConfig(turns=2, turn_tokens=4), tokenizer)
+    end = tokenizer.eos_token
+    for record in talked(folder, task, range(2), 60):
+        tokens, counts = record.steps["actions"], counted(record)
+        assert tokenizer.decode(record.context["prompt"]).endswith(f"+1={end}e:")
+        first, second = np.flatnonzero(np.diff(counts.astype(int)))
+        said = tokenizer.decode(tokens[first + 1 : second + 1])
+        # A message that the budget cut is ended for the policy.
+        stopped = tokens[first] == tokenizer.eos_token_id
+        assert said == ("" if stopped else end) + f":{SAYS['content']}{end}e:"
+
+
+class Tools(ToolDialogue):
+    """Two tools, one of them asynchronous."""
+
+    def __init__(self) -> None:
+        self.together = asyncio.Barrier(2)
+        self.tools = {"meet": self.meet, "half": lambda n: n // 2}
+
+    async def meet(self) -> str:
+        # Ends only where both calls of a message are under way at the same time.
+        await asyncio.wait_for(self.together.wait(), 5)
+        return "met"
+
+    def init(self) -> list[dict[str, str]]:
+        return []
+
+    def judge(self, message: str) -> float:
+        return float(message == "right")
+
+
+def call(text: str) -> str:
+    return f"<tool_call>{text}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (call('{"name": "half", "arguments": {"n": 8}}'), ["4"]),
+        (call('{"name": "meet"}') * 2, ["met", "met"]),
+        (call('{"name": "hal"}'), ["error: no tool 'hal'; there are half, meet"]),
+        (call('{"name": "half", "arguments": {"n": "x"}}'), ["error: unsupported operand"]),
+        (call('{"name": '), ["error: Expecting value"]),
+        (call("[1]"), ["error: a call is an object"]),
+    ],
+)
+def test_calls_are_made_side_by_side_and_their_errors_told(message: str, said: list[str]) -> None:
+    async def go() -> Answer:
+        return await Tools().step(message)
+
+    messages, reward, done = asyncio.run(go())
+    assert len(messages) == len(said)
+    for got, wanted in zip(messages, said, strict=True):
+        assert got["content"].startswith(wanted)
+    assert (reward, done) == (0.0, False)
+
+
+def test_a_message_without_a_call_is_judged() -> None:
+    assert asyncio.run(Tools().step("right")) == ([], 1.0, True)
+
+
+def test_the_calculator_is_asked_and_believed() -> None:
+    dialogue = Sum("12*12")
+    asked = asyncio.run(dialogue.step("12*12?"))
+    assert asked == ([{"role": "tool", "content": "144"}], 0.0, False)
+    assert asyncio.run(dialogue.step("144")) == ([], 1.0, True)
+    refused, _, done = asyncio.run(dialogue.step("__import__?"))
+    assert (refused[0]["content"], done) == ("error: no sum", False)
+
+
+def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Path) -> None:
+    task = CalculatorEnvironment(CalculatorConfig(), load_tokenizer(folder))
+    for record in task.demonstrations(0, 0, 5):
+        counts, end = counted(record), task.tokenizer.eos_token
+        question = task.tokenizer.decode(record.context["prompt"])[:-1]
+        value = str(eval(question))
+        own = task.tokenizer.decode(record.steps["actions"][counts])
+        assert own == f"{question}?{end}{value}{end}"
+        assert task.tokenizer.decode(record.steps["actions"][~counts]) == value
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_an_agent_is_trained_from_end_to_end(compose: Compose, tmp_path: Path) -> None:
+    words = ["task.name=calculator", "task.digits=1", "warm_start.max_steps=60"]
+    words += ["warm_start.batch=64", "warm_start.lr=1e-2", "warm_start.evaluate_every=60"]
+    words += ["rollout.batch=8", "rollout.horizon=24", "algorithm.entropy_bonus=0"]
+    values = compose(*words, "algorithm.lr=1e-3")
+    for section in ("operations", "least_significant_first", "rambling"):
+        values["task"].pop(section, None)
+    values["task"]["digits"] = 1
+    execute(values)
+    rows = metrics(tmp_path / "tiny")
+    made = records(tmp_path / "tiny", "rollout", "trajectories")
+    assert any(not counted(record).all() for record in made.values()), "the calculator was asked"
+    assert any(record.info["turns"] == 2 for record in made.values())
+    for row in rows:
+        assert row["train/engine_gap"] < 1e-3
+        assert row["inference/logprob_gap_max"] < 1e-2
+    assert sum(row["reward/group_std"] > 0 for row in rows), rows

@@ -1,0 +1,118 @@
+"""The examples of docs/extending.md: shown as they are, and run as users of the wheel run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlinf import tree
+from rlinf.errors import EXIT_BAD_INPUT
+from tests.conftest import TINY
+from tests.pipeline.helpers import contents
+from tests.wheel import Installed, call
+
+EXAMPLES = tree.ROOT / "docs" / "examples"
+PAGE = (tree.ROOT / "docs" / "extending.md").read_text()
+FILES = sorted(
+    path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".yaml") and path.is_file()
+)
+COMMANDS = [
+    shlex.split(line)
+    for shown in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    for line in shown.splitlines()
+]
+HERE = [words for words in COMMANDS if "cluster=slurm" not in words]
+JOBS = [words for words in COMMANDS if "cluster=slurm" in words]
+ACTING = ["iterations=2", "rollout.batch=2", "rollout.horizon=16", "evaluate.samples=2"]
+WRITING = [
+    word.removeprefix("++")
+    for word in TINY
+    if not word.startswith(("++run.name", "++algorithm.drop_equal_groups"))
+]
+MOST_LINES = 60
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_page_shows_the_files_as_they_are(path: Path) -> None:
+    name = path.relative_to(EXAMPLES).as_posix()
+    kind = "python" if path.suffix == ".py" else "yaml"
+    assert f"`{name}`\n\n```{kind}\n{path.read_text()}```\n" in PAGE
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_page_names_every_kind_and_every_grain() -> None:
+    assert len(HERE) == 8
+    assert len(JOBS) == 2
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A folder of the user's own."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "mine"))
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The arguments of a command of the page, for a run of seconds."""
+    acts = "experiment=cartpole_ppo" in words
+    return [*words[1:], "log.trackers=[]", *(ACTING if acts else WRITING)]
+
+
+def clean() -> dict[str, str]:
+    """An environment that leads to nothing of the checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", HERE, ids=" ".join)
+def test_a_command_of_the_page_runs_with_the_wheel(
+    installed: Installed, mine: Path, words: list[str]
+) -> None:
+    call(installed.rlinf, *shortened(words), cwd=mine, env=clean())
+    (run,) = (mine / "runs").iterdir()
+    assert (run / "it/0001/sync/manifest.json").exists()
+    named = [word.partition("=")[2] for word in words if ":" in word]
+    kept = (run / "config.yaml").read_text()
+    assert all(name in kept for name in named)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_notebook_runs_with_the_wheel(installed: Installed, mine: Path) -> None:
+    script, experiment = mine / "notebook.py", mine / "configs/experiment/reversal.yaml"
+    experiment.write_text(
+        experiment.read_text().replace(
+            "run:\n", "iterations: 1\nwarm_start: {max_steps: 3}\nrun:\n"
+        )
+    )
+    printed = call(installed.python, script, cwd=mine, env=clean())
+    assert "(1, " in printed
+
+
+@pytest.mark.slow
+def test_an_edited_class_does_not_go_on_with_stale_results(
+    installed: Installed, mine: Path
+) -> None:
+    words = next(words for words in HERE if "reward.name=mylab.reward:Brief" in words)
+    call(installed.rlinf, *shortened(words), cwd=mine, env=clean())
+    reward = mine / "mylab/reward.py"
+    reward.write_text(reward.read_text().replace("s - self", "s - 2 * self"))
+
+    def again(*more: str) -> subprocess.CompletedProcess[str]:
+        call_ = [str(installed.rlinf), *shortened(words), *more]
+        return subprocess.run(
+            call_, cwd=mine, env=clean(), capture_output=True, text=True, check=False
+        )
+
+    refused = again()
+    assert refused.returncode == EXIT_BAD_INPUT
+    assert "mylab.reward" in refused.stderr
+    before = contents(mine / "runs/brief")
+    assert not again("--redo").returncode
+    after = contents(mine / "runs/brief")
+    assert before["it/0000/rollout"] == after["it/0000/rollout"]
+    assert before["it/0000/reward"] != after["it/0000/reward"]
