@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-browser browser test-fast chaos lint format bench wheel slurm-up slurm-down clean
+.PHONY: help install env demo test test-slow test-browser browser test-fast chaos lint format bench wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,22 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
 	touch $@
+
+# Environments of their own for parts whose packages cannot stand beside ours: the interpreters that
+# task.python, engine.python and trainer.python name. Each has its packages, pinned, in one file.
+ENVS := $(if $(RLINF_ENVS),$(RLINF_ENVS),$(HOME)/.cache/rlinf/envs)
+ENV_FILE = configs/environments/$(NAME).txt
+
+env:  ## Make the environment NAME of configs/environments, outside the checkout
+	@test -n "$(NAME)" -a -f "$(ENV_FILE)" || { echo "make env NAME=...: one of" \
+	  $(basename $(notdir $(wildcard configs/environments/*.txt))) >&2; exit 65; }
+	@cmp -s $(ENV_FILE) $(ENVS)/$(NAME)/.installed && echo "$(ENVS)/$(NAME) is ready" || { set -e; \
+	  test -x $(ENVS)/$(NAME)/bin/python || $(PYTHON) -m venv $(ENVS)/$(NAME); \
+	  export PIP_CONSTRAINT=$(CURDIR)/$(ENV_FILE); \
+	  torch=$$(sed -n '/^torch==/p' $(ENV_FILE)); \
+	  test -z "$$torch" || $(ENVS)/$(NAME)/bin/python -m pip install -q $$torch; \
+	  $(ENVS)/$(NAME)/bin/python -m pip install -q -r $(ENV_FILE); \
+	  cp $(ENV_FILE) $(ENVS)/$(NAME)/.installed; }
 
 demo: install  ## Warm-start and train the arithmetic model, then say where the report is
 	@echo "five to nine minutes on two cores; interrupt it at any time, the same command goes on"

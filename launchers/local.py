@@ -62,7 +62,8 @@ class LocalLauncher:
                 "RLINF_ATTEMPT": attempt,
             }
             log = job.logs / f"{job.name.replace('/', '-')}-{attempt}-r{rank}.log"
-            command = [*job.resources.prefix, sys.executable, "-m", job.module, *job.argv]
+            python = job.resources.interpreter or sys.executable
+            command = [*job.resources.prefix, python, "-m", job.module, *job.argv]
             with log.open("wb") as stream:
                 processes.append(
                     subprocess.Popen(

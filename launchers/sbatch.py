@@ -243,7 +243,8 @@ def _make_folders(jobs: Sequence[Job]) -> None:
 def _python(needs: Resources) -> str:
     """The command of Python on the nodes, for a shell."""
     # A container's command names its own; all others use this one.
-    own = () if needs.python else (sys.executable,)
+    named = needs.interpreter or (None if needs.python else sys.executable)
+    own = () if named is None else (named,)
     return shlex.join([*needs.prefix, *own])
 
 

@@ -13,6 +13,7 @@ from rlinf.envs import environments
 from rlinf.envs.base import Extent
 from rlinf.errors import ConfigError, RlinfError, nearest, require
 from rlinf.fit import DEMONSTRATIONS, GROUPS, LANGUAGE_MODEL
+from rlinf.interpreters import OF_STAGES, check_interpreter, know, named
 from rlinf.models import policies
 from rlinf.registry import Registry, own_attribute
 from rlinf.rewards import rewards
@@ -42,9 +43,10 @@ def check(config: RunConfig) -> None:
     reward_class(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.site is not None:
-        load_site(cluster.site)
+        know(load_site(cluster.site).interpreters)
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}")
+    check_interpreters(config, cluster, environment.modules)
     check_flow(flow_of(config), "flow")
     check_fit(config)
     check_sampling(config, engine.needs)
@@ -61,6 +63,25 @@ def check(config: RunConfig) -> None:
     processor = policy.check(model_options, environment.describe(task_options))
     extent = environment.extent(task_options, processor)
     check_extent(config, extent, policy.positions(model_options))
+
+
+def check_interpreters(
+    config: RunConfig, cluster: ClusterConfig, simulates: tuple[str, ...]
+) -> None:
+    """See that interpreters which are named are there and have what runs under them.
+
+    Raises:
+        ConfigError: one is not, has not, or would have to run stages of the driver's process.
+    """
+    for section, modules in (("task", simulates), ("engine", OF_STAGES), ("trainer", OF_STAGES)):
+        if (name := named(config, section)) is None:
+            continue
+        check_interpreter(name, f"{section}.python", modules)
+        if section != "task" and cluster.launcher == "inprocess":
+            raise ConfigError(
+                f"{section}.python: stages run in the driver's own process with "
+                "cluster.launcher=inprocess; choose cluster=local or cluster=slurm"
+            )
 
 
 def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:

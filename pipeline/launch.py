@@ -18,9 +18,11 @@ from pipeline.needs import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.channels.curve import INTERFACE, LOOPBACK
-from rlinf.config import Section
-from rlinf.errors import RequeueRequested
+from rlinf.config import RunConfig, Section
+from rlinf.errors import ConfigError, RequeueRequested
+from rlinf.interpreters import interpreter, know, named
 from slurm.jobs import Resources, State, Status
+from stages.flow import Flow
 from stages.runner import StageCall
 
 WAITS_S = 10.0
@@ -137,12 +139,19 @@ def check_together(plan: Plan, cluster: ClusterConfig) -> None:
         check_components(components)
 
 
-def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:
-    """What a job of a stage asks for: the plan's numbers with the site's settings."""
+def resources(plan: StagePlan, cluster: ClusterConfig, interpreter: str | None = None) -> Resources:
+    """What a job of a stage asks for: the plan's numbers with the site's settings.
+
+    Args:
+        interpreter: see :func:`interpreter_of`.
+    """
     from slurm.site import load_site
 
-    site = load_site(cluster.site).of(plan.partition) if cluster.site else None
-    extra: dict[str, Any] = {} if site is None else site.as_resources()
+    extra: dict[str, Any] = {}
+    if cluster.site:
+        site = load_site(cluster.site)
+        extra = site.of(plan.partition).as_resources()
+        extra["env"] = {**extra.get("env", {}), **know(site.interpreters)}
     network = {INTERFACE: cluster.listens_on} if cluster.listens_on else {}
     env = {**extra.pop("env", {}), **network, **cluster.env}
     if plan.constraint is not None:
@@ -157,9 +166,34 @@ def resources(plan: StagePlan, cluster: ClusterConfig) -> Resources:
         cpus_per_task=plan.cpus,
         mem_mb=plan.mem_mb,
         time_min=plan.time_min,
+        interpreter=interpreter,
         env=env,
         **extra,
     )
+
+
+def interpreter_of(config: RunConfig, flow: Flow, *stages: str) -> str | None:
+    """The interpreter of the process that runs some stages; None: this one.
+
+    Raises:
+        ConfigError: it is not there, or they need different ones.
+    """
+    found: dict[str | None, str] = {}
+    for stage in stages:
+        entry = flow.table[stage]
+        # The warm start depends on both, and saves what the trainer made.
+        depends = [name for name in ("trainer", "engine") if name in entry.sections]
+        section = entry.loads or next(iter(depends), None)
+        name = None if section is None else named(config, section)
+        if section is not None:
+            path = None if name is None else interpreter(name, f"{section}.python")
+            found.setdefault(path, f"{section}.python of {stage}")
+    if len(found) > 1:
+        raise ConfigError(
+            f"{' and '.join(found.values())}: one process cannot run them under two interpreters; "
+            "name the same, or give these stages pools or jobs of their own"
+        )
+    return next(iter(found), None)
 
 
 def stage_job(node: Node, call: StageCall, run: Path, needs: Resources) -> Job:
@@ -218,7 +252,8 @@ class LauncherExecutor:
         return f"{len(self._ids)} submitted jobs go on, and a resumed run finds them"
 
     def start(self, node: Node, call: StageCall) -> None:
-        needs = resources(self.plan.of(node.stage), self.cluster)
+        python = interpreter_of(self.run.config, self.plan.flow, node.stage)
+        needs = resources(self.plan.of(node.stage), self.cluster, python)
         identity = self.launcher.submit(stage_job(node, call, self.run.folder, needs))
         self._ids[node] = identity
         self._queue.submitted(node.name, identity, needs.partition)

@@ -214,6 +214,10 @@ TRANSIENT = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
 """Top-level keys that never change a result: they are not part of any identity."""
 
 
+INTERPRETED = frozenset({"task", "engine", "trainer"})
+"""Sections whose ``python`` names the interpreter of their processes, which is a path as well."""
+
+
 class RunConfig(Section):
     """One experiment. The sections and keys of :data:`TRANSIENT` never change its result."""
 
@@ -274,7 +278,10 @@ class RunConfig(Section):
 
 def semantic(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of a whole configuration changes the result."""
-    return {key: value for key, value in values.items() if key not in TRANSIENT}
+    kept = {key: value for key, value in values.items() if key not in TRANSIENT}
+    for section in INTERPRETED & kept.keys():
+        kept[section] = {k: v for k, v in kept[section].items() if k != "python"}
+    return kept
 
 
 def digest(values: Any) -> str:

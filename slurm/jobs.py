@@ -33,6 +33,8 @@ class Resources:
     """Shell lines run before the job's command: ``module load cuda``."""
     python: tuple[str, ...] = ()
     """Command prefix of Python, for containers: ``("apptainer", "exec", "--nv", "image.sif")``."""
+    interpreter: str | None = None
+    """Path of the Python that runs the command; None: this one, or that of the container."""
     env: Mapping[str, str] = field(default_factory=dict)
     sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
     """Further sbatch options, name to value; true is a flag without one."""

@@ -90,6 +90,8 @@ class Site(Section):
 
     defaults: PartitionSite = PartitionSite()
     partitions: dict[str, PartitionSite] = {}
+    interpreters: dict[str, str] = {}
+    """Paths by name, for ``task.python``, ``engine.python`` and ``trainer.python``."""
 
     def of(self, partition: str | None) -> PartitionSite:
         """Settings of a partition, or of a list of them (``a100,h100``) that share all settings.

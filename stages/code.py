@@ -54,6 +54,7 @@ CARRIERS = (
     "rlinf.config",
     "rlinf.errors",
     "rlinf.fit",
+    "rlinf.interpreters",
     "rlinf.leftovers",
     "rlinf.machine",
     "rlinf.models.device",

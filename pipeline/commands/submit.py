@@ -17,7 +17,7 @@ from pipeline.commands.experiment import checked, cluster_of, composed, is_folde
 from pipeline.committed import Committed
 from pipeline.flow import Graph
 from pipeline.freeze import create_run
-from pipeline.launch import ClusterConfig, resources, settled, stage_job
+from pipeline.launch import ClusterConfig, interpreter_of, resources, settled, stage_job
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
 from pipeline.pools.jobs import pool_job, pool_states
@@ -123,7 +123,8 @@ def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str,
         }
         out = graph.folder(run.folder, node)
         call = StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
-        needs = resources(plan.of(node.stage), cluster)
+        python = interpreter_of(run.config, plan.flow, node.stage)
+        needs = resources(plan.of(node.stage), cluster, python)
         yield node.stage, [stage_job(node, call, run.folder, needs)]
 
 

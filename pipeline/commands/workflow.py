@@ -16,6 +16,7 @@ from pipeline.commands.experiment import prepare as prepare_run
 from pipeline.committed import Committed
 from pipeline.driver import call_of
 from pipeline.flow import Graph, Node
+from pipeline.launch import interpreter_of
 from pipeline.lock import LOCK, Lock
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
@@ -194,7 +195,14 @@ class Workflow:
         ranks = f"-m launchers.ranks {plan.processes}" if plan.processes > 1 else "-m"
         ranks, shares = f"{ranks} {module}", plan.shares
         speeds = f"{SHARES}={','.join(map(str, shares))} " if isinstance(shares, tuple) else ""
-        return f"{speeds}{self.python} {ranks}"
+        return f"{speeds}{self._interpreter(stage) or self.python} {ranks}"
+
+    def _interpreter(self, stage: str) -> str | None:
+        """The Python that a rule's stages need; None: this one."""
+        flow = self._graph.flow
+        return interpreter_of(
+            self._run.config, flow, *(flow.stages if stage == ITERATION else [stage])
+        )
 
     def log(self, stage: str) -> str:
         """Log file of a stage's rule."""
@@ -215,6 +223,7 @@ class Workflow:
             "gres": f"gpu:{kind}{plan.gpus}" if plan.gpus else None,
             "constraint": plan.constraint,
             "shares": None if plan.shares is None else json.dumps(plan.shares),
+            "interpreter": self._interpreter(stage),
         }
         return {name: value for name, value in values.items() if value is not None}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launchers.base import Job
 from pipeline.flow import Graph
-from pipeline.launch import ClusterConfig, resources
+from pipeline.launch import ClusterConfig, interpreter_of, resources
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
 from pipeline.pools.leases import PoolState
@@ -61,7 +61,9 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
         # A reference elsewhere takes what engines take, and evaluates what is trained:
         # engines then cast.
         argv.append("--uncast")
-    needs, *further = (resources(part, cluster) for part in pool.needs)
+    here = [stage for stage, number in of.items() if number == pool.number and stage in flow.table]
+    python = interpreter_of(run.config, flow, *here)
+    needs, *further = (resources(part, cluster, python) for part in pool.needs)
     return Job(
         f"pool/{name}",
         tuple(argv),

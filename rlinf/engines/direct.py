@@ -30,6 +30,8 @@ class DirectConfig(Section):
 
     threads: int = Field(default=1, gt=0)
     """Torch threads; small networks want one."""
+    python: str | None = None
+    """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "cpu"
     """Small networks answer sooner on the CPU."""
 

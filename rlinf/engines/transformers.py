@@ -42,6 +42,8 @@ class TransformersConfig(Section):
     """Most samples decoded at once."""
     threads: int = Field(default=1, gt=0)
     """Torch threads while generating; more than one slows small models down."""
+    python: str | None = None
+    """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the weights it generates with, and of what is sent to it; null: that of the model. The

@@ -78,6 +78,9 @@ class Environment(Part, ABC):
     resumes: ClassVar[bool] = False
     """Whether :meth:`simulate` goes on with samples that another engine gave up."""
 
+    modules: ClassVar[tuple[str, ...]] = ()
+    """What an interpreter named in ``task.python`` must be able to import."""
+
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:
         """``processor`` is what the policy brings to read observations (a tokenizer), or None."""

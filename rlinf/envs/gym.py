@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import json
 import logging
 import sys
@@ -25,15 +25,18 @@ from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Environment, Episodes
 from rlinf.envs.overlap import Part, overlapped
-from rlinf.envs.processes import Processes
+from rlinf.envs.processes import Process, SimulatorError, side_by_side
+from rlinf.envs.simulator import Refused, Worlds, gymnasium_world
 from rlinf.errors import ConfigError, MissingPackageError
 from rlinf.fit import OBSERVATIONS, STEP_REWARDS
+from rlinf.interpreters import interpreter
 from rlinf.seeding import generator
 
 if TYPE_CHECKING:
     from rlinf.models.base import Spec
 
 log = logging.getLogger(__name__)
+MAKER = ":gymnasium_world"
 
 FAILURES = 3
 
@@ -60,6 +63,9 @@ class GymConfig(Section):
     """Arguments of ``gymnasium.make``."""
     processes: int = Field(default=0, ge=0)
     """Processes that step the environments beside the policy; 0: the stage's own does."""
+    python: str | None = None
+    """The interpreter of those processes, one at least then: a path, or the name of an environment
+    that ``make env`` has made or the site file knows. It needs numpy and Gymnasium alone."""
     halves: Literal[1, 2] = 1
     """2: a process steps one half of its environments while the policy answers the other."""
 
@@ -78,12 +84,13 @@ class GymEnvironment(Environment):
     """
 
     Config = GymConfig
+    modules = ("numpy", "gymnasium")
     offers = frozenset({OBSERVATIONS, STEP_REWARDS})
 
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config
-        self._worlds: list[Any] = []
-        self._processes = Processes(self, config.processes) if config.processes else None
+        self._worlds = Worlds(functools.partial(make, config))
+        self._processes: list[Process] = []
 
     @classmethod
     def describe(cls, config: GymConfig) -> Spec:
@@ -117,20 +124,21 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
-        one = make(config)
-        seen, act = one.observation_space, one.action_space
-        one.close()
-        from gymnasium.spaces import Box, Discrete
-
-        if not isinstance(seen, Box) or len(seen.shape) != 1:
-            raise ConfigError(f"task.id: {config.id} has no vector observations ({seen})")
-        if isinstance(act, Discrete):
-            action = {"kind": "discrete", "size": int(act.n)}
-        elif isinstance(act, Box) and len(act.shape) == 1:
-            action = {"kind": "box", "size": int(act.shape[0])}
+        worlds = _process(config) if config.python else Worlds(functools.partial(make, config))
+        with contextlib.closing(worlds):
+            spaces = worlds.spaces()
+        seen, act = spaces["observation"], spaces["action"]
+        if seen["kind"] != "box" or len(seen["shape"]) != 1:
+            raise ConfigError(f"task.id: {config.id} has no vector observations ({seen['text']})")
+        if act["kind"] == "discrete":
+            action = {"kind": "discrete", "size": act["size"]}
+        elif act["kind"] == "box" and len(act["shape"]) == 1:
+            action = {"kind": "box", "size": act["shape"][0]}
         else:
-            raise ConfigError(f"task.id: {config.id} has actions {act}, which no policy here takes")
-        return {"observation": int(seen.shape[0]), "action": action}
+            raise ConfigError(
+                f"task.id: {config.id} has actions {act['text']}, which no policy here takes"
+            )
+        return {"observation": seen["shape"][0], "action": action}
 
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
@@ -141,23 +149,52 @@ class GymEnvironment(Environment):
         ``terminated``, ``truncated``. Where the policy gives ``values``, ``bootstrap`` is the value
         of the state after a step at which an episode was cut off, 0 at all others.
         """
-        if self._processes is not None:
-            yield from self._processes.collect(episodes, observations, actions)
+        samples = episodes.samples()
+        if self._count:
+            yield from self._beside(episodes, samples, observations, actions)
             return
 
         def put(request: Record) -> None:
             observations.put(request, weight=len(request))
 
-        records = overlapped(self.parts(episodes, episodes.samples()), put, actions.get)
+        records = overlapped(self._parts(episodes, samples, self._worlds), put, actions.get)
         observations.close()
         yield from records
 
-    def parts(self, episodes: Episodes, samples: np.ndarray) -> list[Part]:
+    @property
+    def _count(self) -> int:
+        """Processes beside the stage's own."""
+        return self.config.processes or int(self.config.python is not None)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the simulator processes that run."""
+        return [process.pid for process in self._processes]
+
+    def _beside(
+        self, episodes: Episodes, samples: np.ndarray, observations: Channel, actions: Channel
+    ) -> list[Record]:
+        """Collect with simulators in processes, which start with the first episodes."""
+        shares = np.array_split(samples, min(self._count, len(samples)) or 1)
+        shares = [share for share in shares if len(share)]
+        try:
+            while len(self._processes) < len(shares):
+                self._processes.append(_process(self.config))
+            pairs = zip(shares, self._processes, strict=False)
+            parts = [p for share, process in pairs for p in self._parts(episodes, share, process)]
+            return side_by_side(parts, observations, actions, self._end)
+        except BaseException:
+            # What they were about to say belongs to this attempt, not to the next one.
+            self._end()
+            raise
+
+    def _parts(
+        self, episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process
+    ) -> list[Part]:
         """The time loops of ``samples``, one or two."""
-        self._first(len(samples))
         each = -(-len(samples) // self.config.halves) or 1
         return [
-            _play(episodes, samples[first : first + each], self._worlds, first, self.config)
+            _play(episodes, samples[first : first + each], worlds, first)
             for first in range(0, len(samples), each)
         ]
 
@@ -169,26 +206,32 @@ class GymEnvironment(Environment):
         return [float(trajectory.info["return"]) for trajectory in trajectories]
 
     def close(self) -> None:
-        if self._processes is not None:
-            self._processes.close()
-        for world in self._worlds:
-            world.close()
-        self._worlds = []
+        self._end()
+        self._worlds.close()
 
-    def _first(self, count: int) -> None:
-        """Have that many simulators; they stay, for a seeded reset leaves nothing of the past."""
-        while len(self._worlds) < count:
-            self._worlds.append(make(self.config))
+    def _end(self) -> None:
+        for process in self._processes:
+            process.close()
+        self._processes = []
 
 
-def _play(
-    episodes: Episodes, samples: np.ndarray, worlds: list[Any], first: int, config: GymConfig
-) -> Part:
-    """The time loop of ``samples``, each in a world of its own: those from ``first`` on."""
+def _process(config: GymConfig) -> Process:
+    python = None if config.python is None else interpreter(config.python, "task.python")
+    return Process(MAKER, {"id": config.id, "kwargs": config.kwargs}, python)
+
+
+def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, first: int) -> Part:
+    """The time loop of ``samples``, each in a world of its own, from number ``first`` on."""
     starts = samples // episodes.group_size
-    rows = [
-        _Sample(worlds, first + at, config, episodes, int(start)) for at, start in enumerate(starts)
-    ]
+    rows = [_Sample(episodes, int(start)) for start in starts]
+
+    def reset(numbers: Sequence[int]) -> None:
+        if numbers:
+            found = worlds.reset([first + i for i in numbers], [rows[i].seed() for i in numbers])
+            for i, seen in zip(numbers, found, strict=True):
+                rows[i].reset(seen)
+
+    reset(range(len(rows)))
     live = list(range(len(rows)))
     cut: list[tuple[int, int, np.ndarray]] = []
     version = 0
@@ -197,13 +240,20 @@ def _play(
             break
         reply = yield _request(episodes, samples[live], [rows[i].seen for i in live], time)
         version = int(reply.info["version"])
+        came, errors = worlds.step([first + i for i in live], reply.steps["action"])
+        ended, last = list[int](), time + 1 == episodes.horizon
         for k, i in enumerate(live):
-            row, last = rows[i], time + 1 == episodes.horizon
-            row.step({name: column[k] for name, column in reply.steps.items() if name != "sample"})
+            row = rows[i]
+            row.step(
+                {name: column[k] for name, column in reply.steps.items() if name != "sample"},
+                {name: column[k] for name, column in came.items()},
+                errors.get(k),
+            )
             if row.truncated or (last and not row.terminated):
                 cut.append((i, time, row.seen))
             if row.ended and not last and episodes.split == "train":
-                row.reset()
+                ended.append(i)
+        reset(ended)
         if episodes.split == "test":
             live = [i for i in live if not rows[i].ended]
     valued = bool(rows) and "values" in rows[0].columns
@@ -260,51 +310,47 @@ class _Sample:
     ``seen`` is the last observation; ``terminated`` and ``truncated`` are those of the last step.
     """
 
-    def __init__(
-        self, worlds: list[Any], at: int, config: GymConfig, episodes: Episodes, start: int
-    ) -> None:
-        self._worlds, self._at, self._config = worlds, at, config
+    def __init__(self, episodes: Episodes, start: int) -> None:
         self._episodes, self._start = episodes, start
-        space = worlds[at].action_space
-        self._bounds = (space.low, space.high) if hasattr(space, "low") else None
-        self._first_action = int(getattr(space, "start", 0))
         self.columns: dict[str, list[Any]] = {}
         self.returns: list[float] = []
         self.lost: list[slice] = []
         """The steps of the episodes in which the simulator raised."""
         self._begun, self._first = 0, 0
-        self.reset()
 
-    def reset(self) -> None:
-        """Begin the next episode."""
+    def seed(self) -> int:
+        """Of the next episode."""
         episodes, number = self._episodes, self._begun
         random = generator(
             episodes.seed, episodes.iteration, episodes.split, "reset", self._start, number
         )
-        seen, _ = self._worlds[self._at].reset(seed=int(random.integers(2**31)))
-        self._begun, self._first = number + 1, len(self.columns.get("rewards", ()))
+        return int(random.integers(2**31))
+
+    def reset(self, seen: np.ndarray) -> None:
+        """The next episode begins."""
+        self._begun, self._first = self._begun + 1, len(self.columns.get("rewards", ()))
         self.seen = np.asarray(seen, np.float32)
         self.terminated = self.truncated = False
         self.running = 0.0
 
-    def step(self, reply: Mapping[str, Any]) -> None:
-        """Act and record: all that was replied, and what comes of the action."""
-        before, action = self.seen, reply["action"]
-        if self._bounds is None:
-            performed = int(action) + self._first_action
-        else:
-            performed = np.clip(action, *self._bounds)
-        try:
-            seen, reward, terminated, truncated, _ = self._worlds[self._at].step(performed)
-        except Exception:  # a simulator may raise anything
-            self._lose()
-            seen, reward, terminated, truncated = before, 0.0, True, False
-        else:
-            if terminated or truncated:
-                self.returns.append(self.running + float(reward))
-        self.seen = np.asarray(seen, np.float32)
-        self.terminated, self.truncated = bool(terminated), bool(truncated and not terminated)
-        self.running += float(reward)
+    def step(self, reply: Mapping[str, Any], came: Mapping[str, Any], error: str | None) -> None:
+        """Record all that was replied, and what came of the action.
+
+        Args:
+            error: what the simulator raised; the episode does not count then.
+
+        Raises:
+            SimulatorError: it has raised too often.
+        """
+        before, reward = self.seen, float(came["reward"])
+        self.seen = np.asarray(came["seen"], np.float32)
+        self.terminated = bool(came["terminated"])
+        self.truncated = bool(came["truncated"]) and not self.terminated
+        self.running += reward
+        if error is not None:
+            self._lose(error)
+        elif self.ended:
+            self.returns.append(self.running)
         step = {
             **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
             "observations": before,
@@ -315,18 +361,12 @@ class _Sample:
         for name, entry in step.items():
             self.columns.setdefault(name, []).append(entry)
 
-    def _lose(self) -> None:
-        """The episode does not count; the next one has another simulator.
-
-        Raises whatever the simulator did where that is not the first time.
-        """
+    def _lose(self, error: str) -> None:
+        """The episode does not count; the next one has another simulator."""
         self.lost.append(slice(self._first, len(self.columns.get("rewards", ())) + 1))
         if len(self.lost) == FAILURES:
-            raise  # noqa: PLE0704 - called where it was caught
-        log.warning("start %d: the simulator failed", self._start, exc_info=True)
-        with contextlib.suppress(Exception):
-            self._worlds[self._at].close()
-        self._worlds[self._at] = make(self._config)
+            raise SimulatorError(f"start {self._start}: the simulator fails: {error}")
+        log.warning("start %d: the simulator failed: %s", self._start, error)
 
     def mask(self) -> dict[str, np.ndarray]:
         """The step column ``mask``, where there are steps that do not count."""
@@ -359,27 +399,12 @@ def make(config: GymConfig) -> Any:
         MissingPackageError: Gymnasium is not installed.
         ConfigError: Gymnasium does not know it, or cannot make it with these arguments.
     """
+    if importlib.util.find_spec("gymnasium") is None:
+        raise MissingPackageError("gymnasium", "sims", "task.name: gym")
     try:
-        import gymnasium
-    except ImportError:
-        raise MissingPackageError("gymnasium", "sims", "task.name: gym") from None
-    _quiet_mujoco()
-    try:
-        # The checker repeats assertions at every step; measured() has looked at the spaces.
-        return gymnasium.make(config.id, disable_env_checker=True, **config.kwargs)
-    except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise ConfigError(f"task.id: cannot make {config.id!r}: {error}") from None
-
-
-@functools.cache
-def _quiet_mujoco() -> None:
-    """Have MuJoCo's warnings logged, each once: it prints them and appends to a MUJOCO_LOG.TXT in
-    the working directory, for every environment made."""
-    try:
-        mujoco = importlib.import_module("mujoco")
-    except ImportError:
-        return
-    mujoco.set_mju_user_warning(functools.cache(functools.partial(log.warning, "MuJoCo: %s")))
+        return gymnasium_world(config.id, config.kwargs)
+    except Refused as error:
+        raise ConfigError(str(error)) from None
 
 
 if __name__ == "__main__":

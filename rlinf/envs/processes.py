@@ -1,14 +1,12 @@
 """Simulators in processes of their own, so that they are stepped beside the policy.
 
-Each process runs the time loops of a share of the samples and has a pair of connected sockets with
-the stage: requests and trajectories one way, replies the other, each a block of
-:mod:`rlinf.channels.wire` and one byte that says what it is. A socket wakes the one who waits at
-once, and ends when either side dies: the stage then raises, a simulator process then exits.
+The time loops stay here, a thread each; a process steps the worlds of some of them
+(:mod:`rlinf.envs.simulator`), under its own interpreter where one is named. A socket wakes the one
+who waits at once, and ends when either side dies: the stage then raises, the process then exits.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -16,202 +14,94 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
 from rlinf import machine
 from rlinf.channels.base import Channel, ChannelClosed
-from rlinf.channels.wire import decode, encode
-from rlinf.data.record import Identity, Record
-from rlinf.envs.base import Episodes
-from rlinf.envs.overlap import Part, overlapped
-from rlinf.errors import EXIT_BAD_INPUT, InputError, RlinfError
+from rlinf.data.record import Record
+from rlinf.envs import simulator
+from rlinf.envs.overlap import Part
+from rlinf.envs.simulator import Arrays, Link
+from rlinf.errors import InputError, RlinfError
 
-ORDER, REQUEST, REPLY, TRAJECTORY, DONE, FAILURE = range(6)
-LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE_S = 2.0
-
-
-class Simulator(Protocol):
-    """An environment whose work can be divided."""
-
-    config: Any
-
-    def parts(self, episodes: Episodes, samples: np.ndarray) -> list[Part]:
-        """Time loops that together collect ``samples``."""
+PACKAGES = ("site-packages", "dist-packages")
+START = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+"""A file that is run directly has its folder on the module search path, with all that is in it."""
 
 
 class SimulatorError(RlinfError):
     """A simulator failed in its process, or the process died; the next attempt starts new ones."""
 
 
-class Processes:
-    """Resident simulator processes; they start with the first episodes."""
+class Process:
+    """Worlds in a process, for several threads that take turns; see :class:`simulator.Worlds`.
 
-    def __init__(self, simulator: Simulator, count: int) -> None:
-        kind = type(simulator)
-        self._command = [
-            f"{kind.__module__}:{kind.__qualname__}",
-            simulator.config.model_dump_json(),
-        ]
-        self._count = count
-        self._workers: list[_Worker] = []
+    All methods raise SimulatorError where the process died or its simulator raised (with its
+    traceback), and InputError where it refused its configuration.
+    """
 
-    def collect(self, episodes: Episodes, observations: Channel, actions: Channel) -> list[Record]:
-        """All trajectories, in the order of their samples; closes ``observations``.
-
-        Raises:
-            SimulatorError: a process died, or its simulator raised; it holds the traceback.
-            InputError: a simulator refused its configuration.
-            ChannelClosed: the policy answers no more.
+    def __init__(self, maker: str, values: Mapping[str, Any], python: str | None = None) -> None:
         """
-        samples = episodes.samples()
-        shares = np.array_split(samples, min(self._count, len(samples)) or 1)
-        try:
-            while len(self._workers) < len(shares):
-                self._workers.append(_Worker(self._command))
-            pairs = zip(self._workers, shares, strict=False)
-            return _Run(episodes, list(pairs), observations, actions)()
-        except BaseException:
-            # What they were about to say belongs to this attempt, not to the next one.
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
-            worker.end()
-        self._workers = []
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that run."""
-        return [worker.pid for worker in self._workers]
-
-
-class _Run:
-    """One collection: a thread for each process hands on its requests, the caller the replies."""
-
-    def __init__(
-        self,
-        episodes: Episodes,
-        shares: Sequence[tuple[_Worker, np.ndarray]],
-        observations: Channel,
-        actions: Channel,
-    ) -> None:
-        self._episodes, self._shares = episodes, shares
-        self._observations, self._actions = observations, actions
-        self._owner = {int(n): worker for worker, share in shares for n in share}
-        self._found: list[list[Record]] = [[] for _ in shares]
-        self._failures: list[BaseException] = []
-        self._open = len(shares)
-        self._lock = threading.Lock()
-
-    def __call__(self) -> list[Record]:
-        relays = [
-            threading.Thread(target=self._relay, args=(number,), name="simulate", daemon=True)
-            for number in range(len(self._shares))
-        ]
-        for relay in relays:
-            relay.start()
-        try:
-            with suppress(ChannelClosed):
-                while True:
-                    reply = self._actions.get()
-                    # The relay of a process that is gone says so.
-                    with suppress(OSError):
-                        self._owner[int(reply.steps["sample"][0])].link.put(REPLY, reply)
-            if self._open and not self._failures:
-                raise ChannelClosed("the policy answers no more")
-        finally:
-            if self._open:
-                for worker, _ in self._shares:
-                    worker.end()
-            for relay in relays:
-                relay.join()
-        if self._failures:
-            raise self._failures[0]
-        return [record for records in self._found for record in records]
-
-    def _relay(self, number: int) -> None:
-        worker, samples = self._shares[number]
-        values = json.dumps(asdict(replace(self._episodes, starts=())))
-        try:
-            order = Record(
-                Identity(self._episodes.iteration, number),
-                context={"samples": samples},
-                info={"episodes": values},
-            )
-            worker.link.put(ORDER, order)
-            while (told := worker.link.get())[0] != DONE:
-                kind, record = told
-                if kind == FAILURE:
-                    known = record.info["exit_code"] == EXIT_BAD_INPUT
-                    raise (InputError if known else SimulatorError)(str(record.info["error"]))
-                if kind == REQUEST:
-                    self._observations.put(record, weight=len(record))
-                else:
-                    self._found[number].append(record)
-            with self._lock:
-                self._open -= 1
-                last = not self._open
-            if last:
-                self._observations.close()
-        except BaseException as error:
-            gone = isinstance(error, EOFError | OSError)
-            self._failures.append(worker.death() if gone else error)
-            # The policy ends, its replies end, and the caller of this run looks here.
-            self._observations.close()
-
-
-class _Link:
-    """One end: records with the byte that says what they are."""
-
-    def __init__(self, end: int) -> None:
-        self._connection = Connection(end)
-
-    def put(self, kind: int, record: Record) -> None:
-        block = encode(record).to_bytes()
-        block.append(kind)
-        self._connection.send_bytes(block)
-
-    def get(self) -> tuple[int, Record]:
-        """Raises EOFError or OSError when the other side is gone."""
-        block = memoryview(self._connection.recv_bytes())
-        return block[-1], decode(block[:-1])
-
-
-class _Worker:
-    """A process, seen from the stage."""
-
-    def __init__(self, command: Sequence[str]) -> None:
+        Args:
+            maker: what makes a world: ``module:attribute``, or ``:attribute`` of that file.
+            values: its arguments, plain.
+            python: the interpreter; None: this one.
+        """
         mine, its = socket.socketpair()
+        file = str(Path(simulator.__file__).resolve())
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its.fileno()), *command],
+                [
+                    *(python or sys.executable, "-c", START),
+                    *(file, str(its.fileno()), maker, json.dumps(dict(values))),
+                ],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    **machine.environment(),
-                    # A task may come from a module that only this process's path finds.
-                    "PYTHONPATH": os.pathsep.join(part or str(Path.cwd()) for part in sys.path),
-                },
+                env={**os.environ, **machine.environment(), "PYTHONPATH": _path(python)},
             )
-        self.link = _Link(mine.detach())
+        self._link, self._lock = Link(mine), threading.Lock()
         self.pid = self._process.pid
         # Also when nobody closes the environment: at the end of the stage's process.
         self.end = weakref.finalize(self, _end, self._process)
 
-    def death(self) -> SimulatorError:
+    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
+        order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
+        return self._ask(order, {})[1]["seen"]
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        order = {"do": "step", "worlds": list(numbers)}
+        answer, came = self._ask(order, {"action": actions})
+        return came, dict(answer["errors"])
+
+    def spaces(self) -> dict[str, Any]:
+        return self._ask({"do": "spaces"}, {})[0]
+
+    def close(self) -> None:
+        """End it; it has nothing to save."""
+        self.end()
+
+    def _ask(self, order: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
+        try:
+            with self._lock:
+                self._link.put(order, arrays)
+                answer, columns = self._link.get()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if "refused" in answer:
+            raise InputError(str(answer["refused"]))
+        if "failed" in answer:
+            raise SimulatorError(f"simulator process {self.pid}: {answer['failed']}")
+        return answer, columns
+
+    def _death(self) -> SimulatorError:
         """Why nothing comes any more."""
         try:
             code = self._process.wait(PATIENCE_S)
@@ -222,49 +112,105 @@ class _Worker:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It has nothing to save."""
     process.kill()
     process.wait()
 
 
-def work(link: _Link, simulator: Simulator) -> None:
-    """Obey orders until the stage is gone."""
+def _path(python: str | None) -> str:
+    """The module search path of a process: a task may come from a module that only ours finds.
 
-    def reply() -> Record:
-        return link.get()[1]
-
-    def request(record: Record) -> None:
-        link.put(REQUEST, record)
-
-    while True:
-        _, order = link.get()
-        episodes = Episodes(**json.loads(str(order.info["episodes"])))
-        parts = simulator.parts(episodes, order.context["samples"])
-        for record in overlapped(parts, request, reply):
-            link.put(TRAJECTORY, record)
-        link.put(DONE, Record(order.identity))
+    Another interpreter gets none of the packages that belong to this one.
+    """
+    parts = [part or str(Path.cwd()) for part in sys.path]
+    if python is not None:
+        own = {Path(sys.prefix), Path(sys.base_prefix)}
+        parts = [part for part in parts if not own & {Path(part), *Path(part).parents}]
+        parts = [part for part in parts if Path(part).name not in PACKAGES]
+    return os.pathsep.join(parts)
 
 
-def main(end: int, target: str, values: str) -> None:
-    """``python -m rlinf.envs.processes FD MODULE:CLASS JSON``."""
-    for number in LEFT_TO_THE_STAGE:
-        # Sent to a whole job: the stage may still want to finish what it does.
-        signal.signal(number, signal.SIG_IGN)
-    link = _Link(end)
-    try:
-        module, _, name = target.partition(":")
-        kind: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        work(link, kind(kind.Config.model_validate_json(values), None))  # type: ignore[attr-defined]
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    except Exception as error:
-        code = error.exit_code if isinstance(error, RlinfError) else 1
-        # The end of a traceback says most, and a header holds so much text.
-        text = str(error) if code == EXIT_BAD_INPUT else traceback.format_exc()[-100_000:]
-        said = f"simulator process {os.getpid()}: {text}"
-        with suppress(OSError):
-            link.put(FAILURE, Record(Identity(0, 0), info={"error": said, "exit_code": code}))
+def side_by_side(
+    parts: Sequence[Part], observations: Channel, actions: Channel, stop: Callable[[], None]
+) -> list[Record]:
+    """Run time loops to their ends, each in a thread; their trajectories in the order of parts.
+
+    Closes ``observations``.
+
+    Args:
+        stop: ends what the loops may wait for; called where they do not all come to their ends.
+
+    Raises:
+        ChannelClosed: the policy answers no more.
+        Exception: what the first part that failed raised.
+    """
+    return _Run(parts, observations, actions, stop)()
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+class _Run:
+    """One collection: the threads send requests, the caller hands replies to them."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        observations: Channel,
+        actions: Channel,
+        stop: Callable[[], None],
+    ) -> None:
+        self._stop = stop
+        self._parts, self._observations, self._actions = parts, observations, actions
+        self._found: list[list[Record]] = [[] for _ in parts]
+        self._replies: list[SimpleQueue[Record | None]] = [SimpleQueue() for _ in parts]
+        self._asked: dict[int, int] = {}
+        """The part that waits for the reply which begins with a sample."""
+        self._failures: list[BaseException] = []
+        self._left, self._lock = len(parts), threading.Lock()
+
+    def __call__(self) -> list[Record]:
+        threads = [
+            threading.Thread(target=self._play, args=(number,), name="simulate", daemon=True)
+            for number in range(len(self._parts))
+        ]
+        for thread in threads:
+            thread.start()
+        if not threads:
+            self._observations.close()
+        try:
+            with suppress(ChannelClosed):
+                while True:
+                    reply = self._actions.get()
+                    self._replies[self._asked.pop(int(reply.steps["sample"][0]))].put(reply)
+            if self._left and not self._failures:
+                raise ChannelClosed("the policy answers no more")
+        finally:
+            if self._left:
+                self._stop()
+            for replies in self._replies:
+                replies.put(None)
+            for thread in threads:
+                thread.join()
+        if self._failures:
+            raise self._failures[0]
+        return [record for records in self._found for record in records]
+
+    def _play(self, number: int) -> None:
+        part, replies = self._parts[number], self._replies[number]
+        try:
+            request = next(part)
+            while not self._failures:
+                self._asked[int(request.steps["sample"][0])] = number
+                self._observations.put(request, weight=len(request))
+                reply = replies.get()
+                if reply is None:
+                    return
+                request = part.send(reply)
+        except StopIteration as end:
+            self._found[number] = end.value
+            with self._lock:
+                self._left -= 1
+                last = not self._left
+            if last:
+                self._observations.close()
+        except BaseException as error:
+            self._failures.append(error)
+            # The policy ends, its replies end, and the caller of this run looks here.
+            self._observations.close()

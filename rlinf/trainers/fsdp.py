@@ -41,6 +41,8 @@ class FSDPConfig(Section):
     threads: int = Field(default=1, gt=0)
     """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
     processes of a sharded model split every product. Part of the result: the order of sums."""
+    python: str | None = None
+    """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of parameters in forward and backward; gradients are reduced in float32."""

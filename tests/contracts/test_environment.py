@@ -161,7 +161,7 @@ def test_a_crash_costs_one_episode(
     environment, play = made
     name = type(environment).__name__
     if name == "GymEnvironment":
-        whole, worlds = play(), environment._worlds  # type: ignore[attr-defined]
+        whole, worlds = play(), environment._worlds._worlds  # type: ignore[attr-defined]
         step, calls = worlds[2].step, iter(range(99))
 
         def fails(action: Any) -> Any:

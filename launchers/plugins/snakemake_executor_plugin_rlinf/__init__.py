@@ -139,5 +139,6 @@ def resources(wanted: Any, site: Path | None) -> Resources:
         cpus_per_task=int(get("cpus_per_task", 1)),
         mem_mb=int(get("mem_mb")) if get("mem_mb") else None,
         time_min=int(get("runtime")) if get("runtime") else None,
+        interpreter=get("interpreter"),
         **extra,
     )

@@ -48,8 +48,7 @@ def simulators(task: GymConfig, **options: Any) -> Iterator[GymEnvironment]:
 
 
 def pids(environment: GymEnvironment) -> list[int]:
-    assert environment._processes is not None
-    return environment._processes.pids
+    return environment.pids
 
 
 def gone(pid: int, within_s: float = 20.0) -> bool:

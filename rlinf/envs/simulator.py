@@ -1,0 +1,221 @@
+"""A simulator process: steps worlds for a stage, under an interpreter of its own.
+
+This file is run by its path (``python -c ... simulator.py FD MAKER JSON``) where nothing else of
+the package may be installed, by any Python from 3.9 on: it imports the standard library, numpy, and
+what its maker imports. A message is a JSON header and raw arrays; nothing is unpickled.
+
+A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(action)``,
+``close()``, ``observation_space`` and ``action_space``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+Arrays = dict[str, np.ndarray]
+log = logging.getLogger("rlinf.envs.simulator")
+
+
+class Refused(Exception):
+    """A configuration that can never work; the text says why."""
+
+
+class Link:
+    """One end of a pair of connected sockets: a dictionary and arrays, each way."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def put(self, message: dict[str, Any], arrays: Arrays) -> None:
+        """Raises OSError when the other side is gone."""
+        ready = [(name, np.ascontiguousarray(array)) for name, array in arrays.items()]
+        described = [[name, array.dtype.str, array.shape] for name, array in ready]
+        header = json.dumps([message, described]).encode()
+        self._socket.sendall(struct.pack("<Q", len(header)) + header)
+        for _, array in ready:
+            if array.size:
+                self._socket.sendall(array.reshape(-1).view(np.uint8).data)
+
+    def get(self) -> tuple[dict[str, Any], Arrays]:
+        """Raises EOFError or OSError when the other side is gone."""
+        (size,) = struct.unpack("<Q", self._read(8))
+        message, described = json.loads(bytes(self._read(size)))
+        arrays = {}
+        for name, kind, shape in described:
+            dtype = np.dtype(kind)
+            block = self._read(math.prod(shape) * dtype.itemsize)
+            arrays[name] = np.frombuffer(block, np.uint8).view(dtype).reshape(shape)
+        return message, arrays
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, size: int) -> bytearray:
+        block = bytearray(size)
+        view, done = memoryview(block), 0
+        while done < size:
+            count = self._socket.recv_into(view[done:])
+            if not count:
+                raise EOFError("the other side is gone")
+            done += count
+        return block
+
+
+class Worlds:
+    """Worlds of one kind by number. They are kept: a seeded reset leaves nothing of the past."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._worlds: list[Any] = []
+        self._seen: dict[int, np.ndarray] = {}
+
+    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
+        """Begin episodes; observations ``[n, ...]``."""
+        while len(self._worlds) <= max(numbers, default=-1):
+            self._worlds.append(self._make())
+        for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
+            self._seen[number] = np.asarray(self._worlds[number].reset(seed=seed)[0])
+        return np.stack([self._seen[number] for number in numbers])
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        """Act. Vectors are clipped to the space, choices counted from its start.
+
+        A world that raises has ended its episode where it was, and is made anew.
+
+        Returns:
+            ``seen`` ``[n, ...]``, ``reward`` float64 ``[n]``, ``terminated`` and ``truncated``
+            uint8 ``[n]``; and, by row, the tracebacks of those that raised.
+        """
+        reward = np.zeros(len(numbers))
+        ends = np.zeros((2, len(numbers)), np.uint8)
+        errors = {}
+        for row, (number, action) in enumerate(zip(numbers, actions)):  # noqa: B905
+            world = self._worlds[number]
+            try:
+                came = world.step(performed(world.action_space, action))
+            except Exception:  # a simulator may raise anything
+                # The end of a traceback says most.
+                errors[row], ends[0, row] = traceback.format_exc()[-100_000:], True
+                with contextlib.suppress(Exception):
+                    world.close()
+                self._worlds[number] = self._make()
+                continue
+            self._seen[number] = np.asarray(came[0])
+            reward[row], ends[0, row], ends[1, row] = float(came[1]), bool(came[2]), bool(came[3])
+        seen = np.stack([self._seen[number] for number in numbers])
+        columns = {"seen": seen, "reward": reward, "terminated": ends[0], "truncated": ends[1]}
+        return columns, errors
+
+    def spaces(self) -> dict[str, Any]:
+        """What a world shows and takes, as plain values; see :func:`described`."""
+        world = self._make()
+        try:
+            return {
+                "observation": described(world.observation_space),
+                "action": described(world.action_space),
+            }
+        finally:
+            world.close()
+
+    def close(self) -> None:
+        for world in self._worlds:
+            world.close()
+        self._worlds = []
+
+
+def performed(space: Any, action: Any) -> Any:
+    """An action as a world takes it."""
+    if hasattr(space, "low"):
+        return np.clip(action, space.low, space.high)
+    return int(action) + int(getattr(space, "start", 0))
+
+
+def described(space: Any) -> dict[str, Any]:
+    """A space: ``kind`` (box, discrete, or the name of its class), its size, and as text."""
+    if hasattr(space, "low"):
+        return {"kind": "box", "shape": list(space.shape), "text": str(space)}
+    if hasattr(space, "n") and not getattr(space, "shape", ()):
+        return {"kind": "discrete", "size": int(space.n), "text": str(space)}
+    return {"kind": type(space).__name__, "text": str(space)}
+
+
+def gymnasium_world(id: str, kwargs: dict[str, Any]) -> Any:
+    """A registered environment; raises Refused where it cannot be made."""
+    try:
+        import gymnasium
+    except ImportError:
+        raise Refused(f"gymnasium is not installed for {sys.executable}") from None
+    quiet_mujoco()
+    try:
+        # The checker repeats assertions at every step.
+        return gymnasium.make(id, disable_env_checker=True, **kwargs)
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        raise Refused(f"task.id: cannot make {id!r}: {error}") from None
+
+
+@functools.lru_cache(None)
+def quiet_mujoco() -> None:
+    """Have MuJoCo's warnings logged, each once: it prints them and appends to a MUJOCO_LOG.TXT in
+    the working directory, for every environment made."""
+    try:
+        mujoco = importlib.import_module("mujoco")
+    except ImportError:
+        return
+    warn = functools.partial(log.warning, "MuJoCo: %s")
+    mujoco.set_mju_user_warning(functools.lru_cache(None)(warn))
+
+
+def work(link: Link, worlds: Worlds) -> None:
+    """Obey until the stage is gone."""
+    while True:
+        order, arrays = link.get()
+        if order["do"] == "step":
+            came, errors = worlds.step(order["worlds"], arrays["action"])
+            link.put({"errors": list(errors.items())}, came)
+        elif order["do"] == "reset":
+            link.put({}, {"seen": worlds.reset(order["worlds"], order["seeds"])})
+        else:
+            link.put(worlds.spaces(), {})
+
+
+def main(end: int, maker: str, values: str) -> None:
+    """``MAKER`` is ``module:attribute``, or ``:attribute`` of this file."""
+    for number in LEFT_TO_THE_STAGE:
+        # Sent to a whole job: the stage may still want to finish what it does.
+        signal.signal(number, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=end))
+    try:
+        module, _, name = maker.partition(":")
+        make = getattr(importlib.import_module(module), name) if module else globals()[name]
+        work(link, Worlds(functools.partial(make, **json.loads(values))))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except Refused as error:
+        said = {"refused": str(error)}
+    except Exception:
+        # The end of a traceback says most.
+        said = {"failed": traceback.format_exc()[-100_000:]}
+    try:
+        link.put({**said, "pid": os.getpid()}, {})
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,109 @@
+"""Stages under interpreters that the configuration names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from launchers.base import Job
+from launchers.local import LocalLauncher
+from launchers.sbatch import script
+from pipeline.commands.experiment import execute
+from pipeline.launch import interpreter_of
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError
+from rlinf.interpreters import TABLE
+from slurm.jobs import Resources, State
+from stages.flow import on_policy
+from tests.pipeline.helpers import contents
+
+Compose = Callable[..., dict[str, Any]]
+TELL = "import os, sys; open(os.environ['TOLD'], 'a').write(' '.join(sys.orig_argv) + '\\n')\n"
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """Of a virtual environment with this one's packages, whose processes say what they run."""
+    folder = tmp_path / "envs" / "small"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = next((folder / "lib").glob("python*")) / "site-packages"
+    (site / "theirs.pth").write_text(str(Path(numpy.__file__).parents[1]) + "\n")
+    (site / "sitecustomize.py").write_text(TELL)
+    return str(folder / "bin" / "python")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_stages_run_under_the_interpreter_of_what_they_compute_with(
+    python: str, tmp_path: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    site = tmp_path / "site.yaml"
+    site.write_text(f"interpreters:\n  small: {python}\n")
+    monkeypatch.setenv("TOLD", str(told))
+    monkeypatch.setenv(TABLE, "{}")
+    execute(compose("cluster=local", "iterations=1", "run.name=plain"))
+    assert not told.exists()
+    names = ["engine.python=small", f"cluster.site={site}", "run.name=named"]
+    execute(compose("cluster=local", "iterations=1", *names))
+    ran = {
+        words[words.index("stages") + 1] for words in map(str.split, told.read_text().splitlines())
+    }
+    assert ran == {"rollout", "evaluate"}
+    assert contents(tmp_path / "named") == contents(tmp_path / "plain"), (
+        "it is no part of an identity"
+    )
+
+
+def test_a_stage_has_the_interpreter_of_what_it_computes_with(
+    python: str, compose: Compose
+) -> None:
+    both = validate(RunConfig, compose(f"engine.python={python}", "trainer.python=/bin/sh"))
+    found = {name: interpreter_of(both, on_policy, name) for name in on_policy.table}
+    engine, trainer = python, "/bin/sh"
+    assert found == {
+        **dict.fromkeys(("warm_start", "inference", "train", "sync"), trainer),
+        **dict.fromkeys(("rollout", "evaluate"), engine),
+        "reward": None,
+    }
+    assert interpreter_of(both, on_policy, "inference", "train", "reward") == trainer
+    with pytest.raises(ConfigError, match="two interpreters") as error:
+        interpreter_of(both, on_policy, "rollout", "train")
+    assert "engine.python of rollout and trainer.python of train" in str(error.value)
+
+
+def test_a_process_starts_under_its_interpreter(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    monkeypatch.setenv("TOLD", str(told))
+    needs = Resources(interpreter=python)
+    launcher = LocalLauncher()
+    job = Job("one", (), tmp_path / "out", tmp_path / "logs", needs, module="this")
+    identity = launcher.submit(job)
+    while launcher.poll([identity])[identity].state.active:
+        time.sleep(0.05)
+    assert launcher.poll([identity])[identity].state is State.DONE
+    assert told.read_text().split() == [python, "-m", "this"]
+    assert f"{python} -u -m submitit" in script([job])
+
+
+def test_what_cannot_run_is_refused_before_anything_is_written(
+    python: str, compose: Compose, tmp_path: Path
+) -> None:
+    for words, text in (
+        (["cluster=local", "trainer.python=/no/python"], r"trainer\.python: there is no interpr"),
+        (["cluster=inprocess", f"engine.python={python}"], r"engine\.python: .*own process"),
+    ):
+        values = compose(*words)
+        with pytest.raises(ConfigError, match=text) as error:
+            execute(values)
+        assert error.value.exit_code == 65
+        assert not (Path(values["run"]["root"]) / values["run"]["name"]).exists()
