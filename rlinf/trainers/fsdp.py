@@ -237,6 +237,8 @@ class FSDPTrainer(Storages, Trainer):
 
         See :class:`rlinf.residency.Holder`. What FSDP still has gathered it gives up for that.
         """
+        if self._closed:
+            return {}
         local = shards.local
         weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
         gradients, moments = list[Tensor](), list[Tensor]()
