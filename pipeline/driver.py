@@ -34,6 +34,7 @@ from rlinf.errors import (
 )
 from stages.flow import EVALUATE
 from stages.layout import CONFIG
+from stages.resident import Resident
 from stages.runner import StageCall, run_stage
 
 DAMAGE_LOOK_S = 2.0
@@ -79,7 +80,7 @@ class InProcess:
     """Runs stages in the driver's own process; engines and trainers stay loaded between them."""
 
     run: Run
-    resident: dict[str, Any] = field(default_factory=dict)
+    resident: Resident = field(default_factory=Resident)
     stopping: Callable[[], bool] = lambda: False
     live: bool = False
     remains: str = "the stage under way begins anew"
@@ -101,9 +102,7 @@ class InProcess:
         return ended
 
     def stop(self, *, leave: bool = False) -> None:
-        from stages.parts import close_parts  # imports torch
-
-        close_parts(self.resident)
+        self.resident.close()
 
 
 def call_of(run: Run, graph: Graph, node: Node) -> StageCall:

@@ -23,6 +23,7 @@ from stages.activity import COMPUTES, TURN
 from stages.board import Output
 from stages.code import stage_code
 from stages.identity import stage_key
+from stages.resident import Resident
 from stages.turns import Aside, Turn
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class Context:
     """Private folder of this attempt; what is written here is committed with the manifest."""
     world: World
     inputs: Mapping[str, Input]
-    resident: dict[str, Any] = field(default_factory=dict)
+    resident: Resident = field(default_factory=Resident)
     """Lives as long as the process: loaded engines and trainers between calls."""
     stopping: Callable[[], bool] = lambda: False
     live: Live | None = None
@@ -288,16 +289,6 @@ class Context:
         if self.live is not None:
             self.live.later.clear()
 
-    def keep(self, name: str, token: str, make: Callable[[], T]) -> T:
-        """A resident object for one state of the world: ``make`` runs when ``token`` changed."""
-        held = self.resident.get(name)
-        if held is None or held[0] != token:
-            self.resident.pop(name, None)
-            held = (token, make())
-            self.resident[name] = held
-        value: T = held[1]
-        return value
-
     def metric(self, name: str, value: float, weight: float = 1.0) -> None:
         """Record a deterministic number; ranks are averaged by weight. Weight 0 sums instead."""
         self.metrics[name] = (float(value), float(weight))
@@ -359,7 +350,7 @@ class Context:
         """
         if self.stopping():
             raise RequeueRequested(f"{self.stage}: stopping after {done} of {total} {what}")
-        hook = self.resident.get("progress")
+        hook = self.resident.progress
         if hook is not None:
             hook(self.stage, done, total, what)
         elif time.monotonic() - self._said > 5:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.base import Algorithm
+from rlinf.algorithms.base import Algorithm, AlgorithmConfig
 from rlinf.artifacts import read_manifest, verify
 from rlinf.config import RunConfig
 from rlinf.engines import engines
@@ -26,15 +27,15 @@ from rlinf.residency import GIB, Holder, Residency
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Resources, Reward
 from rlinf.trainers import trainers
+from rlinf.trainers.base import Trainer
 from stages.board import keep_newest
 from stages.context import Context
 from stages.layout import stage_folder
+from stages.resident import Evaluated, Trained
 
 LOOK_S = 0.05
-PUBLISHED, KEPT = "published", 4
-"""Of the newest published weights: the state of the trainer that they are from."""
-POLICY = "policy"
-"""What only evaluates, and the state of its weights."""
+KEPT = 4
+"""Newest published weights whose trainer's state is remembered."""
 WEIGHTS = "weights"
 """Folder of a policy in an output, and the name of its tensors in memory."""
 
@@ -64,22 +65,6 @@ def reward_class(config: RunConfig) -> tuple[Any, Any]:
     return cls, config.reward.options(cls.Config, "reward")
 
 
-def make_engine(config: RunConfig) -> Engine:
-    """A generation engine without weights."""
-    cls = engines.get(config.engine.name)
-    policy, options = policy_class(config)
-    engine: Engine = cls(config.engine.options(cls.Config, "engine"), policy, options)
-    return engine
-
-
-def close_parts(resident: dict[str, Any]) -> None:
-    """End the processes, and free the memory, of what a stage or worker keeps."""
-    resident.pop("engine_weights", None)
-    for name in ("environment", "engine"):
-        if name in resident:
-            resident.pop(name)[1].close()
-
-
 def sent_type(config: RunConfig) -> torch.dtype | None:
     """The type in which engines take float32 weights; None: as they are."""
     cls = engines.get(config.engine.name)
@@ -89,33 +74,34 @@ def sent_type(config: RunConfig) -> torch.dtype | None:
 
 def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
     """The task's environment, with the processor of the policy in ``folder()``; kept resident."""
-
-    def make() -> Environment:
+    held = ctx.resident
+    if held.environment is None:
         policy, policy_options = policy_class(ctx.config)
         cls, options = environment_class(ctx.config)
         environment: Environment = cls(options, policy.processor(folder(), policy_options))
-        return environment
-
-    return ctx.keep("environment", "one", make)
+        held.environment = environment
+    return held.environment
 
 
 def held_reward(ctx: Context) -> Reward:
     """The run's reward, with what it may use of this process; kept resident."""
-
-    def make() -> Reward:
+    held, rank = ctx.resident, (ctx.world.rank, ctx.world.size)
+    if held.reward is None or held.reward_rank != rank:
+        held.reward = None
         cls, options = reward_class(ctx.config)
         resources = Resources(ctx.world, str(local_device("auto")), residency(ctx))
         reward: Reward = cls(options, resources)
-        return reward
-
-    return ctx.keep("reward", f"{ctx.world.rank} of {ctx.world.size}", make)
+        held.reward, held.reward_rank = reward, rank
+    return held.reward
 
 
 def residency(ctx: Context) -> Residency:
     """What of this process is on its device."""
-    gib = ctx.config.device_memory_gib
-    budget = None if gib is None else int(gib * GIB)
-    return ctx.keep("residency", "one", lambda: Residency(local_device("auto"), budget))
+    if ctx.resident.residency is None:
+        gib = ctx.config.device_memory_gib
+        budget = None if gib is None else int(gib * GIB)
+        ctx.resident.residency = Residency(local_device("auto"), budget)
+    return ctx.resident.residency
 
 
 def on_device(ctx: Context, holder: Holder, *groups: str, filled: bool = True) -> None:
@@ -124,6 +110,16 @@ def on_device(ctx: Context, holder: Holder, *groups: str, filled: bool = True) -
     After every wait anew: other stages may compute meanwhile, with other things.
     """
     residency(ctx).need(holder, *groups, filled=filled, span=ctx.span)
+
+
+def bare_engine(ctx: Context) -> Engine:
+    """The generation engine of this process, with whatever weights; kept resident."""
+    if ctx.resident.engine is None:
+        cls = engines.get(ctx.config.engine.name)
+        policy, options = policy_class(ctx.config)
+        engine: Engine = cls(ctx.config.engine.options(cls.Config, "engine"), policy, options)
+        ctx.resident.engine = engine
+    return ctx.resident.engine
 
 
 def held_engine(ctx: Context, name: str, version: int, newest: int | None = None) -> Engine:
@@ -135,20 +131,20 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
         newest: one that serves this version, or one in between, goes on with it.
     """
     entry = ctx.inputs[name]
-    engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
-    served = ctx.resident.get("engine_weights")
+    engine, resident = bare_engine(ctx), ctx.resident
+    served = resident.engine_weights
     if newest is not None and served is not None and version < engine.version <= newest:
         on_device(ctx, engine)
         return engine
     state = entry.state
     # Only now: while this one waited for it, another stage may have loaded other weights.
-    served = ctx.resident.pop("engine_weights", None)
+    served, resident.engine_weights = resident.engine_weights, None
     if served != state:
         tensors = entry.held(WEIGHTS) if served is not None else None
         if tensors is None:
             _ = entry.manifest  # waits for it: what follows must not
             # Others may have loaded something meanwhile, which is overwritten now.
-            ctx.resident.pop("engine_weights", None)
+            resident.engine_weights = None
         if engine.version < 0:
             residency(ctx).clear(span=ctx.span)
         on_device(ctx, engine, filled=False)
@@ -159,13 +155,8 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
                 engine.load(ctx.verified(name) / WEIGHTS, version)
                 state = entry.state
     on_device(ctx, engine)
-    ctx.resident["engine_weights"] = state
+    resident.engine_weights = state
     return engine
-
-
-def serves(resident: Mapping[str, Any]) -> bool:
-    """Whether a process has an engine that takes other weights from memory."""
-    return "engine_weights" in resident
 
 
 def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int] | None]:
@@ -175,7 +166,7 @@ def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int]
     def newer() -> tuple[Path, int] | None:
         nonlocal looked
         if engine.version in states:  # loaded, since it asks again
-            ctx.resident["engine_weights"] = states.pop(engine.version)
+            ctx.resident.engine_weights = states.pop(engine.version)
         if engine.version >= ctx.iteration or time.monotonic() - looked < LOOK_S:
             return None
         looked = time.monotonic()
@@ -185,7 +176,7 @@ def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int]
                 manifest = read_manifest(folder)
                 if manifest is not None:
                     verify(folder, manifest, checksums=False)
-                    ctx.resident.pop("engine_weights", None)
+                    ctx.resident.engine_weights = None
                     states[version] = f"{folder}/{manifest.data}"
                     return folder / manifest.data / WEIGHTS, version
         return None
@@ -193,7 +184,7 @@ def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int]
     return newer
 
 
-def held_trainer(ctx: Context) -> Any:
+def held_trainer(ctx: Context) -> Trainer:
     """The trainer in the state of input ``checkpoint``, or fresh from input ``initial``.
 
     Its weights are on the device, as long as the stage does not wait for anything.
@@ -201,30 +192,30 @@ def held_trainer(ctx: Context) -> Any:
     initial, checkpoint = ctx.inputs["initial"], ctx.inputs.get("checkpoint")
     state = checkpoint.state if checkpoint else ""
     start = initial.state
-    held = ctx.resident.get("trainer")
-    policy = ctx.resident.get(POLICY)
-    if held is None and checkpoint is None and policy is not None and policy[0] == start:
+    resident = ctx.resident
+    fresh = resident.policy
+    if resident.trainer is None and checkpoint is None and fresh and fresh.state == start:
         # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
-        del ctx.resident[POLICY]
-        held = ctx.resident["trainer"] = ((start, state), policy[1])
-    del policy
-    if held is None or held[0] != (start, state):
+        resident.policy, resident.trainer = None, Trained(fresh.trainer, start, state)
+    del fresh
+    held = resident.trainer
+    if held is None or (held.start, held.state) != (start, state):
         for entry in (initial, checkpoint) if checkpoint else (initial,):
             _ = entry.manifest  # waits for it: what follows must not
         # The old one leaves the memory before the new one is made.
         del held
-        ctx.resident.pop("trainer", None)
+        resident.drop_trainer()
         residency(ctx).clear(span=ctx.span)
         with ctx.span("load"):
             trainer = new_trainer(ctx, ctx.verified("initial") / WEIGHTS)
             if checkpoint:
                 trainer.load(ctx.verified("checkpoint") / "checkpoint")
-        held = ctx.resident["trainer"] = ((start, state), trainer)
-    on_device(ctx, held[1], "weights")
-    return held[1]
+        held = resident.trainer = Trained(trainer, start, state)
+    on_device(ctx, held.trainer, "weights")
+    return held.trainer
 
 
-def held_policy(ctx: Context) -> Any:
+def held_policy(ctx: Context) -> Trainer:
     """A trainer with the weights of input ``weights``, to evaluate the policy with.
 
     Where training goes on in this process and has come as far as these weights, it is that one.
@@ -232,34 +223,36 @@ def held_policy(ctx: Context) -> Any:
     it is on the device until a wait.
     """
     start, weights = ctx.inputs["initial"].state, ctx.inputs["weights"]
-    state = weights.state
-    training = (start, "") if state == start else ctx.resident.get(PUBLISHED, {}).get(state)
-    held = ctx.resident.get("trainer")
-    if held is not None and held[0] == training:
-        ctx.resident.pop(POLICY, None)
-        on_device(ctx, held[1], "weights")
-        return held[1]
-    held = ctx.resident.get(POLICY)
-    if held is None or held[0] != state:
+    state, resident = weights.state, ctx.resident
+    training = (start, "") if state == start else resident.published.get(state)
+    trained = resident.trainer
+    if trained is not None and (trained.start, trained.state) == training:
+        resident.drop_policy()
+        on_device(ctx, trained.trainer, "weights")
+        return trained.trainer
+    held = resident.policy
+    if held is None or held.state != state:
         tensors = weights.held(WEIGHTS)
         if tensors is None:
             _ = weights.manifest  # waits for it: what follows must not
             state = weights.state
-        held = ctx.resident.pop(POLICY, None)
+        if resident.policy is not None and not resident.policy.trainer.takes_weights:
+            resident.drop_policy()
+        held, resident.policy = resident.policy, None
         with ctx.span("load"):
             if held is None:
                 residency(ctx).clear(span=ctx.span)
                 source = "weights" if tensors is None else "initial"
                 trainer = new_trainer(ctx, ctx.verified(source) / WEIGHTS)
             else:
-                trainer = held[1]
+                trainer = held.trainer
                 on_device(ctx, trainer, "weights", filled=False)
                 tensors = tensors or saved_weights(ctx, "weights")
             if tensors is not None:
                 trainer.load_weights(tensors)
-        held = ctx.resident[POLICY] = (state, trainer)
-    on_device(ctx, held[1], "weights")
-    return held[1]
+        held = resident.policy = Evaluated(trainer, state)
+    on_device(ctx, held.trainer, "weights")
+    return held.trainer
 
 
 def saved_weights(ctx: Context, name: str) -> dict[str, Tensor]:
@@ -271,50 +264,48 @@ def saved_weights(ctx: Context, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def trainer_published(ctx: Context) -> None:
-    """Remember which state of the trainer has the weights that this attempt will commit."""
-    known = ctx.resident.setdefault(PUBLISHED, {})
-    known[f"{ctx.out}/{ctx.data.name}"] = ctx.resident["trainer"][0]
-    keep_newest(known, KEPT)
-
-
-def held_reference(ctx: Context) -> Any:
+def held_reference(ctx: Context) -> Trainer:
     """The policy that training began with; like the trainer it is on the device until a wait."""
-
-    def make() -> Any:
+    if ctx.resident.reference is None:
         _ = ctx.inputs["initial"].manifest  # waits for it: what follows must not
         residency(ctx).clear(span=ctx.span)
-        return new_trainer(ctx, ctx.verified("initial") / WEIGHTS)
-
-    reference = ctx.keep("reference", "one", make)
-    on_device(ctx, reference, "weights")
-    return reference
+        ctx.resident.reference = new_trainer(ctx, ctx.verified("initial") / WEIGHTS)
+    on_device(ctx, ctx.resident.reference, "weights")
+    return ctx.resident.reference
 
 
-def changing_trainer(ctx: Context, trainer: Any) -> None:
-    """The trainer's weights are about to change: it counts as held again once the stage is through.
-
-    An attempt that fails leaves half an update in it, which must not serve the next one. While
-    gradients only add up, inference on the rest of the batch may still use it.
-    """
-    (start, _), _ = ctx.resident["trainer"]
-    ctx.resident["trainer"] = ((start, None), trainer)
-
-
-def new_trainer(ctx: Context, folder: Any, optimizer: Any = None) -> Any:
+def new_trainer(ctx: Context, folder: Path, optimizer: AlgorithmConfig | None = None) -> Trainer:
     """A trainer for the policy in ``folder`` with a fresh optimizer."""
     cls = trainers.get(ctx.config.trainer.name)
     policy, options = policy_class(ctx.config)
-    return cls(
+    trainer: Trainer = cls(
         policy.load(folder, options),
         ctx.config.trainer.options(cls.Config, "trainer"),
         optimizer or make_algorithm(ctx.config).config,
         ctx.world,
     )
+    return trainer
+
+
+def changing_trainer(ctx: Context) -> None:
+    """The trainer's weights are about to change: it counts as held again once the stage is through.
+
+    An attempt that fails leaves half an update in it, which must not serve the next one. While
+    gradients only add up, inference on the rest of the batch may still use it.
+    """
+    if ctx.resident.trainer is not None:
+        ctx.resident.trainer = replace(ctx.resident.trainer, state=None)
 
 
 def trainer_moved(ctx: Context) -> None:
     """Remember that the resident trainer is now in the state that this attempt will commit."""
-    held = ctx.resident.get("trainer")
+    if ctx.resident.trainer is not None:
+        ctx.resident.trainer = replace(ctx.resident.trainer, state=f"{ctx.out}/{ctx.data.name}")
+
+
+def trainer_published(ctx: Context) -> None:
+    """Remember which state of the trainer has the weights that this attempt will commit."""
+    held, known = ctx.resident.trainer, ctx.resident.published
     if held is not None:
-        ctx.resident["trainer"] = ((held[0][0], f"{ctx.out}/{ctx.data.name}"), held[1])
+        known[f"{ctx.out}/{ctx.data.name}"] = (held.start, held.state)
+        keep_newest(known, KEPT)

@@ -48,6 +48,7 @@ from stages.context import Context, Input, Live
 from stages.flow import flow_of
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
+from stages.resident import Resident
 from stages.usage import METER
 
 RANK_TIMEOUT_S = 600.0
@@ -132,7 +133,7 @@ def run_stage(
     call: StageCall,
     *,
     config: RunConfig | None = None,
-    resident: dict[str, Any] | None = None,
+    resident: Resident | None = None,
     stopping: Callable[[], bool] = lambda: False,
     began: float | None = None,
 ) -> Manifest:
@@ -155,8 +156,8 @@ def run_stage(
     world = World.from_environment(call.config.parent / CHANNELS)
     with contextlib.ExitStack() as ending:
         if resident is None:
-            resident = {}
-            ending.callback(_close, resident)
+            resident = Resident()
+            ending.callback(resident.close)
         ending.enter_context(withdrawing())
         attempt = Attempt(
             call,
@@ -181,12 +182,6 @@ def run_stage(
         return attempt.commit()
 
 
-def _close(resident: dict[str, Any]) -> None:
-    from stages.parts import close_parts  # imports torch, as stages do only once they run
-
-    close_parts(resident)
-
-
 class Attempt:
     """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
 
@@ -200,7 +195,7 @@ class Attempt:
         config: RunConfig,
         world: World,
         inputs: Mapping[str, Input],
-        resident: dict[str, Any],
+        resident: Resident,
         stopping: Callable[[], bool],
         *,
         began: float,

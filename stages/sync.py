@@ -18,12 +18,13 @@ from stages.parts import WEIGHTS, held_trainer, trainer_published
 def run(ctx: Context) -> None:
     """Inputs ``initial`` and ``checkpoint``; output: policy folder ``weights``."""
     trainer = held_trainer(ctx)
+    policy = trainer.policy
     with ctx.span("publish"):
         # In a pool they are written while the next iteration's update changes the trainer's own.
         tensors = trainer.full_state(copy=ctx.live is not None)
         ctx.hand_on(WEIGHTS, tensors)
         if ctx.world.rank == 0:
-            ctx.later(lambda: _write(ctx, trainer.policy, tensors))
+            ctx.later(lambda: _write(ctx, policy, tensors))
     trainer_published(ctx)
     if ctx.world.rank == 0:
         ctx.metric("version", ctx.iteration + 1)

@@ -16,6 +16,7 @@ from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import InputError
 from rlinf.seeding import generator
+from rlinf.trainers.base import Trainer
 from stages.context import Context
 from stages.parts import (
     changing_trainer,
@@ -68,7 +69,7 @@ Rows = list[tuple[Record, ...]]
 class Update:
     """The optimizer steps of one iteration."""
 
-    def __init__(self, ctx: Context, algorithm: Algorithm, trainer: Any) -> None:
+    def __init__(self, ctx: Context, algorithm: Algorithm, trainer: Trainer) -> None:
         self._ctx, self._algorithm, self._trainer = ctx, algorithm, trainer
         settings = algorithm.config
         span = settings.schedule_iterations or ctx.config.iterations
@@ -78,7 +79,8 @@ class Update:
         self._batch: StepBatch | None = None
         self._limit = gap_limit(ctx.config, settings.logprob_gap_limit)
         self.streams = (
-            algorithm.by_group
+            trainer.accumulates
+            and algorithm.by_group
             and settings.epochs == settings.minibatches == 1
             and not trainer.policy.observes
         )
@@ -108,7 +110,7 @@ class Update:
         # Afterwards: the update compares the policy with the one that the old log-probs are of,
         # which saw observations by the old statistics.
         if self._trainer.policy.observes:
-            changing_trainer(ctx, self._trainer)
+            changing_trainer(ctx)
             self._trainer.policy.observe(seen)
 
     def _steps(self, rows: Rows) -> None:
@@ -157,7 +159,7 @@ class Update:
             )
 
     def _finish(self, scale: float) -> None:
-        changing_trainer(self._ctx, self._trainer)
+        changing_trainer(self._ctx)
         with self._ctx.span("update"):
             metrics = self._trainer.update(lr=self._lr, scale=scale, check=self._compare)
         metrics = {name: value for name, value in metrics.items() if name not in (GAP, STEPS)}

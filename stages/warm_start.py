@@ -22,12 +22,13 @@ from rlinf.data.padding import pad
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed
+from rlinf.trainers.base import Trainer
 from stages.context import Context
 from stages.evaluate import held_out
 from stages.parts import (
+    bare_engine,
     environment_class,
     held_environment,
-    make_engine,
     new_trainer,
     policy_class,
 )
@@ -61,6 +62,7 @@ def run(ctx: Context) -> None:
     else:
         (ctx.data / "weights").mkdir()
         trainer.policy.save(ctx.data / "weights", tensors)
+        trainer.close()
         shutil.rmtree(start)
         last = ctx.extra["curve"][-1]
         ctx.metric("steps", last["step"])
@@ -82,7 +84,7 @@ def create(ctx: Context, folder: Path) -> None:
         part.rename(folder)
 
 
-def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float | None]]:
+def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[dict[str, float | None]]:
     """Supervised steps until the held-out score reaches ``warm_start.stop_at``.
 
     Raises:
@@ -94,7 +96,7 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
         raise ConfigError(
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
-    engine = ctx.keep("engine", "one", lambda: make_engine(ctx.config))
+    engine = bare_engine(ctx)
     curve = load_progress(ctx, trainer)
     known = [row["score"] for row in curve if row["score"] is not None]
     for step in range(len(curve), settings.max_steps):
@@ -122,7 +124,7 @@ def fine_tune(ctx: Context, trainer: Any, start: Path) -> list[dict[str, float |
     return curve
 
 
-def save_progress(ctx: Context, trainer: Any, curve: list[dict[str, float | None]]) -> None:
+def save_progress(ctx: Context, trainer: Trainer, curve: list[dict[str, float | None]]) -> None:
     """Keep the state of the fine-tuning, so that a requeued job goes on from here."""
     folder = ctx.out / PROGRESS
     step = folder / f"step-{len(curve)}"
@@ -139,7 +141,7 @@ def save_progress(ctx: Context, trainer: Any, curve: list[dict[str, float | None
             shutil.rmtree(path, ignore_errors=True)
 
 
-def load_progress(ctx: Context, trainer: Any) -> list[dict[str, float | None]]:
+def load_progress(ctx: Context, trainer: Trainer) -> list[dict[str, float | None]]:
     """Take up the state of an interrupted attempt; returns its curve, empty when there is none.
 
     A damaged one counts as none: the same steps are done again.
@@ -168,7 +170,7 @@ def load_progress(ctx: Context, trainer: Any) -> list[dict[str, float | None]]:
     return curve
 
 
-def evaluate(ctx: Context, trainer: Any, environment: Any, engine: Any) -> float:
+def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> float:
     """Held-out score of the weights as they are; computed on rank 0 and told to the others."""
     tensors = trainer.full_state()
     score = torch.zeros((), device=trainer.device)

@@ -32,6 +32,7 @@ from rlinf.errors import (
     told_of_exhaustion,
 )
 from slurm.signals import StopFlag
+from stages.resident import Resident
 
 
 def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
@@ -191,7 +192,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -
         stop = Stopping(run.folder, flag.is_set)
         executor: Executor
         if cluster.launcher == "inprocess":
-            executor = InProcess(run, {"progress": console.progress}, stop)
+            executor = InProcess(run, Resident(progress=console.progress), stop)
         else:
             plan = settled(Plan.read(run.folder), cluster)
             launcher = make_launcher(cluster, plan)

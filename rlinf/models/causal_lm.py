@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -24,10 +23,11 @@ from rlinf.data.record import Record
 from rlinf.errors import ArtifactError, ConfigError, DataError, nearest
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting
-from rlinf.models.fit import check_fit, meta_network, refuse_unfit, stored_shapes
+from rlinf.models.fit import check_weights, refuse_unfit
 from rlinf.models.folder import check_links
 from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
 from rlinf.models.linear import use_onednn
+from rlinf.models.logprobs import WHOLE, head_logprobs, plain_head, replaced, token_logprobs
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import TensorFile, load_tensors
 
@@ -173,19 +173,32 @@ class CausalLM(Policy):
         # Padding stands on the right, where causal attention keeps every real token from seeing
         # it: no mask is needed, and attention takes its quickest path.
         first = int(starts.min()) - 1
-        logits = self.module(
-            input_ids=tokens[:, :-1],
-            use_cache=False,
-            logits_to_keep=tokens.shape[1] - 1 - first,
-        ).logits
+        kept = tokens.shape[1] - 1 - first
         # The token at position p is predicted at p - 1; rows start at their own columns.
         columns = starts[:, None] - 1 - first + torch.arange(length, device=tokens.device)
-        if int(starts.max()) - 1 > first:
-            columns = columns.clamp(max=logits.shape[1] - 1)
-            logits = logits.gather(1, columns[..., None].expand(-1, -1, logits.shape[-1]))
-        logprobs = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-        taken = logprobs.gather(-1, batch["actions"][..., None])[..., 0]
-        spread = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
+        columns = columns.clamp(max=kept - 1)
+        aligned = int(starts.max()) - 1 == first
+
+        def own(features: Tensor) -> Tensor:
+            if aligned:
+                return features
+            return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
+
+        def parts(hidden: Tensor, weight: Tensor) -> Tensor:
+            hidden = own(hidden).flatten(0, 1)
+            out = head_logprobs(hidden, weight, batch["actions"].flatten(), temperature, WHOLE)
+            return out.view(*batch["actions"].shape, 2)
+
+        head = plain_head(self.module)
+        in_parts = head is not None and columns.numel() * head.weight.shape[0] > WHOLE
+        with replaced(head, parts) if head and in_parts else contextlib.nullcontext():
+            out = self.module(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
+        spread: Tensor | None
+        if in_parts:
+            taken, spread = out.unbind(-1)
+            spread = spread if entropy else None
+        else:
+            taken, spread = token_logprobs(own(out), batch["actions"], temperature, entropy)
         return StepOutputs(taken * batch["mask"], spread)
 
     def cost(self, record: Record) -> int:
@@ -408,33 +421,6 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
             f"model.path: {folder} brings its own Python code (auto_map in config.json); "
             "to run it set model.trust_remote_code=true"
         )
-
-
-def check_weights(folder: Path) -> None:
-    """See that a checkpoint has all tensors of its network and no others, without loading it.
-
-    Where the names in the files are not the network's own (model code of the checkpoint, tensors
-    that are fused on loading), loading tells.
-
-    Raises:
-        DataError: lists what is missing, unexpected or of another shape.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    if "auto_map" in json.loads((folder / "config.json").read_text()):
-        return
-    stored = stored_shapes(folder)
-    try:
-        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-        module = meta_network(settings)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
-    if module is not None:
-        prefix, own = f"{module.base_model_prefix}.", module.state_dict().keys()
-        if not any(name.startswith(prefix) for name in stored):  # of the network below the head
-            stored = {prefix + n if prefix + n in own else n: shape for n, shape in stored.items()}
-        check_fit(f"model.path: {folder}", stored, module)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ from there without a word.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -127,3 +128,30 @@ def meta_network(settings: Any) -> Any:
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
     return None if getattr(module, "_checkpoint_conversion_mapping", None) else module
+
+
+def check_weights(folder: Path) -> None:
+    """See that a checkpoint has all tensors of its network and no others, without loading it.
+
+    Where the names in the files are not the network's own (model code of the checkpoint, tensors
+    that are fused on loading), loading tells.
+
+    Raises:
+        DataError: lists what is missing, unexpected or of another shape.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if "auto_map" in json.loads((folder / "config.json").read_text()):
+        return
+    stored = stored_shapes(folder)
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+        module = meta_network(settings)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
+    if module is not None:
+        prefix, own = f"{module.base_model_prefix}.", module.state_dict().keys()
+        if not any(name.startswith(prefix) for name in stored):  # of the network below the head
+            stored = {prefix + n if prefix + n in own else n: shape for n, shape in stored.items()}
+        check_fit(f"model.path: {folder}", stored, module)

@@ -5,5 +5,5 @@ from rlinf.registry import Registry
 trainers = Registry(
     "trainer",
     {"fsdp": "rlinf.trainers.fsdp:FSDPTrainer"},
-    base="rlinf.trainers.fsdp:FSDPTrainer",
+    base="rlinf.trainers.base:Trainer",
 )

@@ -27,10 +27,8 @@ from rlinf.models.base import Policy, StepOutputs
 from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages, placed
 from rlinf.trainers import shards
+from rlinf.trainers.base import LossFunction, Trainer
 from rlinf.trainers.lanes import Lanes
-
-LossFunction = Callable[[StepOutputs, list[int]], tuple[Tensor, dict[str, Tensor]]]
-"""From step outputs of a micro-batch and the minibatch rows it holds to a loss and metric sums."""
 
 
 class FSDPConfig(Section):
@@ -63,7 +61,7 @@ class Cut:
     real: list[bool]
 
 
-class FSDPTrainer(Storages):
+class FSDPTrainer(Storages, Trainer):
     """Owns the sharded module and its optimizer."""
 
     Config = FSDPConfig
@@ -77,6 +75,7 @@ class FSDPTrainer(Storages):
         self._spare: dict[str, Tensor] = {}
         """A snapshot that was written."""
         self._root: Any = None
+        self._closed = False
         self.device = local_device(config.device)
         kind = self.device.type
         if kind == "cuda":
@@ -104,6 +103,9 @@ class FSDPTrainer(Storages):
             foreach=True,
         )
 
+    def limit(self, token_budget: int) -> None:
+        self.config = self.config.model_copy(update={"token_budget": token_budget})
+
     def cut(self, records: Sequence[Record]) -> list[Cut]:
         """The micro-batches of each lane of this rank.
 
@@ -129,7 +131,6 @@ class FSDPTrainer(Storages):
     def forward(
         self, records: Sequence[Record], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
-        """Step outputs ``[T]`` of this rank's share of the records, as (row, outputs) on CPU."""
         torch.set_num_threads(self._torch_threads)
 
         @torch.no_grad()
@@ -147,19 +148,6 @@ class FSDPTrainer(Storages):
         parts = self._lanes.map(lane, self.cut(records))
         return sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])
 
-    def step(
-        self,
-        records: Sequence[Record],
-        loss: LossFunction,
-        *,
-        lr: float,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> dict[str, float]:
-        """One optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
-        self.accumulate(records, loss, temperature=temperature, entropy=entropy)
-        return self.update(lr=lr)
-
     def accumulate(
         self,
         records: Sequence[Record],
@@ -168,13 +156,6 @@ class FSDPTrainer(Storages):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> None:
-        """Add the gradient of some samples to that of the coming :meth:`update`.
-
-        Args:
-            records: the same on every rank.
-            loss: its sums over micro-batches of all ranks are the loss of these samples. Called by
-                several threads at once when ``threads`` says so.
-        """
         torch.set_num_threads(self._torch_threads)
         self._sums = self._sums or {}
 
@@ -204,7 +185,6 @@ class FSDPTrainer(Storages):
             raise
 
     def discard(self) -> None:
-        """Forget what was accumulated, and give its memory back."""
         self._sums = None
         # Of every lane: an attempt that failed may have left some in any of them.
         for policy in self._lanes.policies:
@@ -218,20 +198,6 @@ class FSDPTrainer(Storages):
         scale: float = 1.0,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        """Change the weights by the accumulated gradient.
-
-        Args:
-            scale: what gradient and metrics are multiplied by first, for losses that were summed
-                before the weight of the whole batch was known.
-            check: is given the metrics before any weight changes; what it raises ends the update.
-
-        Returns:
-            The metrics of the losses, summed over micro-batches and ranks, with ``loss`` and
-            ``grad_norm`` (before clipping).
-
-        Raises:
-            StageError: the loss or the gradient is not finite; no weight was changed.
-        """
         if not self._sums:
             raise ValueError("nothing was accumulated")
         try:
@@ -273,6 +239,8 @@ class FSDPTrainer(Storages):
 
         See :class:`rlinf.residency.Holder`. What FSDP still has gathered it gives up for that.
         """
+        if self._closed:
+            return {}
         local = shards.local
         weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
         gradients, moments = list[Tensor](), list[Tensor]()
@@ -285,28 +253,16 @@ class FSDPTrainer(Storages):
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
-        """What :meth:`save` writes, as it is now; on the CPU, this rank's part of it."""
         # New memory costs far more than the copy: every page of it is cleared first.
         spare, self._spare = self._spare, {}
         return _copied(shards.tensors(self._state()), spare)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write this rank's part of weights and optimizer, whatever the other ranks do.
-
-        Args:
-            state: an earlier :meth:`snapshot`, which may be written while training goes on. It is
-                the trainer's again afterwards: a later snapshot takes its memory.
-        """
         own = self._state() if state is None else state
         shards.write(folder, own, self.world.rank, self.world.size)
         self._spare = state or {}
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote, by any number of processes.
-
-        Raises:
-            DataError: not the state of such a trainer.
-        """
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = self._state()
@@ -319,10 +275,6 @@ class FSDPTrainer(Storages):
         )
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole weights by name, as :meth:`full_state` gives them; every rank has them all.
-
-        The optimizer stays as it is: this is for log-probabilities, not for going on with training.
-        """
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         # Asked for its state, the module lets go of what it gathered for the last pass.
@@ -335,11 +287,6 @@ class FSDPTrainer(Storages):
             own.copy_(whole)
 
     def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
-        """All weights, whole, on CPU, tied ones as one tensor; a collective of several ranks.
-
-        Args:
-            copy: never the trainer's own tensors.
-        """
         from torch.distributed.tensor import DTensor
 
         named = self.policy.module.state_dict(keep_vars=True)
@@ -352,6 +299,18 @@ class FSDPTrainer(Storages):
                 mine = own.to_local() if isinstance(own, DTensor) else own
                 whole[id(value)] = full.to("cpu", copy=copy and full.data_ptr() == mine.data_ptr())
         return {name: whole[id(value)] for name, value in named.items()}
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.discard()
+        self.forget()
+        self._lanes.close()
+        # FSDP's modules are in cycles: what they hold goes with the next collection.
+        self.optimizer.state.clear()
+        self._spare, self._root = {}, None
+        del self.policy, self.optimizer, self._lanes
 
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict

@@ -45,6 +45,11 @@ class Lanes:
         wait(futures)
         return [future.result() for future in futures]
 
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
     def add_gradients(self) -> None:
         """Add the gradients of the copies to the policy's own, always in the same order."""
         own = list(self.policies[0].module.parameters())

@@ -27,7 +27,8 @@ from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Context, Input
 from stages.names import CLAIM, unfinished
-from stages.parts import WEIGHTS, serves
+from stages.parts import WEIGHTS
+from stages.resident import Resident
 from stages.rollout import collected
 from stages.runner import withdrawing
 from stages.turns import Turns
@@ -51,7 +52,7 @@ class Generator:
         board: Board,
         outbox: Outbox,
         turns: Turns,
-        resident: dict[str, Any],
+        resident: Resident,
         activity: Activity,
         report: Callable[[dict[str, Any]], None],
         stopping: Callable[[], bool],
@@ -204,7 +205,7 @@ class Generator:
         manifest = read_manifest(entry.folder)
         committed = None if manifest is None else manifest.data
         attempt = order["attempt"] or committed
-        if attempt is not None and serves(ctx.resident):
+        if attempt is not None and ctx.resident.engine_weights is not None:
             output = self._board.output(folder)
             if (tensors := output.held(WEIGHTS, attempt)) is not None:
                 entry.output = Output()

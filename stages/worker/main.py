@@ -38,7 +38,8 @@ from stages.board import Board, Output
 from stages.context import Input, Live, Writer
 from stages.layout import CHANNELS, CONFIG
 from stages.names import worker_name
-from stages.parts import WEIGHTS, close_parts, sent_type
+from stages.parts import WEIGHTS, sent_type
+from stages.resident import Resident
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
 from stages.worker.generate import Generator
@@ -110,7 +111,7 @@ class Worker:
         self._run, self._config, self._parts, self._stop = run, config, parts, stop
         self._world = World.from_environment(run / CHANNELS)
         self._name = worker_name(pool, self._world.rank)
-        self._resident: dict[str, Any] = {"progress": self._progress}
+        self._resident = Resident(progress=self._progress)
         self._board, self._turns, self._activity = Board(), Turns(), Activity()
         self._busy: dict[str, threading.Thread] = {}
         self._commits: set[str] = set()
@@ -228,7 +229,7 @@ class Worker:
         self._outbox.close()
         self._link.close()
         self._inbox.close()
-        close_parts(self._resident)
+        self._resident.close()
 
     def _cut(self, worker: str) -> None:
         """Another worker does not take records any more: the driver knows what that means."""
@@ -386,11 +387,11 @@ class Worker:
         self._tell()
 
     def _tell(self) -> None:
-        _, engine = self._resident.get("engine", (None, None))
+        engine = self._resident.engine
         self._link.status(
             {
                 "doing": self._activity.rows(),
-                "version": getattr(engine, "version", None),
+                "version": None if engine is None else engine.version,
                 "queue": self._board.waiting,
                 "malformed": self._inbox.malformed,
             }

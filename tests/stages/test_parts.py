@@ -26,6 +26,7 @@ from stages.parts import (
     residency,
     trainer_published,
 )
+from stages.resident import Resident
 from tests.conftest import TINY
 
 
@@ -49,7 +50,7 @@ class Late(Input):
         return super().on_disk()
 
 
-def context(run: Run, resident: dict[str, Any], **inputs: tuple[str, int]) -> Context:
+def context(run: Run, resident: Resident, **inputs: tuple[str, int]) -> Context:
     """Of a stage whose inputs come late, when all else has left the device."""
     late = {}
     for name, of in inputs.items():
@@ -88,14 +89,14 @@ def assert_there(holder: Any, expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_the_engine(run: Run) -> None:
-    resident: dict[str, Any] = {}
+    resident = Resident()
     for number, of in enumerate([("warm_start", 0), ("sync", 0), ("sync", 1)]):
         engine = held_engine(context(run, resident, weights=of), "weights", number)
         assert_there(engine, committed(run, *of))
 
 
 def test_the_trainer_and_the_reference(run: Run) -> None:
-    resident: dict[str, Any] = {}
+    resident = Resident()
     inputs = {"initial": ("warm_start", 0), "checkpoint": ("train", 0)}
     for _ in range(2):
         ctx = context(run, resident, **inputs)
@@ -107,7 +108,7 @@ def test_the_trainer_and_the_reference(run: Run) -> None:
 
 def test_the_policy_that_is_only_evaluated(run: Run) -> None:
     """One takes version after version; where training has come as far it is the trainer itself."""
-    resident: dict[str, Any] = {}
+    resident = Resident()
     made = []
     for of in [("warm_start", 0), ("sync", 0), ("sync", 1)]:
         ctx = context(run, resident, initial=("warm_start", 0), weights=of)
@@ -129,7 +130,7 @@ def test_the_policy_that_is_only_evaluated(run: Run) -> None:
 
 
 def test_before_any_training_one_load_serves_both(run: Run) -> None:
-    resident: dict[str, Any] = {}
+    resident = Resident()
     first = ("warm_start", 0)
     policy = held_policy(context(run, resident, initial=first, weights=first))
     assert held_trainer(context(run, resident, initial=first)) is policy

@@ -104,6 +104,6 @@ def test_the_task_scores_only_for_a_reward_that_asks_for_it(
     monkeypatch.setattr(stages.parts, "reward_class", lambda config: (Length, Section()))
     ctx = again(Run.open(tiny_run), tmp_path / "data", World())
     stages.reward.run(ctx)
-    assert "environment" not in ctx.resident
+    assert ctx.resident.environment is None
     assert "score" not in ctx.metrics
     assert ctx.metrics["mean"][0] > 0

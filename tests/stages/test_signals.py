@@ -21,6 +21,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested
 from slurm.signals import StopFlag
 from stages.layout import CONFIG, stage_folder
+from stages.resident import Resident
 from stages.runner import StageCall, run_stage
 
 Compose = Callable[..., dict[str, Any]]
@@ -74,12 +75,12 @@ def undisturbed(call: StageCall) -> str:
 def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -> None:
     call, done = stopped_fine_tuning(compose)
     seen: list[int] = []
-    resident = {
-        "progress": lambda stage, done, total, what: (
-            seen.append(done) if what.startswith("fine") else None
-        )
-    }
-    resumed = run_stage(call, resident=resident)
+
+    def progress(stage: str, done: int, total: int, what: str) -> None:
+        if what.startswith("fine"):
+            seen.append(done)
+
+    resumed = run_stage(call, resident=Resident(progress=progress))
     assert min(seen) == done + 1, "finished steps are not done again"
     assert not (call.out / "progress").exists()
     assert undisturbed(call) == resumed.content

@@ -34,9 +34,11 @@ from rlinf.data.record import Record
 from rlinf.errors import RequeueRequested
 from rlinf.models.device import local_device
 from rlinf.residency import Residency
+from rlinf.trainers.base import Trainer
 from slurm.signals import StopFlag
 from stages.layout import CHANNELS, CONFIG, stage_folder
 from stages.parts import policy_class
+from stages.resident import Resident
 from stages.runner import StageCall, load_config, run_stage
 
 STILL = {"lr": 1e-30, "lr_warmup": 0, "schedule": "constant"}
@@ -85,7 +87,7 @@ class Bench:
     world: World
     scratch: Path
     imported_at: float
-    resident: dict[str, Any] = field(default_factory=dict)
+    resident: Resident = field(default_factory=Resident)
     seen: set[str] = field(default_factory=set)
     imports_s: float = 0.0
     connect_s: float = 0.0
@@ -158,9 +160,9 @@ class Bench:
         """All stages of one iteration."""
         config = adapted(self.config, case)
         budget = case.token_budget
-        for name in {"trainer", "reference"} & self.resident.keys() if budget else ():
-            trainer = self.resident[name][1]
-            trainer.config = trainer.config.model_copy(update={"token_budget": budget})
+        for trainer in (self._trainer(), self.resident.reference):
+            if trainer is not None and budget:
+                trainer.limit(budget)
         samples = case.starts * config.rollout.group_size
         warm = self.seen.issuperset(self.graph.flow.stages)
         total = 0.0
@@ -246,9 +248,10 @@ class Bench:
         """Steps of the responses, or positions the trainer evaluates."""
         if stage in ("rollout", "reward"):
             return sum(len(record) for record in self.records)
-        if not self.budgeted(stage) or "trainer" not in self.resident:
+        trainer = self._trainer()
+        if not self.budgeted(stage) or trainer is None:
             return 0
-        policy = self.resident["trainer"][1].policy
+        policy = trainer.policy
         chosen = [r for r in self.records if stage != "train" or r.identity.key in self.kept]
         return sum(policy.cost(record) for record in chosen)
 
@@ -281,12 +284,16 @@ class Bench:
         late = max(0.0, self.first_load_s - min(loads, default=self.first_load_s))
         self.overhead("imports", self.imports_s + late)
 
+    def _trainer(self) -> Trainer | None:
+        held = self.resident.trainer
+        return None if held is None else held.trainer
+
     def measure_copies(self) -> None:
         """Offload the trainer's state to the host's memory and load it again."""
-        if "trainer" not in self.resident:
+        trainer, residency = self._trainer(), self.resident.residency
+        if trainer is None or residency is None:
             return
-        trainer = self.resident["trainer"][1]
-        self.resident["residency"][1].need(trainer)
+        residency.need(trainer)
         all_or_nothing = Residency(self.device, sys.maxsize)
         all_or_nothing.need(trainer)
         for _ in range(COPIES):

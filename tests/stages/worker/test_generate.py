@@ -21,6 +21,7 @@ from stages.board import Board
 from stages.layout import CONFIG
 from stages.names import unfinished
 from stages.parts import WEIGHTS
+from stages.resident import Resident
 from stages.runner import load_config
 from stages.turns import Turns
 from stages.worker.generate import Generator
@@ -39,7 +40,7 @@ class Bench:
         self.board, self.turns = Board(), Turns()
         self.inbox, self.outbox = Inbox(folder, "w", self.board), Outbox(folder)
         self.reports: Queue[dict[str, Any]] = Queue()
-        self.resident: dict[str, Any] = {}
+        self.resident = Resident()
         self.generator = self._make(self.config)
 
     def _make(self, config: RunConfig) -> Generator:
@@ -188,7 +189,7 @@ def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench:
     manifest = read_manifest(folder)
     assert manifest is not None
     for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
-        bench.resident["engine_weights"] = "older ones"
+        bench.resident.engine_weights = "older ones"
         bench.weights(SYNC, attempt)
         bench.claim(attempt, 0, iteration=1, weights=SYNC)
         names = [name for name, *_ in bench.report()["spans"]]

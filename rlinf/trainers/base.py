@@ -1,0 +1,173 @@
+"""The trainer interface: forward passes, gradients, optimizer steps and checkpoints of a policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlinf.algorithms.base import AlgorithmConfig
+from rlinf.channels.world import World
+from rlinf.config import Section
+from rlinf.data.record import Record
+from rlinf.models.base import Policy, StepOutputs
+from rlinf.residency import Size
+
+LossFunction = Callable[[StepOutputs, list[int]], tuple[Tensor, dict[str, Tensor]]]
+"""From step outputs of a micro-batch and the minibatch rows it holds to a loss and metric sums."""
+
+
+class Trainer(ABC):
+    """Owns a policy's weights, spread over the processes of a world, and their optimizer.
+
+    Every process of the world makes the same calls with the same records in the same order; calls
+    may be collective unless they say otherwise. How a minibatch is cut over processes and
+    micro-batches has no part in the mathematics.
+    """
+
+    Config: ClassVar[type[Section]] = Section
+    accumulates: ClassVar[bool] = True
+    """Whether parts of a batch can be given one by one, before the whole is there."""
+    takes_weights: ClassVar[bool] = True
+    """Whether :meth:`load_weights` works; without, other weights need another trainer."""
+    policy: Policy
+    device: torch.device
+
+    @abstractmethod
+    def __init__(
+        self, policy: Policy, config: Any, optimizer: AlgorithmConfig, world: World
+    ) -> None:
+        """Take a policy over, with a fresh optimizer."""
+
+    @abstractmethod
+    def limit(self, token_budget: int) -> None:
+        """Evaluate at most so many padded positions at once from now on."""
+
+    @abstractmethod
+    def forward(
+        self, records: Sequence[Record], temperature: float
+    ) -> list[tuple[int, StepOutputs]]:
+        """Step outputs ``[T]`` of this process's share of the records, as (row, outputs) on CPU."""
+
+    @abstractmethod
+    def accumulate(
+        self,
+        records: Sequence[Record],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> None:
+        """Add the gradient of some samples to that of the coming :meth:`update`.
+
+        What fails leaves nothing accumulated.
+
+        Args:
+            records: the same on every process.
+            loss: its sums over micro-batches of all processes are the loss of these samples. May be
+                called by several threads at once.
+            entropy: whether step outputs are to hold it.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget what was accumulated, and give its memory back."""
+
+    @abstractmethod
+    def update(
+        self,
+        *,
+        lr: float,
+        scale: float = 1.0,
+        check: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, float]:
+        """Change the weights by the accumulated gradient, and forget that.
+
+        Args:
+            scale: what gradient and metrics are multiplied by first, for losses that were summed
+                before the weight of the whole batch was known.
+            check: is given the metrics before any weight changes; what it raises ends the update.
+
+        Returns:
+            The metrics of the losses, summed over micro-batches and processes, with ``loss`` and
+            ``grad_norm`` (before clipping).
+
+        Raises:
+            StageError: the loss or the gradient is not finite; no weight was changed.
+            ValueError: nothing was accumulated.
+        """
+
+    def step(
+        self,
+        records: Sequence[Record],
+        loss: LossFunction,
+        *,
+        lr: float,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
+        self.accumulate(records, loss, temperature=temperature, entropy=entropy)
+        return self.update(lr=lr)
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Tensor]:
+        """What :meth:`save` writes, as it is now; on the CPU, this process's part of it."""
+
+    @abstractmethod
+    def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write this process's part of weights and optimizer, whatever the others do.
+
+        Args:
+            state: an earlier :meth:`snapshot`, which may be written while training goes on. It is
+                the trainer's again afterwards: a later snapshot takes its memory.
+        """
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read what :meth:`save` wrote, by any number of processes.
+
+        Raises:
+            DataError: not the state of such a trainer.
+            ArtifactError: it is committed and damaged; the trainer holds anything.
+        """
+
+    @abstractmethod
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take whole weights by name, as :meth:`full_state` gives them; every process has them all.
+
+        The optimizer stays as it is: this is for log-probabilities, not for going on with training.
+        """
+
+    @abstractmethod
+    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """All weights, whole, on CPU, tied ones as one tensor.
+
+        Args:
+            copy: never the trainer's own tensors.
+        """
+
+    def size(self) -> Mapping[str, Size]:
+        """What it keeps on the device between calls; see :class:`rlinf.residency.Holder`.
+
+        Groups ``weights``, ``gradients`` and ``optimizer``, where they can move. :meth:`forward`
+        needs the first, :meth:`accumulate` the first two, all else everything.
+        """
+        return {}
+
+    def offload(self, group: str, least: int) -> int:
+        raise NotImplementedError
+
+    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+        raise NotImplementedError
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free its memory and end its threads and processes; again does no harm.
+
+        A :meth:`save` of a snapshot that is under way goes on.
+        """

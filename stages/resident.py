@@ -1,0 +1,79 @@
+"""What a process keeps from one stage to the next: loaded engines, trainers and environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # they import torch, which processes that only wait do without
+    from rlinf.engines.base import Engine
+    from rlinf.envs.base import Environment
+    from rlinf.residency import Residency
+    from rlinf.rewards.base import Reward
+    from rlinf.trainers.base import Trainer
+
+Progress = Callable[[str, int, int, str], None]
+"""Is told of a stage, how much of what is done, of how much."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trainer and where it stands."""
+
+    trainer: Trainer
+    start: str
+    """Output whose weights its training began with."""
+    state: str | None
+    """Output of the checkpoint it is in the state of; empty: at the start; None: of none."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A trainer that only evaluates, and the output that its weights are of."""
+
+    trainer: Trainer
+    state: str
+
+
+@dataclass
+class Resident:
+    """The parts that a process has loaded; those it has not are None."""
+
+    environment: Environment | None = None
+    engine: Engine | None = None
+    engine_weights: str | None = None
+    """Output whose weights the engine serves; None: nothing can be said of them."""
+    reward: Reward | None = None
+    reward_rank: tuple[int, int] | None = None
+    """Rank and number of processes that the reward was made for."""
+    trainer: Trained | None = None
+    policy: Evaluated | None = None
+    reference: Trainer | None = None
+    residency: Residency | None = None
+    published: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    """Of the newest published weights: start and state of the trainer that they are from."""
+    progress: Progress | None = None
+
+    def drop_trainer(self) -> None:
+        """Free the memory of the trainer."""
+        held, self.trainer = self.trainer, None
+        if held is not None:
+            held.trainer.close()
+
+    def drop_policy(self) -> None:
+        """Free the memory of what only evaluates."""
+        held, self.policy = self.policy, None
+        if held is not None:
+            held.trainer.close()
+
+    def close(self) -> None:
+        """End the processes, and free the memory, of every part; again does no harm."""
+        self.drop_trainer()
+        self.drop_policy()
+        parts = (self.environment, self.engine, self.reference)
+        self.environment = self.engine = self.engine_weights = self.reference = None
+        self.reward = self.residency = None
+        for part in parts:
+            if part is not None:
+                part.close()
