@@ -71,9 +71,9 @@ class Resident:
         """End the processes, and free the memory, of every part; again does no harm."""
         self.drop_trainer()
         self.drop_policy()
-        parts = (self.environment, self.engine, self.reference)
-        self.environment = self.engine = self.engine_weights = self.reference = None
-        self.reward = self.residency = None
+        parts = (self.environment, self.engine, self.reward, self.reference)
+        self.environment = self.engine = self.engine_weights = self.reward = self.reference = None
+        self.residency = None
         for part in parts:
             if part is not None:
                 part.close()
