@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,11 +70,13 @@ class Resident:
 
     def close(self) -> None:
         """End the processes, and free the memory, of every part; again does no harm."""
-        self.drop_trainer()
-        self.drop_policy()
-        parts = (self.environment, self.engine, self.reward, self.reference)
+        parts = (self.reference, self.reward, self.engine, self.environment)
         self.environment = self.engine = self.engine_weights = self.reward = self.reference = None
         self.residency = None
-        for part in parts:
-            if part is not None:
-                part.close()
+        # One that fails to close keeps none of the others.
+        with ExitStack() as stack:
+            for part in parts:
+                if part is not None:
+                    stack.callback(part.close)
+            stack.callback(self.drop_policy)
+            stack.callback(self.drop_trainer)
