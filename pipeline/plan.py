@@ -270,11 +270,6 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
         ValueError: names the key.
     """
     generates, elastic = flow.generates, {n for n, stage in flow.table.items() if stage.elastic}
-    held = {stage for pool in plan.pools for stage in pool.stages}
-    alone = [name for name, stage in flow.stages.items() if stage.like is None]
-    missing = next((stage for stage in alone if stage not in held), None)
-    if plan.pools and missing:
-        raise ValueError(f"pools: no pool holds {missing}; only other stages may be left out")
     for i, pool in enumerate(plan.pools):
         if pool.helps_rollout and generates in pool.stages:
             raise ValueError(
@@ -294,6 +289,11 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
                     f"pools[{i}].workers: each is a job of one process, but stage {stage} "
                     f"asks for {needs.nodes} x {needs.processes}"
                 )
+    held = {stage for pool in plan.pools for stage in pool.stages}
+    alone = [name for name, stage in flow.stages.items() if stage.like is None]
+    missing = next((stage for stage in alone if stage not in held), None)
+    if plan.pools and missing:
+        raise ValueError(f"pools: no pool holds {missing}; only other stages may be left out")
     some = any(pool.workers is not None for pool in plan.pools)
     apart = any(pool.workers is None and EVALUATE in pool.stages for pool in plan.pools)
     edge = f"{flow.publishes} -> {EVALUATE}"

@@ -106,8 +106,10 @@ helper.kill()
 @pytest.mark.parametrize("moment", [0.3, 0.31, 0.32, 0.33])
 def test_a_killed_throttle_leaves_nothing_stopped_behind(moment: float) -> None:
     process = throttled(0.3, sys.executable, "-c", "while True: pass")
-    time.sleep(0.5 + moment)
-    (child,) = psutil.Process(process.pid).children()
+    while not (children := psutil.Process(process.pid).children()):
+        time.sleep(0.01)
+    (child,) = children
+    time.sleep(0.2 + moment)
     process.kill()
     process.wait(30)
     child.wait(10)
