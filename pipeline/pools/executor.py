@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,9 @@ class PoolExecutor:
         if time.monotonic() - self._looked > self.launcher.poll_s:
             self._looked = time.monotonic()
             self._look(ended)
-            self._committed_meanwhile(ended)
+            self._committed_meanwhile(self._pools, ended)
+        # Before the last of them is known to have left, and what it committed is ordered again.
+        self._committed_meanwhile([pool for pool in self._pools if pool.writing], ended)
         self._renewal.cancel_ended(self._control)
         self._renewal.keep_up()
         if time.monotonic() - self._told > STATUS_S:
@@ -366,9 +368,9 @@ class PoolExecutor:
         pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
         pool.resume = time.monotonic() + (pause if pool.failures else 0)
 
-    def _committed_meanwhile(self, ended: dict[Node, Outcome]) -> None:
+    def _committed_meanwhile(self, pools: Sequence[PoolState], ended: dict[Node, Outcome]) -> None:
         """What waits for a pool that is not there, and was committed by a lease that ended."""
-        for pool in [pool for pool in self._pools if pool.active is None]:
+        for pool in [pool for pool in pools if pool.active is None]:
             for node, call in list(pool.waiting.items()):
                 if (call.out / MANIFEST).exists():
                     del pool.waiting[node]

@@ -72,6 +72,8 @@ class PoolState:
     slot: int | None = None
     """Of one generator of an elastic pool: which."""
     members: list[Member] = field(default_factory=list)
+    writing: list[Member] = field(default_factory=list)
+    """Leases that were given up, and have time to end what they write."""
     waiting: dict[Node, StageCall] = field(default_factory=dict)
     """Started by the driver, not yet ordered."""
     since: float = 0.0
@@ -94,8 +96,12 @@ class PoolState:
 
     @property
     def active(self) -> Member | None:
-        """The newest lease whose workers are all there."""
-        if self.retired:
+        """The newest lease whose workers are all there.
+
+        None while one that was given up may still commit what it computed: the next attempt would
+        do it twice, and removes the files of those before.
+        """
+        if self.retired or self.writing:
             return None
         return next((m for m in reversed(self.members) if m.ready and not m.leaving), None)
 

@@ -112,6 +112,7 @@ class Renewal:
         if member.ready and not member.leaving:
             patience_s = float(resources(pool.needs[0], self._cluster).signal_delay_s)
             self._let_go(member, patience_s)
+            pool.writing.append(member)
         self._ending.append((member, time.monotonic() + patience_s))
 
     def cancel_ended(self, control: Controller) -> None:
@@ -126,6 +127,8 @@ class Renewal:
         if not over:
             return
         self._ending = [entry for entry in self._ending if entry[0] not in over]
+        for pool in self._pools:
+            pool.writing = [member for member in pool.writing if member not in over]
         self._launcher.cancel([member.job for member in over])
         for member in over:
             for worker in member.workers(member.size):
