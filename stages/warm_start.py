@@ -172,7 +172,8 @@ def load_progress(ctx: Context, trainer: Trainer) -> list[dict[str, float | None
 def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> float:
     """Held-out score of the weights as they are; computed on rank 0 and told to the others."""
     folder = ctx.data / "candidate"
-    shutil.rmtree(folder, ignore_errors=True)
+    if ctx.world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
     save_weights(ctx, trainer, folder)
     score = torch.zeros((), device=trainer.device)
     if ctx.world.rank == 0:

@@ -32,7 +32,14 @@ from rlinf.models.loading import (
     outline_module,
     weight_files,
 )
-from rlinf.models.logprobs import WHOLE, head_logprobs, plain_head, replaced, token_logprobs
+from rlinf.models.logprobs import (
+    WHOLE,
+    head_logprobs,
+    plain_head,
+    replaced,
+    say_whole,
+    token_logprobs,
+)
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
@@ -209,21 +216,27 @@ class CausalLM(Policy):
                 return features
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
-        def parts(hidden: Tensor, weight: Tensor) -> Tensor:
-            hidden = own(hidden).flatten(0, 1)
-            out = head_logprobs(hidden, weight, batch["actions"].flatten(), temperature, WHOLE)
-            return out.view(*batch["actions"].shape, 2)
+        actions = batch["actions"]
 
-        head = plain_head(self.module)
-        in_parts = head is not None and columns.numel() * head.weight.shape[0] > WHOLE
+        def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            hidden = own(hidden).flatten(0, 1)
+            out = head_logprobs(
+                hidden, weight, actions.flatten(), temperature, WHOLE, bias=bias, entropy=entropy
+            )
+            return out.view(*actions.shape, -1)
+
+        head, settings = plain_head(self.module), getattr(self.module, "config", None)
+        large = actions.numel() * getattr(settings, "vocab_size", 0) > WHOLE
+        if large and head is None:
+            say_whole(getattr(settings, "model_type", ""))
+        in_parts = large and head is not None
         with replaced(head, parts) if head and in_parts else contextlib.nullcontext():
             out = self.module(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
         spread: Tensor | None
         if in_parts:
-            taken, spread = out.unbind(-1)
-            spread = spread if entropy else None
+            taken, spread = out[..., 0], out[..., 1] if entropy else None
         else:
-            taken, spread = token_logprobs(own(out), batch["actions"], temperature, entropy)
+            taken, spread = token_logprobs(own(out), actions, temperature, entropy)
         return StepOutputs(taken * batch["mask"], spread)
 
     def cost(self, record: Record) -> int:
