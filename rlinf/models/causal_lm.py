@@ -61,7 +61,6 @@ class CausalLMConfig(Section):
     intermediate: int = Field(default=384, gt=0)
     max_positions: int = Field(default=512, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    gradient_checkpointing: bool = False
 
 
 class CausalLM(Policy):
@@ -151,10 +150,7 @@ class CausalLM(Policy):
 
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
-        module = load_module(folder, config)
-        if config.gradient_checkpointing:
-            module.gradient_checkpointing_enable()
-        return cls(module, folder)
+        return cls(load_module(folder, config), folder)
 
     @classmethod
     def outline(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
@@ -166,8 +162,6 @@ class CausalLM(Policy):
                 folder,
             )
             return cls.load(folder, config)
-        if config.gradient_checkpointing:
-            module.gradient_checkpointing_enable()
         return cls(module, folder)
 
     def fill(self, folder: Path | None = None) -> None:
@@ -244,7 +238,12 @@ class CausalLM(Policy):
 
     def blocks(self) -> list[nn.Module]:
         names = set(getattr(self.module, "_no_split_modules", None) or ())
-        return [part for part in self.module.modules() if type(part).__name__ in names]
+        # One that is sharded has a class of its own, derived from that.
+        return [
+            part
+            for part in self.module.modules()
+            if not names.isdisjoint(cls.__name__ for cls in type(part).__mro__)
+        ]
 
 
 def causal_mask(attend: Tensor) -> Tensor:
