@@ -207,7 +207,9 @@ class Driver:
             if not self._running and not any(node in self._done for node in window):
                 raise StageError(f"{window[0].name}: its inputs can never be there")
             lock.check()
-            for node, outcome in self.executor.ended().items():
+            ended = self.executor.ended()
+            self._tell_of_requeued([n for n, o in ended.items() if o.exit_code == EXIT_REQUEUE])
+            for node, outcome in ended.items():
                 self._running.discard(node)
                 window += self._settle(node, outcome)
             window += self._found_damaged()
@@ -256,7 +258,6 @@ class Driver:
         if outcome.exit_code == EXIT_REQUEUE:
             if isinstance(outcome.error, RequeueRequested):
                 raise outcome.error
-            log.info("%s: asked to be started again", node.name)
             return []
         if outcome.exit_code == EXIT_BAD_INPUT:
             raise outcome.error or InputError(f"{node.name}: {outcome.reason}")
@@ -269,6 +270,13 @@ class Driver:
             return self._withdrawn(node, outcome.reason)
         log.warning("%s failed (%s); trying again", node.name, outcome.reason)
         return []
+
+    @staticmethod
+    def _tell_of_requeued(nodes: list[Node]) -> None:
+        """One line, however many a pool had been given."""
+        if nodes:
+            more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
+            log.info("%s%s: asked to be started again", nodes[0].name, more)
 
     def _withdrawn(self, node: Node, reason: str) -> list[Node]:
         """The nodes whose damaged output was withdrawn and must be made again."""

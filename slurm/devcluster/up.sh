@@ -141,6 +141,8 @@ PidFile=$S/run/slurmdbd.pid
 DebugLevel=info
 EOF
 chmod 600 "$S/etc/slurmdbd.conf"
+# What Slurm would mail is kept, one line each.
+printf '#!/bin/sh\necho "$@" >>%s\n' "$S/log/mail.log" >"$S/etc/mail"; chmod 755 "$S/etc/mail"
 cat >"$S/etc/slurm.conf" <<EOF
 ClusterName=dev
 SlurmctldHost=$HOST($CTLADDR)
@@ -159,7 +161,7 @@ SlurmctldLogFile=$S/log/slurmctld.log
 SlurmdLogFile=$S/log/slurmd-%n.log
 SlurmctldDebug=info
 SlurmdDebug=info
-MailProg=/bin/true
+MailProg=$S/etc/mail
 ReturnToService=1
 SlurmdTimeout=10
 SlurmctldTimeout=10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -51,6 +52,14 @@ def queued(run: Path) -> set[str]:
     return {job for job in jobs if str(run) in " ".join(shown("scontrol", "show", "job", job))}
 
 
+def mailed() -> list[str]:
+    """What Slurm had its mail program send, one line each: subject and address."""
+    config = " ".join(shown("scontrol", "show", "config"))
+    path = Path(re.search(r"MailProg\s*=\s*(\S+)", config)[1])  # type: ignore[index]
+    log = path.parents[1] / "log" / "mail.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
 def iteration(run: Path, number: int) -> None:
     wait_until(run / f"it/{number:04d}/sync/manifest.json", 150)
 
@@ -79,12 +88,20 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     assert not queued(run)
     told = tmp_path / "told"
     assert not told.exists(), f"who stops a run knows that it ended: {told.read_text()}"
-    rlinf("submit", str(run), "--partition", "cpu")
+    rlinf("submit", str(run), "--partition", "cpu", "--mail", "owner@example.org")
     run_here(words(tmp_path / "reference", LONGER))
     wait_until(tmp_path / "told", 150)
     assert (tmp_path / "told").read_text() == "tiny finished\n"
     assert contents(run) == contents(tmp_path / "reference" / "tiny")
     assert (run / "report" / "report.html").exists()
+    last = str(noted_job(Run.open(run)))
+    deadline = time.monotonic() + 60
+    while not (mails := [line for line in mailed() if f"Job_id={last} " in line]):
+        assert time.monotonic() < deadline, mailed()
+        time.sleep(0.5)
+    assert len(mails) == 1, mails
+    assert "Ended" in mails[0], mails
+    assert mails[0].endswith("owner@example.org")
 
 
 @pytest.mark.slow
