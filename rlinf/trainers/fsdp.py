@@ -39,6 +39,8 @@ class FSDPConfig(Section):
 
     token_budget: int = Field(default=8192, gt=0)
     """Most padded positions in one micro-batch."""
+    packing: bool = False
+    """Rows of a micro-batch side by side, without padding between them; none sees another."""
     threads: int = Field(default=1, gt=0)
     """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
     processes of a sharded model split every product. Part of the result: the order of sums."""
@@ -96,6 +98,8 @@ class FSDPTrainer(Storages, Trainer):
         if kind == "cuda":
             torch.cuda.set_device(self.device)
         sharded = world.size > 1 or config.param_dtype != "float32"
+        if config.packing:
+            policy.use_packing(self.device, getattr(torch, config.param_dtype))
         if sharded:
             world.connect(kind)
             self._shard(policy)
@@ -132,15 +136,18 @@ class FSDPTrainer(Storages, Trainer):
         costs = [self.policy.cost(record) for record in records]
         lanes = len(self._lanes)
         budget, speeds = self.config.token_budget, self.world.speeds
+        padded = not self.config.packing
         given = balance(costs, [speed for speed in speeds for _ in range(lanes)])
         if self.world.size == 1:
-            cuts = [micro_batches(costs, items, budget) for items in given]
+            cuts = [micro_batches(costs, items, budget, padded=padded) for items in given]
             return [Cut(mine, [True] * len(mine)) for mine in cuts]
-        count = max(1, *(len(micro_batches(costs, items, budget)) for items in given))
+        count = max(
+            1, *(len(micro_batches(costs, items, budget, padded=padded)) for items in given)
+        )
         out = []
         for items in given[self.world.rank * lanes :][:lanes]:
             # Ranks wait for each other at every micro-batch, so each rank's are of one size.
-            mine = even_batches(costs, items, count)
+            mine = even_batches(costs, items, count, padded=padded)
             missing = count - len(mine)
             filler = [min(items, key=lambda i: costs[i])] if items else [0]
             out.append(Cut(mine + [filler] * missing, [True] * len(mine) + [False] * missing))

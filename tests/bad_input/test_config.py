@@ -88,6 +88,7 @@ VALUES: dict[str, list[Any]] = {
     "trainer.threads": [0, True],
     "trainer.device": ["cuda:99", "tpu", 1],
     "trainer.param_dtype": ["float16", True],
+    "trainer.packing": [1, "true"],
     "trainer.reduce_dtype": ["float16", True],
     "trainer.replicas": [0, True],
     "trainer.activation_checkpointing": [1, "true"],

@@ -126,7 +126,8 @@ SHARDED = (
     + """
 one = make(folder, world, unit_mb=0)
 right = one.step(data, loss, lr=LR)
-for options in ({"activation_checkpointing": True}, {"offload_optimizer": True}, {"parts": True}):
+both = {"activation_checkpointing": True, "packing": True}
+for options in (both, {"offload_optimizer": True}, {"parts": True}):
     causal_lm.WHOLE = 40 if options.pop("parts", False) else 1 << 25
     other = make(folder, world, unit_mb=0, **options)
     said = other.step(data, loss, lr=LR)
@@ -200,6 +201,25 @@ def test_sharded_updates_are_those_of_one_process_under_every_option(folder: Pat
 
 def test_copies_of_a_sharded_model_update_as_one_process_does(folder: Path) -> None:
     together(folder, HYBRID, 4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_packed_rows_make_the_same_update_with_fewer_micro_batches(
+    folder: Path, threads: int
+) -> None:
+    plain = make(folder, token_budget=36)
+    packed = make(folder, token_budget=36, threads=threads, packing=True)
+    if threads == 1:
+        (one,), (other,) = plain.cut(records()), packed.cut(records())
+        assert len(other.batches) < len(one.batches)
+    right = plain.step(records(), loss, lr=LR)
+    assert packed.step(records(), loss, lr=LR) == pytest.approx(right, rel=1e-5)
+    assert_close(packed, plain, LR / 50)
+    for (_, mine), (_, theirs) in zip(
+        packed.forward(records(), 1.0), plain.forward(records(), 1.0), strict=True
+    ):
+        # Of updated weights, which are not the same to the last bit.
+        torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-3)
 
 
 def test_copies_that_do_not_divide_the_processes_are_refused() -> None:
