@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
 from rlinf.models.causal_lm import CausalLM
 from rlinf.residency import Residency
 from rlinf.trainers import trainers
@@ -30,7 +30,7 @@ def make(name: str, folder: Path, budget: int = 40, world: World | None = None) 
     trainer: Trainer = cls(
         CausalLM.load(folder, CONFIG),
         cls.Config.model_validate({"device": "cpu", "token_budget": budget}),
-        AlgorithmConfig(lr=LR),
+        OptimizerSection(lr=LR),
         world or World(),
     )
     return trainer
