@@ -47,7 +47,8 @@ def choose(
 ) -> None:
     """Have the next step change some groups alone, at their learning rates.
 
-    The moments of all are there then, as if no step had been taken: they are part of the state.
+    What it will not change (others' parameters, and those that no loss depends on) has moments too
+    then, as before any step: they are part of the state.
 
     Raises:
         ValueError: there is no such group, or no rate for it.
@@ -58,13 +59,14 @@ def choose(
     if unknown := (chosen - names) | (chosen - known):
         raise ValueError(f"no group of parameters, or no learning rate: {sorted(unknown)}")
     for group in optimizer.param_groups:
-        if group[GROUP] in chosen:
+        changes = group[GROUP] in chosen
+        if changes:
             group["lr"] = rates if isinstance(rates, float | int) else rates[group[GROUP]]
-            continue
         for parameter in group["params"]:
-            parameter.grad = None
-            state = optimizer.state[parameter]
-            if not state:
-                if "exp_avg" in moments:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                state |= {name: torch.zeros_like(parameter) for name in moments}
+            if not changes:
+                parameter.grad = None
+            if parameter.grad is None and not optimizer.state[parameter]:
+                start = {name: torch.zeros_like(parameter) for name in moments}
+                if "exp_avg" in start:
+                    start["step"] = torch.zeros((), dtype=torch.float32)
+                optimizer.state[parameter].update(start)
