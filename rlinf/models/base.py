@@ -47,6 +47,9 @@ class Policy(Part, ABC):
     """A trainable network with a folder format of its own."""
 
     Config: ClassVar[type[Section]] = Section
+    groups: ClassVar[tuple[str, ...]] = ("policy",)
+    """Names of the groups that its parameters are in: an update can be of some alone, and each
+    can have a learning rate of its own (``optimizer.group_lr``)."""
     module: nn.Module
 
     @classmethod
@@ -157,6 +160,10 @@ class Policy(Part, ABC):
     def cost(self, record: Record) -> int:
         """Positions a trajectory occupies in a batch: what a token budget counts."""
         return max(1, len(record))
+
+    def group(self, parameter: str) -> str:
+        """Which of :attr:`groups` a parameter is in, by its name in the module."""
+        return self.groups[0]
 
     def blocks(self) -> list[nn.Module]:
         """Sub-modules that FSDP shards as units, inner first; may be empty."""
