@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.base import Algorithm, AlgorithmConfig
+from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify
-from rlinf.config import RunConfig
+from rlinf.config import OptimizerSection, RunConfig
 from rlinf.engines import engines
 from rlinf.engines.base import Engine
 from rlinf.envs import environments
@@ -265,7 +265,7 @@ def held_reference(ctx: Context) -> Trainer:
     return ctx.resident.reference
 
 
-def new_trainer(ctx: Context, folder: Path, optimizer: AlgorithmConfig | None = None) -> Trainer:
+def new_trainer(ctx: Context, folder: Path, optimizer: OptimizerSection | None = None) -> Trainer:
     """A trainer for the policy in ``folder`` with a fresh optimizer."""
     cls = trainers.get(ctx.config.trainer.name)
     policy, options = policy_class(ctx.config)
@@ -274,7 +274,7 @@ def new_trainer(ctx: Context, folder: Path, optimizer: AlgorithmConfig | None = 
     trainer: Trainer = cls(
         load(folder, options),
         ctx.config.trainer.options(cls.Config, "trainer"),
-        optimizer or make_algorithm(ctx.config).config,
+        optimizer or ctx.config.optimizer,
         ctx.world,
     )
     return trainer

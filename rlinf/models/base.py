@@ -47,6 +47,9 @@ class Policy(Part, ABC):
     """A trainable network with a folder format of its own."""
 
     Config: ClassVar[type[Section]] = Section
+    groups: ClassVar[tuple[str, ...]] = ("policy",)
+    """Names of the groups that its parameters are in: an update can be of some alone, and each
+    can have a learning rate of its own (``optimizer.group_lr``)."""
     module: nn.Module
 
     @classmethod
@@ -169,6 +172,10 @@ class Policy(Part, ABC):
             ConfigError: the policy cannot.
         """
         raise ConfigError(f"trainer.packing: {type(self).__name__} cannot; set it to false")
+
+    def group(self, parameter: str) -> str:
+        """Which of :attr:`groups` a parameter is in, by its name in the module."""
+        return self.groups[0]
 
     def blocks(self) -> list[nn.Module]:
         """Sub-modules that FSDP shards as units, inner first; may be empty."""

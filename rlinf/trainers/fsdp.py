@@ -8,7 +8,7 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +17,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.channels.world import World
-from rlinf.config import Section
-from rlinf.data.packing import balance, even_batches, micro_batches
+from rlinf.config import OptimizerSection, Section
+from rlinf.data.packing import Span, balance, even_batches, micro_batches
 from rlinf.data.record import Record
 from rlinf.errors import StageError
-from rlinf.models.base import Policy, StepOutputs, copy_weights
+from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights
 from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages, placed
 from rlinf.sharded import gathered, local, memory
@@ -31,6 +30,7 @@ from rlinf.tensors import State
 from rlinf.trainers import offload, shards
 from rlinf.trainers.base import LossFunction, Trainer
 from rlinf.trainers.lanes import Lanes
+from rlinf.trainers.optimizer import MOMENTS, choose, make_optimizer
 from rlinf.trainers.recompute import recompute_blocks
 
 
@@ -66,13 +66,13 @@ class FSDPConfig(Section):
 
 @dataclass(frozen=True)
 class Cut:
-    """A minibatch cut for one lane of this rank: micro-batches of row numbers.
+    """A minibatch cut for one lane of this rank: micro-batches of rows.
 
     All ranks run the same number of micro-batches, for collectives must match; one with fewer
     repeats a small row with ``real`` false and weight zero. One process pads nothing.
     """
 
-    batches: list[list[int]]
+    batches: list[list[Span]]
     real: list[bool]
 
 
@@ -82,7 +82,7 @@ class FSDPTrainer(Storages, Trainer):
     Config = FSDPConfig
 
     def __init__(
-        self, policy: Policy, config: FSDPConfig, optimizer: AlgorithmConfig, world: World
+        self, policy: Policy, config: FSDPConfig, optimizer: OptimizerSection, world: World
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
         self._sums: dict[str, Any] | None = None
@@ -112,45 +112,48 @@ class FSDPTrainer(Storages, Trainer):
                 recompute_blocks(lane)
         self._torch_threads = 1 if side_by_side else config.threads
         self._clip = optimizer.clip_grad
-        decay = [p for p in policy.module.parameters() if p.requires_grad and p.ndim > 1]
-        rest = [p for p in policy.module.parameters() if p.requires_grad and p.ndim <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decay, "weight_decay": optimizer.weight_decay},
-                {"params": rest, "weight_decay": 0.0},
-            ],
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            foreach=True,
-        )
+        self._moments = MOMENTS[optimizer.name]
+        self.optimizer = make_optimizer(policy, optimizer)
 
     def limit(self, token_budget: int) -> None:
         self.config = self.config.model_copy(update={"token_budget": token_budget})
 
-    def cut(self, records: Sequence[Record]) -> list[Cut]:
+    def cut(
+        self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
+    ) -> list[Cut]:
         """The micro-batches of each lane of this rank.
 
         Every rank computes the cuts of all ranks and so knows how many micro-batches they run.
         """
-        costs = [self.policy.cost(record) for record in records]
+        own = [self.policy.cost(record) for record in records]
+        units = [[row] for row in range(len(records))] if together is None else together
+        if sorted(row for unit in units for row in unit) != list(range(len(records))):
+            raise ValueError("each row has to be in one micro-batch")
+        padded = not self.config.packing
+        costs = [
+            len(unit) * max(own[i] for i in unit) if padded else sum(own[i] for i in unit)
+            for unit in units
+        ]
+
+        def spans(batches: list[list[int]]) -> list[list[Span]]:
+            rows = ([row for item in items for row in units[item]] for items in batches)
+            return [[Span(row, 0, len(records[row])) for row in batch] for batch in rows]
+
         lanes = len(self._lanes)
         budget, speeds = self.config.token_budget, self.world.speeds
-        padded = not self.config.packing
         given = balance(costs, [speed for speed in speeds for _ in range(lanes)])
+        cuts = [micro_batches(costs, items, budget, padded=padded) for items in given]
         if self.world.size == 1:
-            cuts = [micro_batches(costs, items, budget, padded=padded) for items in given]
-            return [Cut(mine, [True] * len(mine)) for mine in cuts]
-        count = max(
-            1, *(len(micro_batches(costs, items, budget, padded=padded)) for items in given)
-        )
+            return [Cut(spans(mine), [True] * len(mine)) for mine in cuts]
+        count = max(1, *map(len, cuts))
         out = []
         for items in given[self.world.rank * lanes :][:lanes]:
             # Ranks wait for each other at every micro-batch, so each rank's are of one size.
             mine = even_batches(costs, items, count, padded=padded)
             missing = count - len(mine)
             filler = [min(items, key=lambda i: costs[i])] if items else [0]
-            out.append(Cut(mine + [filler] * missing, [True] * len(mine) + [False] * missing))
+            real = [True] * len(mine) + [False] * missing
+            out.append(Cut(spans(mine + [filler] * missing), real))
         return out
 
     def forward(
@@ -162,10 +165,9 @@ class FSDPTrainer(Storages, Trainer):
         def lane(policy: Policy, cut: Cut) -> list[tuple[int, StepOutputs]]:
             policy.module.eval()
             out: list[tuple[int, StepOutputs]] = []
-            for rows, real in zip(cut.batches, cut.real, strict=True):
-                outputs = self._evaluate(policy, [records[row] for row in rows], temperature, False)
-                for i, row in enumerate(rows) if real else ():
-                    length = len(records[row])
+            for spans, real in zip(cut.batches, cut.real, strict=True):
+                outputs = policy.evaluate(self._inputs(policy, records, spans), temperature)
+                for i, (row, _, length) in enumerate(spans) if real else ():
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
                     out.append((row, StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)))
             return out
@@ -178,8 +180,7 @@ class FSDPTrainer(Storages, Trainer):
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        together: Sequence[Sequence[int]] | None = None,
     ) -> None:
         torch.set_num_threads(self._torch_threads)
         self._sums = self._sums or {}
@@ -187,12 +188,9 @@ class FSDPTrainer(Storages, Trainer):
         def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
             policy.module.train()
             sums: dict[str, Any] = {}
-            for number, (rows, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
+            for number, (spans, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
                 self._synchronise(last=number == len(cut.batches))
-                outputs = self._evaluate(
-                    policy, [records[row] for row in rows], temperature, entropy
-                )
-                value, metrics = loss(outputs, rows)
+                value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
                 counted = 1.0 if real else 0.0
                 # Gradients are averaged over ranks by FSDP; the loss is a sum over them.
                 (value * counted * self.world.size).backward()  # type: ignore[no-untyped-call]
@@ -201,7 +199,7 @@ class FSDPTrainer(Storages, Trainer):
             return sums
 
         try:
-            for part in self._lanes.map(lane, self.cut(records)):
+            for part in self._lanes.map(lane, self.cut(records, together)):
                 for name, value in part.items():
                     self._sums[name] = self._sums.get(name, 0.0) + value
             self._lanes.add_gradients()
@@ -219,21 +217,22 @@ class FSDPTrainer(Storages, Trainer):
     def update(
         self,
         *,
-        lr: float,
+        lr: float | Mapping[str, float],
         scale: float = 1.0,
+        only: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
         if not self._sums:
             raise ValueError("nothing was accumulated")
         try:
-            return self._update(self._sums, lr, scale, check)
+            choose(self.optimizer, self._moments, lr, only)
+            return self._update(self._sums, scale, check)
         finally:
             self.discard()
 
     def _update(
         self,
         sums: dict[str, Any],
-        lr: float,
         scale: float,
         check: Callable[[dict[str, float]], None] | None,
     ) -> dict[str, float]:
@@ -244,8 +243,8 @@ class FSDPTrainer(Storages, Trainer):
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
                 f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
-                "are untouched. Look at this iteration's trajectories; lower algorithm.lr or "
-                "algorithm.clip_grad"
+                "are untouched. Look at this iteration's trajectories; lower optimizer.lr or "
+                "optimizer.clip_grad"
             )
         if norm > self._clip:
             scale *= self._clip / (norm + 1e-6)
@@ -253,8 +252,6 @@ class FSDPTrainer(Storages, Trainer):
             for parameter in self._parameters(self.policy):
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         if self.config.offload_optimizer:
             offload.step(self.optimizer, self.device)
         else:
@@ -277,7 +274,9 @@ class FSDPTrainer(Storages, Trainer):
             if self.config.offload_optimizer:
                 continue
             state = self.optimizer.state.get(parameter)
-            moments += [local(t) for t in state.values()] if state else [to_come, to_come]
+            moments += (
+                [local(t) for t in state.values()] if state else [to_come] * len(self._moments)
+            )
         return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
     @torch.no_grad()
@@ -381,12 +380,9 @@ class FSDPTrainer(Storages, Trainer):
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _evaluate(
-        self, policy: Policy, records: Sequence[Record], temperature: float, entropy: bool
-    ) -> StepOutputs:
-        batch = policy.collate(records)
-        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        return policy.evaluate(batch, temperature, entropy=entropy)
+    def _inputs(self, policy: Policy, records: Sequence[Record], spans: Sequence[Span]) -> Batch:
+        batch = policy.collate([records[span.row] for span in spans])
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:
         names = sorted(sums)

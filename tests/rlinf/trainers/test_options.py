@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models import causal_lm
 from rlinf.models.causal_lm import CausalLM
@@ -29,7 +29,7 @@ def make(folder: Path, world: World | None = None, **options: Any) -> FSDPTraine
     world = world or World()
     policy = (CausalLM.outline if world.size > 1 else CausalLM.load)(folder, CONFIG)
     config = FSDPConfig.model_validate({"device": "cpu", "token_budget": 40, **options})
-    return FSDPTrainer(policy, config, AlgorithmConfig(lr=LR), world)
+    return FSDPTrainer(policy, config, OptimizerSection(lr=LR), world)
 
 
 def assert_close(one: FSDPTrainer, other: FSDPTrainer, atol: float) -> None:
@@ -69,7 +69,7 @@ def test_a_policy_without_blocks_has_nothing_to_compute_again(tmp_path: Path) ->
     MLPPolicy.create(MLPConfig(), spec, 0, tmp_path)
     config = FSDPConfig(device="cpu", activation_checkpointing=True)
     with pytest.raises(ConfigError, match="activation_checkpointing"):
-        FSDPTrainer(MLPPolicy.load(tmp_path, MLPConfig()), config, AlgorithmConfig(), World())
+        FSDPTrainer(MLPPolicy.load(tmp_path, MLPConfig()), config, OptimizerSection(), World())
 
 
 def test_offloaded_optimizer_state_comes_to_the_device_in_parts(
