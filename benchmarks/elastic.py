@@ -47,7 +47,7 @@ SETTINGS = [
     # Generating takes longer than all else, even with four workers.
     "engine.max_rows=16",
     "algorithm.drop_equal_groups=false",
-    "algorithm.lr=1e-12",
+    "optimizer.lr=1e-12",
     "log.trackers=[]",
     "cluster=slurm",
     "cluster.poll_s=0.2",

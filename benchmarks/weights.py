@@ -42,9 +42,9 @@ def measure() -> list[Row]:
             "model=checkpoint",
             f"model.path={weights}",
             "warm_start.max_steps=0",
-            "algorithm.lr=1e-6",
-            "algorithm.lr_warmup=0",
-            "algorithm.schedule=constant",
+            "optimizer.lr=1e-6",
+            "optimizer.lr_warmup=0",
+            "optimizer.schedule=constant",
         )
         at_demo = delta_ratios(demo, DEMO_ITERATIONS)
         at_small = delta_ratios(small, SMALL_ITERATIONS)

@@ -50,12 +50,13 @@ def check(config: RunConfig) -> None:
     check_flow(flow_of(config), "flow")
     check_fit(config)
     check_sampling(config, engine.needs)
+    check_groups(config, policy.groups)
     samples = config.rollout.batch * config.rollout.group_size
-    if samples % algorithm.config.minibatches:
+    if samples % algorithm.minibatches:
         raise ConfigError(
             f"algorithm.minibatches: {samples} samples (rollout.batch {config.rollout.batch} x "
             f"rollout.group_size {config.rollout.group_size}) cannot be cut into "
-            f"{algorithm.config.minibatches} equal minibatches"
+            f"{algorithm.minibatches} equal minibatches"
         )
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
@@ -81,6 +82,20 @@ def check_interpreters(
             raise ConfigError(
                 f"{section}.python: stages run in the driver's own process with "
                 "cluster.launcher=inprocess; choose cluster=local or cluster=slurm"
+            )
+
+
+def check_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
+    """See that learning rates are of groups of parameters that the policy has.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in config.optimizer.group_lr:
+        if name not in groups:
+            raise ConfigError(
+                f"optimizer.group_lr.{name}: {config.model.name} has no such group of parameters, "
+                f"but {', '.join(groups)}"
             )
 
 

@@ -15,17 +15,14 @@ from pipeline.lock import LOCK, is_driven
 from pipeline.record import differences, edited, read_record, write_record
 from pipeline.run import Run
 from pipeline.settle import Choice, settle
-from rlinf.algorithms.base import AlgorithmConfig, scheduled_lr
 from rlinf.artifacts import write_atomic
-from rlinf.config import TRANSIENT, Named, RunConfig, digest, semantic
+from rlinf.config import TRANSIENT, RunConfig, digest, semantic
 from rlinf.errors import ConfigError, InputError, RunLockedError
 from stages.layout import CONFIG, PLAN
-from stages.parts import make_algorithm
 from stages.runner import MEND, load_config, read_config
 
 FREE = ("iterations", "retention", "evaluate.every")
 """Keys that change no result that is there; a later start may change them."""
-SPAN = "schedule_iterations"
 log = logging.getLogger("rlinf")
 
 
@@ -145,18 +142,18 @@ def _replaced(
 
 def _with_span(config: RunConfig, iterations: int) -> RunConfig:
     """The configuration with the span of its learning-rate schedule, if it has one."""
-    settings = make_algorithm(config).config
+    settings = config.optimizer
     if settings.schedule == "constant" or settings.schedule_iterations is not None:
         return config
-    options = {**(config.algorithm.model_extra or {}), SPAN: iterations}
-    return config.model_copy(update={"algorithm": Named(name=config.algorithm.name, **options)})
+    made = settings.model_copy(update={"schedule_iterations": iterations})
+    return config.model_copy(update={"optimizer": made})
 
 
 def _span_of(old: RunConfig, new: RunConfig) -> int:
     """The span that a run was started with; that of ``new`` where it had no such schedule."""
-    before, after = make_algorithm(old).config, make_algorithm(new).config
+    before, after = old.optimizer, new.optimizer
     if before.schedule_iterations is not None:
-        return int(before.schedule_iterations)
+        return before.schedule_iterations
     return old.iterations if before.schedule == after.schedule else new.iterations
 
 
@@ -166,15 +163,14 @@ def _say_beyond(config: RunConfig) -> None:
     Raises:
         ConfigError: at 0.
     """
-    settings: AlgorithmConfig = make_algorithm(config).config
-    span = settings.schedule_iterations
-    if settings.schedule == "constant" or span is None or config.iterations <= span:
+    span = config.optimizer.schedule_iterations
+    if config.optimizer.schedule == "constant" or span is None or config.iterations <= span:
         return
-    last = scheduled_lr(settings, config.iterations - 1, span)
+    last = config.optimizer.rate(config.iterations - 1, span)
     if not last:
         raise ConfigError(
             f"iterations: the schedule of the learning rate ends at 0 after {span} iterations "
-            f"(algorithm.lr_final: 0), so {config.iterations - span} more would change nothing; "
-            "start another run with more iterations, or with algorithm.lr_final above 0"
+            f"(optimizer.lr_final: 0), so {config.iterations - span} more would change nothing; "
+            "start another run with more iterations, or with optimizer.lr_final above 0"
         )
     log.info("iterations beyond the %d of the schedule run at its last rate, %g", span, last)

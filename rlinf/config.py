@@ -9,10 +9,11 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -48,6 +49,8 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         if problem["type"] == "extra_forbidden":
             owner = _owner(section, path[:-1])
             hint = nearest(path[-1], owner.model_fields) if owner else ""
+            if where == "algorithm" and path[-1] in OptimizerSection.model_fields:
+                hint = f"; it is optimizer.{path[-1]}"
             raise ConfigError(f"{key}: unknown key{hint}") from None
         got = problem.get("input")
         shown = f" (got {_short(got)})" if path and not isinstance(got, Mapping) else ""
@@ -173,6 +176,58 @@ class RolloutSection(Section):
     which version chose it. What comes out depends on timing then. Needs ``staleness``."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+class OptimizerSection(Section):
+    """How gradients change the weights."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=1e-4, gt=0)
+    """Peak learning rate."""
+    group_lr: dict[str, Rate] = {}
+    """Peak learning rate of groups of parameters that have another one, by the group's name
+    (:attr:`rlinf.models.base.Policy.groups`); all have the same schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate over the run's iterations, after the warm-up."""
+    schedule_iterations: int | None = Field(default=None, gt=0)
+    """Iterations the schedule takes; those of the run at its first start by default. Further ones
+    run at its last rate."""
+    lr_warmup: int = Field(default=0, ge=0)
+    """Iterations over which the learning rate rises linearly."""
+    lr_final: float = Field(default=0.1, ge=0, le=1)
+    """Last learning rate of a falling schedule, as a share of ``lr``."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Of AdamW; the first is the momentum of SGD."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Of AdamW."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled from the gradient for AdamW; of tensors with two dimensions or more."""
+    clip_grad: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient of all parameters that an update changes."""
+
+    def rate(self, iteration: int, iterations: int, group: str = "") -> float:
+        """Learning rate of an iteration (counted from 0) of a schedule of ``iterations``.
+
+        A schedule that is over goes on at its last rate; one that is constant is never over.
+        """
+        lr = self.group_lr.get(group, self.lr)
+        if self.schedule != "constant":
+            iteration = min(iteration, iterations - 1)
+        if iteration < self.lr_warmup:
+            return lr * (iteration + 1) / self.lr_warmup
+        if self.schedule == "constant":
+            return lr
+        span = max(1, iterations - self.lr_warmup - 1)
+        progress = min(1.0, (iteration - self.lr_warmup) / span)
+        if self.schedule == "linear":
+            share = 1 - progress
+        else:
+            share = 0.5 * (1 + math.cos(math.pi * progress))
+        return lr * (self.lr_final + (1 - self.lr_final) * share)
+
+
 class WarmStartSection(Section):
     """Supervised fine-tuning before reinforcement learning; ``max_steps: 0`` leaves it out."""
 
@@ -232,6 +287,7 @@ class RunConfig(Section):
     engine: Named
     trainer: Named
     rollout: RolloutSection
+    optimizer: OptimizerSection = OptimizerSection()
     warm_start: WarmStartSection = WarmStartSection()
     evaluate: EvaluateSection = EvaluateSection()
     retention: RetentionSection = RetentionSection()

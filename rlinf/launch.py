@@ -69,7 +69,7 @@ def run(
 
     Args:
         experiment: name of a file in ``configs/experiment``, or in that folder of ``config_dir``.
-        overrides: as on the command line (``["algorithm.lr=3e-4"]``), or values by dotted key.
+        overrides: as on the command line (``["optimizer.lr=3e-4"]``), or values by dotted key.
         config_dir: a folder of further configuration files.
         choice: what to do with results that this configuration or code would not make the same.
 

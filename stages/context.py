@@ -226,7 +226,9 @@ class Context:
                 return here
         if channel not in self._read:
             source = self.verified(channel)
-            records = list(FileReader(source.glob(f"{channel}-r*.h5")))
+            # Of a window ``NAME.1`` and so on are the same channel of earlier outputs.
+            stem = channel.partition(".")[0]
+            records = list(FileReader(source.glob(f"{stem}-r*.h5")))
             if entry.output is not None and entry.taken:
                 entry.output.compare(channel, records)
             # Some of it may be missing in memory for ever, and need not be compared again.

@@ -165,7 +165,7 @@ on_policy = Flow(
                 "initial": INITIAL,
                 "checkpoint": Source("train", back=1),
             },
-            ("seed", "model", "algorithm", "trainer", "rollout"),
+            ("seed", "model", "algorithm", "optimizer", "trainer", "rollout"),
             loads="trainer",
         ),
         "sync": Stage(

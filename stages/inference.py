@@ -14,7 +14,7 @@ def run(ctx: Context) -> None:
     """Inputs ``trajectories``, ``initial`` and ``weights``; output channel ``logprobs``."""
     algorithm = make_algorithm(ctx.config)
     output = ctx.writer("logprobs")
-    recompute = algorithm.config.old_logprobs == "recompute" or algorithm.needs_values
+    recompute = algorithm.needs_old_logprobs or algorithm.needs_values
     temperature = ctx.config.rollout.temperature
     gaps: list[np.ndarray] = []
     for samples in ctx.parts():
@@ -28,7 +28,7 @@ def run(ctx: Context) -> None:
                     logprobs = outputs.logprobs.numpy()
                     gap = logprobs - trajectories[row].steps["logprobs"]
                     gaps.append(gap[counted(trajectories[row])])
-                    if algorithm.config.old_logprobs == "recompute":
+                    if algorithm.needs_old_logprobs:
                         column["logprobs"] = logprobs
                     if outputs.values is not None:
                         column["values"] = outputs.values.numpy()

@@ -14,15 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlinf.algorithms.base import AlgorithmConfig, step_weights
+from rlinf.algorithms.shares import step_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
+from rlinf.config import OptimizerSection
+from rlinf.data.batch import taken
 from rlinf.data.counted import counted
+from rlinf.data.packing import Span
 from rlinf.data.padding import pad
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed
-from rlinf.trainers.base import Trainer
+from rlinf.trainers.base import Loss, Trainer, of_steps
 from stages.context import Context
 from stages.evaluate import held_out
 from stages.parts import (
@@ -31,6 +35,7 @@ from stages.parts import (
     held_environment,
     new_trainer,
     policy_class,
+    save_weights,
 )
 
 log = logging.getLogger(__name__)
@@ -49,19 +54,17 @@ def run(ctx: Context) -> None:
     if settings.max_steps:
         while not start.is_dir():
             time.sleep(0.05)
-        optimizer = AlgorithmConfig(lr=settings.lr)
+        optimizer = OptimizerSection(lr=settings.lr)
         with ctx.span("load"):
             trainer = new_trainer(ctx, start, optimizer)
         with ctx.span("fine-tune"):
             ctx.extra["curve"] = fine_tune(ctx, trainer, start)
-        tensors = trainer.full_state()
+        save_weights(ctx, trainer, ctx.data / "weights")
     if ctx.world.rank:
         return
     if trainer is None:
         start.rename(ctx.data / "weights")
     else:
-        (ctx.data / "weights").mkdir()
-        trainer.policy.save(ctx.data / "weights", tensors)
         trainer.close()
         shutil.rmtree(start)
         last = ctx.extra["curve"][-1]
@@ -105,12 +108,11 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[dict[str, flo
         mask = pad([counted(record).astype(np.float32) for record in records], length)
         weights = step_weights(mask, "token_mean")
 
-        def loss(outputs: StepOutputs, rows: list[int], weights: Any = weights) -> Any:
-            steps = outputs.logprobs.shape[1]
-            part = weights[rows, :steps].to(outputs.logprobs.device)
+        def loss(outputs: StepOutputs, spans: list[Span], weights: Tensor = weights) -> Loss:
+            part = taken(weights, spans, outputs.logprobs.shape[1]).to(outputs.logprobs.device)
             return -(part * outputs.logprobs).sum(), {}
 
-        metrics = trainer.step(records, loss, lr=settings.lr)
+        metrics = trainer.step(records, of_steps(loss), lr=settings.lr)
         due = (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.max_steps
         score = evaluate(ctx, trainer, environment, engine) if due else None
         curve.append({"step": step + 1, "loss": metrics["loss"], "score": score})
@@ -172,13 +174,12 @@ def load_progress(ctx: Context, trainer: Trainer) -> list[dict[str, float | None
 
 def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> float:
     """Held-out score of the weights as they are; computed on rank 0 and told to the others."""
-    tensors = trainer.full_state()
+    folder = ctx.data / "candidate"
+    if ctx.world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    save_weights(ctx, trainer, folder)
     score = torch.zeros((), device=trainer.device)
     if ctx.world.rank == 0:
-        folder = ctx.data / "candidate"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        trainer.policy.save(folder, tensors)
         engine.load(folder, 0)
         starts = range(ctx.config.evaluate.samples)
         score += float(np.mean(held_out(ctx, environment, engine, starts, Counter())[1]))

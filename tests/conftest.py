@@ -112,6 +112,6 @@ TINY = [
     "++algorithm.drop_equal_groups=false",
     # A model that has learnt nothing earns no reward: without these its gradient would be zero.
     "++algorithm.entropy_bonus=0.1",
-    "++algorithm.lr=1e-2",
+    "++optimizer.lr=1e-2",
 ]
 """A run of a few seconds that goes through every stage."""

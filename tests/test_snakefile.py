@@ -145,7 +145,7 @@ def test_added_iterations_keep_what_is_there_and_other_settings_are_refused(tmp_
     before = sorted(path for path in tmp_path.rglob("*") if ".snakemake" not in path.parts)
     refused = snakemake("-c2", "--config", *words, "iterations=2", "algorithm__lr=0.5")
     assert refused.returncode == 65
-    assert "algorithm.lr: " in refused.stderr
+    assert "optimizer.lr: " in refused.stderr
     after = sorted(path for path in tmp_path.rglob("*") if ".snakemake" not in path.parts)
     assert after == before
     again = snakemake("-c2", "--config", *words, "iterations=2", "algorithm__lr=0.5", "redo=1")

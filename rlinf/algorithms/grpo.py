@@ -10,13 +10,19 @@ import numpy as np
 from torch import Tensor
 
 from rlinf.algorithms.advantages import group_relative
-from rlinf.algorithms.base import Aggregation, Algorithm, AlgorithmConfig, policy_terms
+from rlinf.algorithms.policy_gradient import (
+    PolicyGradient,
+    PolicyGradientConfig,
+    policy_terms,
+)
+from rlinf.algorithms.shares import Aggregation
 from rlinf.data.batch import StepBatch
 from rlinf.fit import GROUPS
 from rlinf.models.base import StepOutputs
+from rlinf.trainers.base import Loss
 
 
-class GRPOConfig(AlgorithmConfig):
+class GRPOConfig(PolicyGradientConfig):
     """Settings of GRPO."""
 
     normalise: bool = True
@@ -25,7 +31,7 @@ class GRPOConfig(AlgorithmConfig):
     """Leave out groups whose samples all scored the same: they carry no gradient."""
 
 
-class GRPO(Algorithm):
+class GRPO(PolicyGradient):
     """See the module."""
 
     Config = GRPOConfig
@@ -49,9 +55,7 @@ class GRPO(Algorithm):
         )
         return relative[:, None] * batch.mask, None
 
-    def loss(
-        self, outputs: StepOutputs, batch: StepBatch, weights: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         return policy_terms(self.config, outputs, batch, weights)
 
 

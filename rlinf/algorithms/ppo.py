@@ -6,14 +6,19 @@ from pydantic import Field
 from torch import Tensor
 
 from rlinf.algorithms.advantages import generalised, whiten
-from rlinf.algorithms.base import Algorithm, AlgorithmConfig, policy_terms
 from rlinf.algorithms.losses import clipped_value_loss
+from rlinf.algorithms.policy_gradient import (
+    PolicyGradient,
+    PolicyGradientConfig,
+    policy_terms,
+)
 from rlinf.data.batch import StepBatch
 from rlinf.fit import VALUES
 from rlinf.models.base import StepOutputs
+from rlinf.trainers.base import Loss
 
 
-class PPOConfig(AlgorithmConfig):
+class PPOConfig(PolicyGradientConfig):
     """Settings of PPO."""
 
     gamma: float = Field(default=0.99, gt=0, le=1)
@@ -24,7 +29,7 @@ class PPOConfig(AlgorithmConfig):
     whiten_advantages: bool = True
 
 
-class PPO(Algorithm):
+class PPO(PolicyGradient):
     """See the module."""
 
     Config = PPOConfig
@@ -46,9 +51,7 @@ class PPO(Algorithm):
             advantages = whiten(advantages, batch.mask)
         return advantages, returns
 
-    def loss(
-        self, outputs: StepOutputs, batch: StepBatch, weights: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         loss, metrics = policy_terms(self.config, outputs, batch, weights)
         assert outputs.values is not None
         error = clipped_value_loss(

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlinf.data.counted import counted
+from rlinf.data.packing import Span
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import InputError
+
+
+class Sample(NamedTuple):
+    """A trajectory, and what the stages that a flow has said of it."""
+
+    trajectory: Record
+    reward: Record | None = None
+    inference: Record | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether it takes part in the update."""
+        return self.reward is None or bool(self.reward.info["keep"])
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,9 @@ class StepBatch:
     """``[N, T]``."""
     returns: Tensor | None = None
     """``[N, T]``."""
+    fresh: Tensor | None = None
+    """``[N, T]`` 1 where a step counts and was chosen by the weights that are to be updated; in
+    the first update of an iteration."""
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -69,6 +87,15 @@ class StepBatch:
                 cut[field.name] = (value[:, :length] if value.ndim > 1 else value).to(device)
         return replace(self, **cut)
 
+    def spans(self, spans: Sequence[Span], length: int, device: torch.device) -> StepBatch:
+        """The given steps, padded on the right to ``length``, on a device."""
+        return self.rows([span.row for span in spans], length, device)
+
+
+def taken(column: Tensor, spans: Sequence[Span], length: int) -> Tensor:
+    """The given steps of ``[N, T, ...]``, padded on the right: ``[B, length, ...]``."""
+    return column[[span.row for span in spans], :length]
+
 
 def join(trajectories: Iterable[Record], *columns: Iterable[Record]) -> list[tuple[Record, ...]]:
     """Match the records of several channels by identity, in the order of the first.
@@ -94,30 +121,32 @@ def join(trajectories: Iterable[Record], *columns: Iterable[Record]) -> list[tup
     return rows
 
 
-def assemble(rows: Sequence[tuple[Record, Record, Record]]) -> StepBatch:
-    """Step columns of joined (trajectory, reward, inference) records.
+def assemble(rows: Sequence[Sample]) -> StepBatch:
+    """Step columns of samples.
 
     Raises:
         InputError: a reward lies on a step that does not count.
     """
-    length = max(len(trajectory) for trajectory, _, _ in rows)
+    trajectories = [sample.trajectory for sample in rows]
+    length = max(map(len, trajectories))
 
     def column(source: int, name: str) -> Tensor | None:
-        if name not in rows[0][source].steps:
+        records = [record for sample in rows if (record := sample[source]) is not None]
+        if not records or name not in records[0].steps:
             return None
-        return pad([np.asarray(row[source].steps[name], np.float32) for row in rows], length)
+        return pad([np.asarray(record.steps[name], np.float32) for record in records], length)
 
     def optional(source: int, name: str) -> Tensor:
         found = column(source, name)
         return torch.zeros(len(rows), length) if found is None else found
 
     # Row by row: one trajectory may have a mask where another, all of whose steps count, has none.
-    mask = pad([counted(trajectory).astype(np.float32) for trajectory, _, _ in rows], length)
+    mask = pad([counted(trajectory).astype(np.float32) for trajectory in trajectories], length)
     rewards = optional(1, "rewards")
     if bool((lost := (rewards != 0) & (mask == 0)).any()):
         row, step = (int(place) for place in lost.nonzero()[0])
         raise InputError(
-            f"{rows[row][0].identity}: a reward of {float(rewards[row, step]):g} lies on step "
+            f"{trajectories[row].identity}: a reward of {float(rewards[row, step]):g} lies on step "
             f"{step}, which does not count (its mask is 0), so nothing would be learned from it; "
             "place it on the last step that counts, as rlinf.rewards.base.Reward does"
         )
@@ -128,7 +157,7 @@ def assemble(rows: Sequence[tuple[Record, Record, Record]]) -> StepBatch:
     return StepBatch(
         mask=mask,
         rewards=rewards,
-        groups=torch.tensor([int(trajectory.info["group"]) for trajectory, _, _ in rows]),
+        groups=torch.tensor([int(trajectory.info["group"]) for trajectory in trajectories]),
         old_logprobs=optional(0, "logprobs") if old is None else old,
         rollout_logprobs=column(0, "logprobs"),
         terminated=optional(0, "terminated"),

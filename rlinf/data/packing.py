@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Steps of one trajectory: a row of a minibatch, from ``start`` up to ``stop``."""
+
+    row: int
+    start: int
+    stop: int
 
 
 def balance(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:

@@ -87,6 +87,7 @@ class MLPPolicy(Policy):
     Config = MLPConfig
     needs = frozenset({OBSERVATIONS})
     offers = frozenset({ACTS, VALUES})
+    groups = ("policy", "value")
     module: ActorCritic
     observes = True
 
@@ -175,6 +176,10 @@ class MLPPolicy(Policy):
         logprobs = -0.5 * distance.square() - log_scale - 0.5 * math.log(2 * math.pi)
         entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
         return logprobs.sum(-1), entropy.sum(-1)
+
+    def group(self, parameter: str) -> str:
+        """``value`` is the value's own network, or its head."""
+        return "value" if parameter.startswith("value.") else "policy"
 
     @property
     def discrete(self) -> bool:

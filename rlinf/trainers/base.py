@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.channels.world import World
-from rlinf.config import Section
+from rlinf.config import OptimizerSection, Section
+from rlinf.data.packing import Span
 from rlinf.data.record import Record
-from rlinf.models.base import Policy, StepOutputs
+from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.residency import Size
+from rlinf.tensors import State
 
-LossFunction = Callable[[StepOutputs, list[int]], tuple[Tensor, dict[str, Tensor]]]
-"""From step outputs of a micro-batch and the minibatch rows it holds to a loss and metric sums."""
+Loss = tuple[Tensor, dict[str, Tensor]]
+"""A loss with gradients, and metrics: sums, which are added over micro-batches and processes."""
+LossFunction = Callable[[Policy, Batch, list[Span]], Loss]
+"""The loss of a micro-batch, from the policy, its inputs on the policy's device, and which steps of
+the minibatch each row of them is."""
+
+
+def of_steps(
+    loss: Callable[[StepOutputs, list[Span]], Loss],
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
+) -> LossFunction:
+    """A loss that sees no more than what the policy says of the steps.
+
+    Args:
+        entropy: whether step outputs are to hold it.
+    """
+    return lambda policy, inputs, spans: loss(
+        policy.evaluate(inputs, temperature, entropy=entropy), spans
+    )
 
 
 class Trainer(ABC):
@@ -39,9 +59,14 @@ class Trainer(ABC):
 
     @abstractmethod
     def __init__(
-        self, policy: Policy, config: Any, optimizer: AlgorithmConfig, world: World
+        self, policy: Policy, config: Any, optimizer: OptimizerSection, world: World
     ) -> None:
-        """Take a policy over, with a fresh optimizer."""
+        """Take a policy over, with a fresh optimizer.
+
+        Args:
+            policy: of several processes one by :meth:`Policy.outline`, which no process need ever
+                hold whole.
+        """
 
     @abstractmethod
     def limit(self, token_budget: int) -> None:
@@ -59,8 +84,7 @@ class Trainer(ABC):
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        together: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Add the gradient of some samples to that of the coming :meth:`update`.
 
@@ -70,7 +94,8 @@ class Trainer(ABC):
             records: the same on every process.
             loss: its sums over micro-batches of all processes are the loss of these samples. May be
                 called by several threads at once.
-            entropy: whether step outputs are to hold it.
+            together: rows that a loss needs in one micro-batch, each row once; all others are by
+                themselves where it is None.
         """
 
     @abstractmethod
@@ -81,20 +106,24 @@ class Trainer(ABC):
     def update(
         self,
         *,
-        lr: float,
+        lr: float | Mapping[str, float],
         scale: float = 1.0,
+        only: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
         """Change the weights by the accumulated gradient, and forget that.
 
         Args:
+            lr: learning rate, of all parameters or by group of the policy's.
+            only: groups to change; of the others neither weights nor moments change, and their
+                gradient is forgotten too.
             scale: what gradient and metrics are multiplied by first, for losses that were summed
                 before the weight of the whole batch was known.
             check: is given the metrics before any weight changes; what it raises ends the update.
 
         Returns:
             The metrics of the losses, summed over micro-batches and processes, with ``loss`` and
-            ``grad_norm`` (before clipping).
+            ``grad_norm`` (of what changes, before clipping).
 
         Raises:
             StageError: the loss or the gradient is not finite; no weight was changed.
@@ -106,13 +135,12 @@ class Trainer(ABC):
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        lr: float,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        lr: float | Mapping[str, float],
+        only: Collection[str] | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
-        self.accumulate(records, loss, temperature=temperature, entropy=entropy)
-        return self.update(lr=lr)
+        self.accumulate(records, loss)
+        return self.update(lr=lr, only=only)
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
@@ -137,19 +165,23 @@ class Trainer(ABC):
         """
 
     @abstractmethod
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole weights by name, as :meth:`full_state` gives them; every process has them all.
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole weights by name, one after the other; every process is given them all.
 
         The optimizer stays as it is: this is for log-probabilities, not for going on with training.
         """
 
     @abstractmethod
-    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
-        """All weights, whole, on CPU, tied ones as one tensor.
+    def stream(self, *, copy: bool = False) -> State:
+        """All weights, whole, on CPU, one after the other: no process need hold them all.
 
         Args:
             copy: never the trainer's own tensors.
         """
+
+    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """All weights of :meth:`stream` at once, tied ones as one tensor."""
+        return self.stream(copy=copy).whole()
 
     def size(self) -> Mapping[str, Size]:
         """What it keeps on the device between calls; see :class:`rlinf.residency.Holder`.

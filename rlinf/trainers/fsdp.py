@@ -8,7 +8,7 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,18 +17,20 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.channels.world import World
-from rlinf.config import Section
-from rlinf.data.packing import balance, even_batches, micro_batches
+from rlinf.config import OptimizerSection, Section
+from rlinf.data.packing import Span, balance, even_batches, micro_batches
 from rlinf.data.record import Record
 from rlinf.errors import StageError
-from rlinf.models.base import Policy, StepOutputs
+from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights
 from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages, placed
+from rlinf.sharded import gathered, local, memory
+from rlinf.tensors import State
 from rlinf.trainers import shards
 from rlinf.trainers.base import LossFunction, Trainer
 from rlinf.trainers.lanes import Lanes
+from rlinf.trainers.optimizer import MOMENTS, choose, make_optimizer
 
 
 class FSDPConfig(Section):
@@ -51,13 +53,13 @@ class FSDPConfig(Section):
 
 @dataclass(frozen=True)
 class Cut:
-    """A minibatch cut for one lane of this rank: micro-batches of row numbers.
+    """A minibatch cut for one lane of this rank: micro-batches of rows.
 
     All ranks run the same number of micro-batches, for collectives must match; one with fewer
     repeats a small row with ``real`` false and weight zero. One process pads nothing.
     """
 
-    batches: list[list[int]]
+    batches: list[list[Span]]
     real: list[bool]
 
 
@@ -67,7 +69,7 @@ class FSDPTrainer(Storages, Trainer):
     Config = FSDPConfig
 
     def __init__(
-        self, policy: Policy, config: FSDPConfig, optimizer: AlgorithmConfig, world: World
+        self, policy: Policy, config: FSDPConfig, optimizer: OptimizerSection, world: World
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
         self._sums: dict[str, Any] | None = None
@@ -83,41 +85,42 @@ class FSDPTrainer(Storages, Trainer):
         sharded = world.size > 1 or config.param_dtype != "float32"
         if sharded:
             world.connect(kind)
-        placed(policy.module, self.device)
-        if sharded:
             self._shard(policy)
+        else:
+            placed(policy.module, self.device)
         side_by_side = kind == "cpu" and not sharded
         self._lanes = Lanes(policy, config.threads if side_by_side else 1)
         self._torch_threads = 1 if side_by_side else config.threads
         self._clip = optimizer.clip_grad
-        decay = [p for p in policy.module.parameters() if p.requires_grad and p.ndim > 1]
-        rest = [p for p in policy.module.parameters() if p.requires_grad and p.ndim <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decay, "weight_decay": optimizer.weight_decay},
-                {"params": rest, "weight_decay": 0.0},
-            ],
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            foreach=True,
-        )
+        self._moments = MOMENTS[optimizer.name]
+        self.optimizer = make_optimizer(policy, optimizer)
 
     def limit(self, token_budget: int) -> None:
         self.config = self.config.model_copy(update={"token_budget": token_budget})
 
-    def cut(self, records: Sequence[Record]) -> list[Cut]:
+    def cut(
+        self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
+    ) -> list[Cut]:
         """The micro-batches of each lane of this rank.
 
         Every rank computes the cuts of all ranks and so knows how many micro-batches they run.
         """
-        costs = [self.policy.cost(record) for record in records]
+        own = [self.policy.cost(record) for record in records]
+        units = [[row] for row in range(len(records))] if together is None else together
+        if sorted(row for unit in units for row in unit) != list(range(len(records))):
+            raise ValueError("each row has to be in one micro-batch")
+        costs = [len(unit) * max(own[row] for row in unit) for unit in units]
+
+        def spans(batches: list[list[int]]) -> list[list[Span]]:
+            rows = ([row for item in items for row in units[item]] for items in batches)
+            return [[Span(row, 0, len(records[row])) for row in batch] for batch in rows]
+
         lanes = len(self._lanes)
         budget, speeds = self.config.token_budget, self.world.speeds
         given = balance(costs, [speed for speed in speeds for _ in range(lanes)])
         if self.world.size == 1:
             cuts = [micro_batches(costs, items, budget) for items in given]
-            return [Cut(mine, [True] * len(mine)) for mine in cuts]
+            return [Cut(spans(mine), [True] * len(mine)) for mine in cuts]
         count = max(1, *(len(micro_batches(costs, items, budget)) for items in given))
         out = []
         for items in given[self.world.rank * lanes :][:lanes]:
@@ -125,7 +128,8 @@ class FSDPTrainer(Storages, Trainer):
             mine = even_batches(costs, items, count)
             missing = count - len(mine)
             filler = [min(items, key=lambda i: costs[i])] if items else [0]
-            out.append(Cut(mine + [filler] * missing, [True] * len(mine) + [False] * missing))
+            real = [True] * len(mine) + [False] * missing
+            out.append(Cut(spans(mine + [filler] * missing), real))
         return out
 
     def forward(
@@ -137,10 +141,9 @@ class FSDPTrainer(Storages, Trainer):
         def lane(policy: Policy, cut: Cut) -> list[tuple[int, StepOutputs]]:
             policy.module.eval()
             out: list[tuple[int, StepOutputs]] = []
-            for rows, real in zip(cut.batches, cut.real, strict=True):
-                outputs = self._evaluate(policy, [records[row] for row in rows], temperature, False)
-                for i, row in enumerate(rows) if real else ():
-                    length = len(records[row])
+            for spans, real in zip(cut.batches, cut.real, strict=True):
+                outputs = policy.evaluate(self._inputs(policy, records, spans), temperature)
+                for i, (row, _, length) in enumerate(spans) if real else ():
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
                     out.append((row, StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)))
             return out
@@ -153,8 +156,7 @@ class FSDPTrainer(Storages, Trainer):
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        together: Sequence[Sequence[int]] | None = None,
     ) -> None:
         torch.set_num_threads(self._torch_threads)
         self._sums = self._sums or {}
@@ -162,12 +164,9 @@ class FSDPTrainer(Storages, Trainer):
         def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
             policy.module.train()
             sums: dict[str, Any] = {}
-            for number, (rows, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
+            for number, (spans, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
                 self._synchronise(last=number == len(cut.batches))
-                outputs = self._evaluate(
-                    policy, [records[row] for row in rows], temperature, entropy
-                )
-                value, metrics = loss(outputs, rows)
+                value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
                 counted = 1.0 if real else 0.0
                 # Gradients are averaged over ranks by FSDP; the loss is a sum over them.
                 (value * counted * self.world.size).backward()  # type: ignore[no-untyped-call]
@@ -176,7 +175,7 @@ class FSDPTrainer(Storages, Trainer):
             return sums
 
         try:
-            for part in self._lanes.map(lane, self.cut(records)):
+            for part in self._lanes.map(lane, self.cut(records, together)):
                 for name, value in part.items():
                     self._sums[name] = self._sums.get(name, 0.0) + value
             self._lanes.add_gradients()
@@ -194,21 +193,22 @@ class FSDPTrainer(Storages, Trainer):
     def update(
         self,
         *,
-        lr: float,
+        lr: float | Mapping[str, float],
         scale: float = 1.0,
+        only: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
         if not self._sums:
             raise ValueError("nothing was accumulated")
         try:
-            return self._update(self._sums, lr, scale, check)
+            choose(self.optimizer, self._moments, lr, only)
+            return self._update(self._sums, scale, check)
         finally:
             self.discard()
 
     def _update(
         self,
         sums: dict[str, Any],
-        lr: float,
         scale: float,
         check: Callable[[dict[str, float]], None] | None,
     ) -> dict[str, float]:
@@ -219,8 +219,8 @@ class FSDPTrainer(Storages, Trainer):
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
                 f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
-                "are untouched. Look at this iteration's trajectories; lower algorithm.lr or "
-                "algorithm.clip_grad"
+                "are untouched. Look at this iteration's trajectories; lower optimizer.lr or "
+                "optimizer.clip_grad"
             )
         if norm > self._clip:
             scale *= self._clip / (norm + 1e-6)
@@ -228,8 +228,6 @@ class FSDPTrainer(Storages, Trainer):
             for parameter in self._parameters(self.policy):
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
         return {**totals, "grad_norm": norm}
 
@@ -241,14 +239,15 @@ class FSDPTrainer(Storages, Trainer):
         """
         if self._closed:
             return {}
-        local = shards.local
         weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
         gradients, moments = list[Tensor](), list[Tensor]()
         for parameter in self._parameters(self.policy):
             to_come = torch.empty_like(local(parameter), device="meta")
             gradients.append(to_come if parameter.grad is None else local(parameter.grad))
             state = self.optimizer.state.get(parameter)
-            moments += [local(t) for t in state.values()] if state else [to_come, to_come]
+            moments += (
+                [local(t) for t in state.values()] if state else [to_come] * len(self._moments)
+            )
         return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
     @torch.no_grad()
@@ -274,31 +273,25 @@ class FSDPTrainer(Storages, Trainer):
             optim_state_dict=state["optimizer"],
         )
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Asked for its state, the module lets go of what it gathered for the last pass.
-        for name, value in self.policy.module.state_dict(keep_vars=True).items():
-            own, whole = value.detach(), tensors[name].to(value.device)
-            if isinstance(own, DTensor):
-                mesh, placements = own.device_mesh, own.placements
-                part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-                own, whole = own.to_local(), part.to_local()
-            own.copy_(whole)
+        copy_weights(self.policy.module, tensors)
 
-    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
-        from torch.distributed.tensor import DTensor
-
+    def stream(self, *, copy: bool = False) -> State:
         named = self.policy.module.state_dict(keep_vars=True)
-        whole: dict[int, Tensor] = {}
-        for value in named.values():
-            if id(value) not in whole:
-                own = value.detach()
-                full = own.full_tensor() if isinstance(own, DTensor) else own
-                # Of one process, what is gathered is its own shard.
-                mine = own.to_local() if isinstance(own, DTensor) else own
-                whole[id(value)] = full.to("cpu", copy=copy and full.data_ptr() == mine.data_ptr())
-        return {name: whole[id(value)] for name, value in named.items()}
+        first: dict[int, str] = {}
+        for name, value in named.items():
+            first.setdefault(id(value), name)
+        like = {
+            name: torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
+            for name in first.values()
+        }
+        distinct = ((name, named[name]) for name in first.values())
+        each = (
+            (name, full.to("cpu", copy=copy and memory(full) == memory(named[name])))
+            for name, full in gathered(distinct)
+        )
+        return State({name: like[first[id(value)]] for name, value in named.items()}, each)
 
     def close(self) -> None:
         if self._closed:
@@ -319,26 +312,21 @@ class FSDPTrainer(Storages, Trainer):
         return {"model": model, "optimizer": optimizer}
 
     def _shard(self, policy: Policy) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        # Imported by sharded trainers alone: it takes a second.
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        mesh = init_device_mesh(self.device.type, (self.world.size,))
-        precision = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
+        from rlinf.trainers.sharding import make_mesh, share_out
+
+        self._root, self._in_one = share_out(
+            policy,
+            make_mesh(self.device, self.world.size, 1),
+            self.device,
+            MixedPrecisionPolicy(
+                param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
+            ),
+            unit_bytes=self.config.unit_mb << 20,
+            reshard_after_forward=self.config.reshard_after_forward,
         )
-        units = _units(policy.blocks(), self.config.unit_mb << 20)
-        for unit in units:
-            fully_shard(
-                unit,
-                mesh=mesh,
-                mp_policy=precision,
-                reshard_after_forward=self.config.reshard_after_forward,
-            )
-        # The rest is needed again as soon as the backward pass begins.
-        self._root = fully_shard(
-            policy.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False
-        )
-        self._in_one = not units
 
     def _synchronise(self, *, last: bool) -> None:
         """A model that is one unit is gathered and its gradients are reduced once for them all."""
@@ -353,12 +341,9 @@ class FSDPTrainer(Storages, Trainer):
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _evaluate(
-        self, policy: Policy, records: Sequence[Record], temperature: float, entropy: bool
-    ) -> StepOutputs:
-        batch = policy.collate(records)
-        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        return policy.evaluate(batch, temperature, entropy=entropy)
+    def _inputs(self, policy: Policy, records: Sequence[Record], spans: Sequence[Span]) -> Batch:
+        batch = policy.collate([records[span.row] for span in spans])
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:
         names = sorted(sums)
@@ -375,30 +360,17 @@ class FSDPTrainer(Storages, Trainer):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
-    """Neighbouring blocks together until they have ``least`` bytes; none if all have not."""
-    units: list[list[nn.Module]] = []
-    size = least
-    for block in blocks:
-        if size >= least:
-            units.append([])
-            size = 0
-        units[-1].append(block)
-        size += sum(p.nbytes for p in block.parameters())
-    return units if len(units) > 1 or size >= least else []
-
-
 def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of tensors on the CPU, where it fits in memory of earlier ones; of tied ones, one."""
     copies: dict[str, Tensor] = {}
     known: dict[object, Tensor] = {}
     for name, tensor in named:
         own, to = tensor.detach(), spare.get(name)
-        one = shards.memory(tensor)
+        one = memory(tensor)
         if one in known:
             pass
         elif to is not None and (to.shape, to.dtype) == (own.shape, own.dtype):
-            shards.local(to).copy_(shards.local(own))
+            local(to).copy_(local(own))
             known[one] = to
         else:
             known[one] = own.clone() if own.device.type == "cpu" else own.cpu()

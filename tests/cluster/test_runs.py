@@ -134,10 +134,10 @@ def test_a_sweep_runs_its_points_as_jobs(
 ) -> None:
     plain = words(
         tmp_path,
-        "algorithm.lr=1e-2,1e-3",
+        "optimizer.lr=1e-2,1e-3",
         f"hydra/launcher={launcher}",
     )
-    call = [word for word in plain if word != "algorithm.lr=1e-2" and "run.name" not in word]
+    call = [word for word in plain if word != "optimizer.lr=1e-2" and "run.name" not in word]
     done = subprocess.run(
         [sys.executable, "-m", "rlinf.launch", "-m", *call],
         cwd=tree.ROOT,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.base import Algorithm, step_shares
+from rlinf.algorithms.policy_gradient import PolicyGradient
+from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import StepBatch
 from rlinf.models.base import StepOutputs
 from tests.contracts.own import parts
@@ -26,9 +27,9 @@ seeds = st.integers(0, 2**16)
 CPU = torch.device("cpu")
 
 
-def made(name: str, **settings: Any) -> Algorithm:
+def made(name: str, **settings: Any) -> PolicyGradient:
     cls = algorithms.get(name)
-    algorithm: Algorithm = cls(cls.Config(**settings))
+    algorithm: PolicyGradient = cls(cls.Config(**settings))
     return algorithm
 
 
@@ -76,7 +77,7 @@ def outputs_of(batch: StepBatch, seed: int) -> StepOutputs:
     )
 
 
-def judged(algorithm: Algorithm, batch: StepBatch) -> StepBatch:
+def judged(algorithm: PolicyGradient, batch: StepBatch) -> StepBatch:
     advantages, returns = algorithm.advantages(batch)
     return replace(batch, advantages=advantages, returns=returns)
 

@@ -11,7 +11,7 @@ import torch
 
 from rlinf.algorithms.advantages import generalised, group_relative
 from rlinf.config import Section
-from rlinf.data.batch import assemble, join
+from rlinf.data.batch import Sample, assemble, join
 from rlinf.data.counted import counted
 from rlinf.data.record import Identity, Record
 from rlinf.errors import InputError
@@ -53,7 +53,8 @@ def scores(reward: Reward) -> list[float]:
 
 def batch_of(given: Sequence[Record], judged: Sequence[np.ndarray]) -> Any:
     columns = [Record(t.identity, {"rewards": r}) for t, r in zip(given, judged, strict=True)]
-    return assemble(join(given, columns, [Record(t.identity) for t in given]))  # type: ignore[arg-type]
+    rows = join(given, columns, [Record(t.identity) for t in given])
+    return assemble([Sample(*row) for row in rows])
 
 
 def test_there_is_one_float32_for_each_step(reward: Reward) -> None:

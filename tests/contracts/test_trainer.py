@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import tempfile
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
 from rlinf.models.causal_lm import CausalLM
 from rlinf.residency import Residency
 from rlinf.trainers import trainers
@@ -25,13 +27,32 @@ LR = 1e-3
 NAMES = trainers.names()
 
 
-def make(name: str, folder: Path, budget: int = 40, world: World | None = None) -> Trainer:
+class Halves(CausalLM):
+    """A policy whose parameters are in two groups."""
+
+    groups = ("layers", "rest")
+
+    def group(self, parameter: str) -> str:
+        return "layers" if "layers" in parameter else "rest"
+
+
+def make(
+    name: str,
+    folder: Path,
+    budget: int = 40,
+    world: World | None = None,
+    policy: type[CausalLM] = CausalLM,
+    optimizer: Any = "adamw",
+    decay: float = 0.0,
+) -> Trainer:
     cls = trainers.get(name)
+    world = world or World()
+    load = policy.outline if world.size > 1 else policy.load
     trainer: Trainer = cls(
-        CausalLM.load(folder, CONFIG),
+        load(folder, CONFIG),
         cls.Config.model_validate({"device": "cpu", "token_budget": budget}),
-        AlgorithmConfig(lr=LR),
-        world or World(),
+        OptimizerSection(name=optimizer, lr=LR, weight_decay=decay),
+        world,
     )
     return trainer
 
@@ -62,6 +83,26 @@ def test_an_update_does_not_depend_on_the_cut(name: str, folder: Path) -> None:
         assert_alike(weights(few), weights(parts), LR / 50)
 
 
+def streamed(trainer: Trainer, folder: Path) -> None:
+    """What a new trainer streams is what is in the folder, each tensor once, and its file."""
+    state, right = trainer.stream(), CausalLM.load(folder, CONFIG).module.state_dict()
+    assert {n: (t.shape, t.dtype) for n, t in state.like.items()} == {
+        n: (t.shape, t.dtype) for n, t in right.items()
+    }
+    came = list(state.each)
+    assert len(came) == len({id(like) for like in state.like.values()}) == len(right) - 1
+    assert all(torch.equal(tensor, right[name]) for name, tensor in came)
+    with tempfile.TemporaryDirectory() as copy:
+        trainer.policy.save_state(Path(copy), trainer.stream())
+        for path in folder.iterdir():
+            assert (Path(copy) / path.name).read_bytes() == path.read_bytes(), path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_streamed_state_is_the_whole(name: str, folder: Path) -> None:
+    streamed(make(name, folder), folder)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_its_whole_state_is_the_policys(name: str, folder: Path) -> None:
     trainer = make(name, folder)
@@ -72,7 +113,7 @@ def test_its_whole_state_is_the_policys(name: str, folder: Path) -> None:
     assert_alike(own, before)
     if trainer.takes_weights:
         other = make(name, folder)
-        other.load_weights(trainer.full_state())
+        other.load_weights(trainer.full_state().items())
         assert_alike(other.full_state(), trainer.full_state())
 
 
@@ -106,20 +147,96 @@ def test_closing_frees_the_weights_and_a_snapshot_can_still_be_written(
     assert_alike(other.full_state(), expected)
 
 
+def of_group(state: dict[str, Tensor], group: str) -> dict[str, Tensor]:
+    """Weights and moments of a group of :class:`Halves`, copied."""
+    return {n: t.clone() for n, t in state.items() if ("layers" in n) == (group == "layers")}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_of_a_group_changes_no_byte_of_the_others(
+    name: str, optimizer: str, folder: Path, tmp_path: Path
+) -> None:
+    """Neither of the weights nor of the moments, whether there were any before or not."""
+    settings: Any = {"policy": Halves, "optimizer": optimizer, "decay": 0.1}
+    trainer, again = (make(name, folder, **settings) for _ in range(2))
+    for number, group in enumerate(["rest", "layers", "rest"]):
+        before = trainer.snapshot()
+        trainer.step(records(), loss, lr=LR, only=[group])
+        after, (other,) = trainer.snapshot(), set(Halves.groups) - {group}
+        if number:
+            assert_alike(of_group(before, other), of_group(after, other))
+        moved = of_group(after, group)
+        assert any(not torch.equal(before[n], t) for n, t in moved.items() if n in before)
+        again.step(records(), loss, lr=LR, only=[group])
+        trainer.save(tmp_path / str(number))
+        again.load(tmp_path / str(number))
+    for one in (trainer, again):
+        one.step(records(), loss, lr=LR)
+    assert_alike(trainer.snapshot(), again.snapshot())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_have_their_own_learning_rates(name: str, folder: Path) -> None:
+    start, even, same, uneven = (make(name, folder, policy=Halves) for _ in range(4))
+    even.step(records(), loss, lr=LR)
+    same.step(records(), loss, lr=dict.fromkeys(Halves.groups, LR))
+    uneven.step(records(), loss, lr={"layers": LR / 10, "rest": LR})
+    first, full, less = weights(start), weights(even), weights(uneven)
+    assert_alike(full, weights(same))
+    assert_alike(of_group(full, "rest"), of_group(less, "rest"))
+    for key in of_group(full, "layers"):
+        torch.testing.assert_close(
+            10 * (less[key] - first[key]), full[key] - first[key], rtol=0, atol=LR / 50
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_that_is_not_there_changes_nothing(name: str, folder: Path) -> None:
+    trainer = make(name, folder, policy=Halves)
+    before = weights(trainer)
+    for wrong in ({"lr": LR, "only": ["critic"]}, {"lr": {"rest": LR}}):
+        with pytest.raises(ValueError, match="no group of parameters, or no learning rate"):
+            trainer.step(records(), loss, **wrong)
+    assert_alike(weights(trainer), before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_belong_together_are_in_one_micro_batch(name: str, folder: Path) -> None:
+    data, pairs = records(10), [[0, 9], [1, 8], [2, 7, 3], [4], [5, 6]]
+    apart, trainer = make(name, folder), make(name, folder, budget=30)
+    seen: list[list[int]] = []
+
+    def watched(policy: Any, inputs: Any, spans: Any) -> Any:
+        seen.append([span.row for span in spans])
+        return loss(policy, inputs, spans)
+
+    trainer.accumulate(data, watched, together=pairs)
+    assert len(seen) > 1
+    assert sorted(row for rows in seen for row in rows) == list(range(10))
+    assert all(any(set(pair) <= set(rows) for rows in seen) for pair in pairs)
+    assert trainer.update(lr=LR) == pytest.approx(apart.step(data, loss, lr=LR), rel=1e-5)
+    with pytest.raises(ValueError, match="each row"):
+        trainer.accumulate(data, loss, together=[[0, 1]])
+
+
 RANKS = """
 import sys
 from pathlib import Path
+from typing import Any
 from rlinf.channels.world import World
-from tests.contracts.test_trainer import assert_alike, make, weights, LR
+from tests.contracts.test_trainer import Halves, assert_alike, make, streamed, weights, LR
 from tests.rlinf.trainers.test_lanes import loss, records
 
 name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 root = folder.parent / f"ranks-{name}"
-alone = make(name, folder)
-alone.step(records(), loss, lr=LR)
+alone = make(name, folder, policy=Halves)
+alone.step(records(), loss, lr=LR, only=["layers"])
 world = World(rank, 2, meeting=root / "channels" / "group-t.json")
-both = make(name, folder, world=world)
-both.step(records(), loss, lr=LR)
+both = make(name, folder, world=world, policy=Halves)
+assert not any(p.is_meta for p in both.policy.module.parameters())
+streamed(both, folder)
+both.step(records(), loss, lr=LR, only=["layers"])
 assert_alike(weights(both), weights(alone), LR / 50)
 if rank == 0:
     alone.save(root / "alone")
@@ -128,12 +245,15 @@ import torch.distributed as dist
 dist.barrier()
 alone.load(root / "both")
 assert_alike(weights(alone), weights(both))
-again = make(name, folder, world=world)
+again = make(name, folder, world=world, policy=Halves)
 again.load(root / "alone")
 for trainer in (again, both, alone):
-    trainer.step(records(), loss, lr=LR)
+    trainer.step(records(), loss, lr={"layers": LR / 2, "rest": LR})
 assert_alike(weights(again), weights(alone), LR / 50)
 assert_alike(weights(both), weights(alone), LR / 50)
+if again.takes_weights:
+    again.load_weights(weights(alone).items())
+    assert_alike(weights(again), weights(alone))
 print("ok")
 """
 

@@ -132,11 +132,11 @@ def weights(run: Path, iteration: int) -> dict[str, torch.Tensor]:
 
 
 def test_more_iterations_go_on_from_where_the_run_is(reference: Path, compose: Compose) -> None:
-    values = compose("iterations=1", "algorithm.schedule=constant")
+    values = compose("iterations=1", "optimizer.schedule=constant")
     execute(values)
     run = Path(values["run"]["root"]) / "tiny"
     before = (run / "it/0000/train/manifest.json").stat().st_mtime_ns
-    execute(compose("iterations=2", "algorithm.schedule=constant"))
+    execute(compose("iterations=2", "optimizer.schedule=constant"))
     assert (run / "it/0000/train/manifest.json").stat().st_mtime_ns == before, "nothing is redone"
     assert contents(run).keys() == contents(reference).keys()
 

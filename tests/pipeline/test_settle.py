@@ -65,9 +65,9 @@ def test_a_changed_key_is_refused_before_anything_is_touched(
 ) -> None:
     before = everything(finished)
     with pytest.raises(MismatchError) as error:
-        prepare(compose("algorithm.lr=0.5"))
+        prepare(compose("optimizer.lr=0.5"))
     message = str(error.value)
-    assert "algorithm.lr: 0.01 -> 0.5" in message
+    assert "optimizer.lr: 0.01 -> 0.5" in message
     assert "2 iterations (0 to 1)" in message
     assert "warm start" not in message
     assert "--redo" in message
@@ -137,18 +137,18 @@ def test_keep_goes_on_with_what_is_there_and_notes_it(
     edit(monkeypatch, "rlinf.trainers.fsdp")
     shutil.rmtree(finished / "evaluate/0002")
     before = contents(finished)
-    drive(prepare(compose("algorithm.lr=0.5"), Choice.KEEP))
+    drive(prepare(compose("optimizer.lr=0.5"), Choice.KEEP))
     after = contents(finished)
     assert {name: after[name] for name in before} == before
     assert "evaluate/0002" in after
     entry = json.loads((finished / KEPT).read_text())["kept"][0]
-    assert entry["why"] == ["algorithm.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
+    assert entry["why"] == ["optimizer.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
     assert "train/1" in entry["outputs"]
     drive(Run.open(finished))
     assert contents(finished) == after, "a later start does not ask again"
     (shown,) = read_status(finished).kept
     assert shown.why == tuple(entry["why"])
-    assert "algorithm.lr: 0.01 -> 0.5" in json.loads((finished / RUN).read_text())["kept"][0]
+    assert "optimizer.lr: 0.01 -> 0.5" in json.loads((finished / RUN).read_text())["kept"][0]
 
 
 def test_the_weights_of_another_model_cannot_be_kept(finished: Path, compose: Compose) -> None:
@@ -213,7 +213,7 @@ def test_added_iterations_run_at_the_last_rate_of_the_schedule(
 
 
 def test_added_iterations_at_a_rate_of_zero_are_refused(compose: Compose, tmp_path: Path) -> None:
-    words = ("algorithm.schedule=linear", "algorithm.lr_final=0", "algorithm.lr_warmup=0")
+    words = ("optimizer.schedule=linear", "optimizer.lr_final=0", "optimizer.lr_warmup=0")
     prepare(compose(*words))
     with pytest.raises(ConfigError, match="ends at 0 after 2 iterations"):
         prepare(compose(*words, "iterations=3"))
@@ -236,7 +236,7 @@ def test_a_run_that_is_driven_is_not_settled_by_another_start(
 ) -> None:
     run = Run.open(finished)
     with run.driven(), pytest.raises(RunLockedError, match="driven by process"):
-        prepare(compose("algorithm.lr=0.5"), Choice.REDO)
+        prepare(compose("optimizer.lr=0.5"), Choice.REDO)
 
 
 def test_a_stage_refuses_to_run_other_code_than_the_run_was_started_with(

@@ -144,7 +144,7 @@ def plain(value: Any) -> Any:
 
 
 def test_composed_values_are_those_of_the_mapping() -> None:
-    given = {"run.name": "it's", "task.digits": [1, 3], "algorithm.lr": 1e-5, "model": "small"}
+    given = {"run.name": "it's", "task.digits": [1, 3], "optimizer.lr": 1e-5, "model": "small"}
     words = [forced(f"{key}={in_words(value)}") for key, value in given.items()]
     values = compose(["experiment=arithmetic_grpo", *words])
     assert values["run"]["name"] == "it's"

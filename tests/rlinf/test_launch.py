@@ -9,10 +9,10 @@ from rlinf.launch import suffix
 
 
 def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
-    words = ["-m", "algorithm.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch=choice(2,4)"]
-    assert suffix(words) == ["++run.suffix='-lr-${algorithm.lr}-batch-${rollout.batch}'"]
+    words = ["-m", "optimizer.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch=choice(2,4)"]
+    assert suffix(words) == ["++run.suffix='-lr-${optimizer.lr}-batch-${rollout.batch}'"]
     assert suffix([*words, "run.name=mine"]) == suffix(words)
-    assert suffix([*words, "run.name=lr-${algorithm.lr}"]) == []
+    assert suffix([*words, "run.name=lr-${optimizer.lr}"]) == []
     assert suffix([*words, "run.name=a,b"]) == []
     assert suffix([*words, "run.suffix=-mine"]) == []
     assert suffix(words[1:]) == []
@@ -21,7 +21,7 @@ def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
 @pytest.mark.parametrize(
     ("word", "want"),
     [
-        ("algorithm.lr=1", "++algorithm.lr=1"),
+        ("optimizer.lr=1", "++optimizer.lr=1"),
         ("iterations=3", "++iterations=3"),
         ("experiment=x", "experiment=x"),
         ("algorithm=dapo", "algorithm=dapo"),

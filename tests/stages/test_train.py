@@ -11,10 +11,11 @@ import pytest
 
 from pipeline.commands.experiment import execute
 from pipeline.metrics import collect, manifest_of
+from rlinf.algorithms.update import same_version
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
 from rlinf.errors import InputError
-from stages.train import gap_limit, same_version
+from stages.train import gap_limit
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -33,14 +34,14 @@ def test_only_steps_of_the_trainers_version_are_compared() -> None:
 @pytest.mark.parametrize(
     ("override", "limit"),
     [
-        ("algorithm.lr=0.1", 0.02),
+        ("optimizer.lr=0.1", 0.02),
         ("model.dtype=bfloat16", 0.2),
         ("engine.dtype=bfloat16", 0.2),
         ("trainer.param_dtype=bfloat16", 0.2),
     ],
 )
 def test_half_precision_may_differ_more(compose: Compose, override: str, limit: float) -> None:
-    assert gap_limit(validate(RunConfig, compose(override)), None) == limit
+    assert gap_limit(validate(RunConfig, compose(override))) == limit
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.base import Algorithm, AlgorithmConfig
+from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
 from rlinf.data.batch import StepBatch
 from rlinf.fit import GROUPS
 from rlinf.models.base import StepOutputs
 
 
-class LeaveOneOutConfig(AlgorithmConfig):
-    """Keys of the section ``algorithm``: those that all algorithms have, and one more."""
+class LeaveOneOutConfig(PolicyGradientConfig):
+    """Keys of the section ``algorithm``: those of all such algorithms, and one more."""
 
     scale: float = 1.0
     """Of the advantages."""
 
 
-class LeaveOneOut(Algorithm):
+class LeaveOneOut(PolicyGradient):
     Config = LeaveOneOutConfig
     needs = frozenset({GROUPS})
     by_group = True

@@ -31,7 +31,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
     """
     devices = {name: own for name, own in request.priced().items() if own.same_as is None}
     # An update over the whole batch is a sum that can begin; several are choices among all of it.
-    whole = make_algorithm(request.config).config.minibatches == 1
+    whole = make_algorithm(request.config).minibatches == 1
     stages, tables = [], Tables()
     flow = flow_of(request.config)
     held = flow.after()

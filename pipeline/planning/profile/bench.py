@@ -41,8 +41,8 @@ from stages.parts import policy_class
 from stages.resident import Resident
 from stages.runner import StageCall, load_config, run_stage
 
-STILL = {"lr": 1e-30, "lr_warmup": 0, "schedule": "constant"}
-"""Algorithm settings under which weights stay as they are."""
+STILL = {"lr": 1e-30, "group_lr": {}, "lr_warmup": 0, "schedule": "constant"}
+"""Optimizer settings under which weights stay as they are."""
 STARTED = "RLINF_JOB_STARTED"
 """Environment variable: when the batch script began, seconds since the epoch."""
 LENGTHS = 4
@@ -346,7 +346,7 @@ def adapted(config: RunConfig, case: Case) -> RunConfig:
         update={
             "rollout": config.rollout.model_copy(update={"batch": case.starts}),
             "trainer": named(config.trainer, **budget),
-            "algorithm": named(config.algorithm, **STILL),
+            "optimizer": config.optimizer.model_copy(update=STILL),
         }
     )
 

@@ -11,7 +11,9 @@ from pipeline.planning.profile.kinds import Kind
 from rlinf.config import RunConfig, Section, digest
 from stages.identity import code_version
 
-COSTLY = ("task", "model", "algorithm", "reward", "engine", "trainer", "rollout", "flow")
+COSTLY = (
+    *("task", "model", "algorithm", "reward", "engine", "optimizer", "trainer", "rollout", "flow"),
+)
 """Sections of the configuration that a stage's time may depend on."""
 FROM_DATA = ("warm_start",)
 """Sections that change what the policy says, and so how long its responses are."""

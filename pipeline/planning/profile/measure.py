@@ -362,7 +362,7 @@ def settled(task: Task) -> bool:
 def cases(config: RunConfig, processes: int) -> tuple[Case, ...]:
     """The run's own size, smaller batches, and other token budgets."""
     budget, batch = token_budget(config), config.rollout.batch
-    minibatches = make_algorithm(config).config.minibatches
+    minibatches = make_algorithm(config).minibatches
     found = [Case(starts=batch, token_budget=budget)]
     for part in (2, 4):
         starts = batch // part

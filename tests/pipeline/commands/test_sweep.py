@@ -24,7 +24,7 @@ def words(root: Path, *further: str) -> list[str]:
 
 
 def test_the_points_are_those_of_the_values_given(tmp_path: Path) -> None:
-    found = points(words(tmp_path, "++algorithm.lr=1e-4,3e-4", "++seed=range(2)"))
+    found = points(words(tmp_path, "++optimizer.lr=1e-4,3e-4", "++seed=range(2)"))
     assert [point.varied for point in found] == [
         "lr=0.0001, seed=0",
         "lr=0.0001, seed=1",
@@ -38,9 +38,9 @@ def test_the_points_are_those_of_the_values_given(tmp_path: Path) -> None:
 def test_a_bad_point_is_refused_before_the_first_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["-m", *words(tmp_path, "algorithm.lr=1e-4,-1")]) == 65
+    assert main(["-m", *words(tmp_path, "optimizer.lr=1e-4,-1")]) == 65
     said = capsys.readouterr().err
-    assert "point 1 of the sweep (lr=-1): algorithm.lr" in said
+    assert "point 1 of the sweep (lr=-1): optimizer.lr" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -51,7 +51,7 @@ def test_points_that_would_be_the_same_run_are_refused(tmp_path: Path) -> None:
 
 
 def test_options_may_stand_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call = words(tmp_path, "algorithm.lr=-1,-2")
+    call = words(tmp_path, "optimizer.lr=-1,-2")
     assert main([call[0], "-m", *call[1:]]) == 65
     assert "point 0 of the sweep (lr=-1)" in capsys.readouterr().err
 

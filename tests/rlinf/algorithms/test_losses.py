@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.algorithms.base import AlgorithmConfig, scheduled_lr, step_weights
 from rlinf.algorithms.grpo import DAPO, DAPOConfig
 from rlinf.algorithms.losses import (
     behaviour_weights,
@@ -17,6 +16,9 @@ from rlinf.algorithms.losses import (
     clipped_value_loss,
     kl_estimate,
 )
+from rlinf.algorithms.policy_gradient import PolicyGradientConfig
+from rlinf.algorithms.shares import step_weights
+from rlinf.config import OptimizerSection
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_steps_of_an_older_policy_weigh_what_makes_them_unbiased() -> None:
 
 def test_the_weight_of_older_policies_needs_recomputed_logprobs() -> None:
     with pytest.raises(ValueError, match="old_logprobs: recompute"):
-        AlgorithmConfig(behaviour_weight_cap=2, old_logprobs="rollout")
+        PolicyGradientConfig(behaviour_weight_cap=2, old_logprobs="rollout")
 
 
 def test_the_divergence_estimate_is_unbiased() -> None:
@@ -99,8 +101,8 @@ def test_aggregations_are_the_means_they_are_called() -> None:
 
 
 def test_the_schedule_warms_up_and_falls() -> None:
-    config = AlgorithmConfig(lr=1.0, schedule="linear", lr_warmup=2, lr_final=0.1)
-    rates = [scheduled_lr(config, i, 12) for i in range(12)]
+    settings = OptimizerSection(lr=1.0, schedule="linear", lr_warmup=2, lr_final=0.1)
+    rates = [settings.rate(i, 12) for i in range(12)]
     assert rates[:3] == pytest.approx([0.5, 1.0, 1.0])
     assert rates[-1] == pytest.approx(0.1)
     assert all(a >= b for a, b in zip(rates[2:], rates[3:], strict=False))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algorithms.base import Aggregation, step_shares, step_weights
+from rlinf.algorithms.shares import Aggregation, step_shares, step_weights
 
 WIDTH = 5
 MASKS = st.lists(st.lists(st.integers(0, 1), min_size=WIDTH, max_size=WIDTH), max_size=8)

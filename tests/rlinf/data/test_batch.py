@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlinf.data.batch import assemble, join
+from rlinf.data.batch import Sample, assemble, join
 from rlinf.data.record import Identity, Record
 from rlinf.errors import InputError
 
@@ -17,6 +17,10 @@ def records(*samples: int, **steps: int) -> list[Record]:
         )
         for s in samples
     ]
+
+
+def samples(*channels: list[Record]) -> list[Sample]:
+    return [Sample(*row) for row in join(*channels)]
 
 
 def test_records_meet_by_identity_whatever_their_order() -> None:
@@ -37,7 +41,7 @@ def test_a_doubled_record_is_noticed() -> None:
 def test_columns_are_padded_and_masked() -> None:
     trajectories = records(1, actions=2, logprobs=2) + records(2, actions=3, logprobs=3)
     rewards = records(1, rewards=2) + records(2, rewards=3)
-    batch = assemble(join(trajectories, rewards, [Record(Identity(0, s)) for s in (1, 2)]))
+    batch = assemble(samples(trajectories, rewards, [Record(Identity(0, s)) for s in (1, 2)]))
     assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.old_logprobs.tolist() == [[1, 1, 0], [2, 2, 2]], "falls back to the engine's"
     assert batch.values is None
@@ -49,7 +53,7 @@ def test_values_are_of_the_version_that_the_bootstrap_is_of() -> None:
     """With staleness the inference stage evaluates a later version than the one that collected."""
     trajectories = records(1, actions=2, logprobs=2, values=2, bootstrap=2)
     later = [Record(Identity(0, 1), {"values": np.full(2, 9.0)})]
-    batch = assemble(join(trajectories, records(1, rewards=2), later))
+    batch = assemble(samples(trajectories, records(1, rewards=2), later))
     assert batch.require("values").tolist() == batch.bootstrap.tolist() == [[1, 1]]
 
 
@@ -62,13 +66,13 @@ def test_a_reward_that_the_mask_would_take_away_is_an_error_that_names_the_sampl
     trajectories = [masked(1, [1, 1]), masked(2, [1, 0])]
     given = [Record(Identity(4, s), {"rewards": np.array([0.0, 0.5])}) for s in (1, 2)]
     with pytest.raises(InputError, match=r"sample=2.*reward of 0.5 lies on step 1"):
-        assemble(join(trajectories, given, [Record(Identity(4, s)) for s in (1, 2)]))
+        assemble(samples(trajectories, given, [Record(Identity(4, s)) for s in (1, 2)]))
 
 
 def test_trajectories_with_and_without_a_mask_stand_side_by_side() -> None:
     whole = Record(Identity(4, 1), {"logprobs": np.zeros(3)}, info={"group": 0})
     given = [Record(Identity(4, s), {"rewards": np.zeros(n)}) for s, n in ((1, 3), (2, 2))]
     batch = assemble(
-        join([whole, masked(2, [1, 0])], given, [Record(Identity(4, s)) for s in (1, 2)])
+        samples([whole, masked(2, [1, 0])], given, [Record(Identity(4, s)) for s in (1, 2)])
     )
     assert batch.mask.tolist() == [[1, 1, 1], [1, 0, 0]]

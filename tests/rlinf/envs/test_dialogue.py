@@ -230,7 +230,7 @@ def test_an_agent_is_trained_from_end_to_end(compose: Compose, tmp_path: Path) -
     words = ["task.name=calculator", "task.digits=1", "warm_start.max_steps=60"]
     words += ["warm_start.batch=64", "warm_start.lr=1e-2", "warm_start.evaluate_every=60"]
     words += ["rollout.batch=8", "rollout.horizon=24", "algorithm.entropy_bonus=0"]
-    values = compose(*words, "algorithm.lr=1e-3")
+    values = compose(*words, "optimizer.lr=1e-3")
     for section in ("operations", "least_significant_first", "rambling"):
         values["task"].pop(section, None)
     values["task"]["digits"] = 1

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlinf.data.packing import Span
 from rlinf.errors import StageError
-from rlinf.models.base import StepOutputs
+from rlinf.models.base import Batch, Policy
 from rlinf.residency import Residency
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.rlinf.trainers.test_lanes import folder, loss, records, trainer
@@ -53,8 +54,8 @@ def test_parts_have_the_gradient_and_the_metrics_of_the_whole(folder: Path, thre
 
 
 def test_the_scale_is_that_of_the_loss(folder: Path) -> None:
-    def fourfold(outputs: StepOutputs, rows: list[int]) -> tuple[Any, dict[str, Any]]:
-        value, metrics = loss(outputs, rows)
+    def fourfold(policy: Policy, inputs: Batch, spans: list[Span]) -> tuple[Any, dict[str, Any]]:
+        value, metrics = loss(policy, inputs, spans)
         return 4 * value, {name: 4 * part for name, part in metrics.items()}
 
     plain, scaled = trainer(folder, 1), trainer(folder, 1)
@@ -67,10 +68,10 @@ def test_the_scale_is_that_of_the_loss(folder: Path) -> None:
 
 @pytest.mark.parametrize("end", ["error", "discard", "not finite"])
 def test_an_attempt_that_did_not_end_leaves_nothing_behind(folder: Path, end: str) -> None:
-    def broken(outputs: StepOutputs, rows: list[int]) -> tuple[Any, dict[str, Any]]:
+    def broken(policy: Policy, inputs: Batch, spans: list[Span]) -> tuple[Any, dict[str, Any]]:
         if end == "error":
             raise ArithmeticError
-        value, metrics = loss(outputs, rows)
+        value, metrics = loss(policy, inputs, spans)
         return value * (float("nan") if end == "not finite" else 3.0), metrics
 
     data = records()

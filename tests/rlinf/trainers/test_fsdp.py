@@ -12,11 +12,11 @@ COMMON = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.residency import Residency
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
 from tests.rlinf.trainers.test_lanes import loss, records
 
 folder = Path(sys.argv[1])
@@ -25,7 +25,7 @@ CausalLM.create(config, {"alphabet": "0123456789+="}, 0, folder)
 
 def make():
     options = FSDPConfig(device="cpu", param_dtype="bfloat16", unit_mb=int(sys.argv[2]))
-    return FSDPTrainer(CausalLM.load(folder, config), options, AlgorithmConfig(), World())
+    return FSDPTrainer(CausalLM.load(folder, config), options, OptimizerSection(), World())
 
 trainer = make()
 assert type(next(trainer.policy.module.parameters()).data).__name__ == "DTensor"
@@ -69,13 +69,13 @@ print("ok")
 
 
 TAKEN = """
-whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), AlgorithmConfig(),
+whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), OptimizerSection(),
                     World())
 trainer.accumulate(records(), loss)
 trainer.update(lr=1e-2)
 for other in (make(), whole):
     before = other.full_state(copy=True)
-    other.load_weights(trainer.full_state())
+    other.load_weights(trainer.full_state().items())
     after = other.full_state()
     assert all(torch.equal(after[name], t) for name, t in trainer.full_state().items())
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
@@ -100,7 +100,7 @@ world = World(int(sys.argv[3]), 2, meeting=meeting)
 
 def make():
     options = FSDPConfig(device="cpu", unit_mb=0)
-    return FSDPTrainer(CausalLM.load(folder, config), options, AlgorithmConfig(), world)
+    return FSDPTrainer(CausalLM.load(folder, config), options, OptimizerSection(), world)
 
 kept, again = make(), make()
 kept.step(records(), loss, lr=1e-2)
@@ -111,7 +111,7 @@ for trainer in (kept, again):
     trainer.step(records(), loss, lr=1e-2)
 right, state = kept.full_state(), again.full_state()
 assert all(torch.equal(right[name], tensor) for name, tensor in state.items())
-whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), AlgorithmConfig(),
+whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), OptimizerSection(),
                     World())
 whole.load(folder.parent / "checkpoint")
 whole.step(records(), loss, lr=1e-2)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.algorithms.base import AlgorithmConfig
 from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.data.packing import Span
 from rlinf.data.record import Identity, Record
-from rlinf.models.base import StepOutputs
+from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.trainers.base import Loss, of_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
@@ -42,13 +44,16 @@ def trainer(folder: Path, threads: int, budget: int = 40) -> FSDPTrainer:
     return FSDPTrainer(
         CausalLM.load(folder, CONFIG),
         FSDPConfig(threads=threads, token_budget=budget, device="cpu"),
-        AlgorithmConfig(lr=1e-3),
+        OptimizerSection(lr=1e-3),
         World(),
     )
 
 
-def loss(outputs: StepOutputs, rows: list[int]) -> tuple[Any, dict[str, Any]]:
-    return -outputs.logprobs.sum() / 50, {"rows": torch.tensor(float(len(rows)))}
+def step_loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
+    return -outputs.logprobs.sum() / 50, {"rows": torch.tensor(float(len(spans)))}
+
+
+loss = of_steps(step_loss)
 
 
 def updated(folder: Path, threads: int, data: list[Record]) -> dict[str, torch.Tensor]:
@@ -87,7 +92,7 @@ def test_forward_covers_every_row_once(folder: Path) -> None:
 
 
 def test_an_error_in_a_lane_reaches_the_caller(folder: Path) -> None:
-    def broken(outputs: StepOutputs, rows: list[int]) -> Any:
+    def broken(policy: Policy, inputs: Batch, spans: list[Span]) -> Any:
         raise ValueError("this loss")
 
     with pytest.raises(ValueError, match="this loss"):
@@ -98,11 +103,11 @@ def test_what_a_failed_step_left_behind_does_not_count(folder: Path) -> None:
     """Neither gradients of any lane, nor a lane that still runs."""
     made, calls = trainer(folder, 2), []
 
-    def half(outputs: StepOutputs, rows: list[int]) -> Any:
-        calls.append(rows)
+    def half(policy: Policy, inputs: Batch, spans: list[Span]) -> Any:
+        calls.append(spans)
         if len(calls) == 3:
             raise ValueError("the third")
-        return loss(outputs, rows)
+        return loss(policy, inputs, spans)
 
     with pytest.raises(ValueError, match="the third"):
         made.step(records(), half, lr=1e-3)

@@ -136,7 +136,7 @@ def test_cases_are_the_run_s_own_size_and_others_around_it(compose: Compose) -> 
 @pytest.mark.parametrize(
     ("status", "error"),
     [
-        (Status(State.FAILED, 65, "algorithm.lr: wrong"), InputError),
+        (Status(State.FAILED, 65, "optimizer.lr: wrong"), InputError),
         (Status(State.FAILED, 1, "ValueError: something else"), StageError),
         (Status(State.OUT_OF_MEMORY, None, "oom-kill"), None),
         (Status(State.TIMEOUT, None, ""), None),

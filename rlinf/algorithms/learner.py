@@ -1,0 +1,142 @@
+"""What an algorithm's update works with."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from rlinf.data.batch import Sample
+from rlinf.data.record import Record
+from rlinf.models.base import Policy, StepOutputs
+from rlinf.seeding import generator
+from rlinf.trainers.base import LossFunction, Trainer
+
+
+class Learner:
+    """A trainer at the learning rates of one iteration.
+
+    Every process of the trainer's world makes the same calls. A stage gives its own, which moves
+    the trainer to its device before each call and reports what happens.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        rates: Mapping[str, float],
+        *,
+        iteration: int = 0,
+        seed: int = 0,
+        temperature: float = 1.0,
+        gap_limit: float = float("inf"),
+    ) -> None:
+        """
+        Args:
+            rates: learning rate of each group of the policy's parameters.
+            iteration: counted from 0, which is also the version of the weights before the update.
+            seed: of the run.
+            temperature: that the samples were drawn at.
+            gap_limit: largest mean difference, nats, between log-probabilities of engine and
+                trainer under equal weights.
+        """
+        self._trainer, self.rates = trainer, dict(rates)
+        self.iteration, self.seed = iteration, seed
+        self.temperature, self.gap_limit = temperature, gap_limit
+        self.updates = 0
+        """Optimizer steps so far."""
+        self._said: dict[str, list[float]] = defaultdict(list)
+
+    @property
+    def policy(self) -> Policy:
+        """What is trained; the module's trainable parameters change by :meth:`update` alone."""
+        return self._trainer.policy
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether parts of a batch can be given one by one."""
+        return self._trainer.accumulates
+
+    def random(self, *address: int | str) -> np.random.Generator:
+        """Randomness that depends on seed, iteration and address alone."""
+        return generator(self.seed, self.iteration, "train", *address)
+
+    def forward(self, records: Sequence[Record]) -> list[tuple[int, StepOutputs]]:
+        """See :meth:`Trainer.forward`."""
+        self._ready("weights")
+        with self._span():
+            return self._trainer.forward(records, self.temperature)
+
+    def accumulate(
+        self,
+        records: Sequence[Record],
+        loss: LossFunction,
+        *,
+        together: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """See :meth:`Trainer.accumulate`."""
+        self._ready("weights", "gradients")
+        with self._span():
+            self._trainer.accumulate(records, loss, together=together)
+
+    def update(
+        self,
+        *,
+        only: Collection[str] | None = None,
+        scale: float = 1.0,
+        check: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, float]:
+        """Change the weights by what was accumulated; see :meth:`Trainer.update`.
+
+        The metrics of an iteration are means over its updates that have them.
+        """
+        self.changing()
+        with self._span():
+            metrics = self._trainer.update(lr=self.rates, scale=scale, only=only, check=check)
+        self.updates += 1
+        for name, value in metrics.items():
+            if not name.startswith("_"):
+                self.metric(name, value)
+        return metrics
+
+    def step(
+        self,
+        records: Sequence[Record],
+        loss: LossFunction,
+        *,
+        together: Sequence[Sequence[int]] | None = None,
+        only: Collection[str] | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step: :meth:`accumulate`, then :meth:`update`."""
+        self.accumulate(records, loss, together=together)
+        return self.update(only=only)
+
+    def changing(self) -> None:
+        """To be called before weights or buffers change in another way than by :meth:`update`."""
+        self._ready()
+
+    def metric(self, name: str, value: float) -> None:
+        """Report a number; its mean, if there are several."""
+        self._said[name].append(float(value))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was reported, by name."""
+        return {name: float(np.mean(self._said[name])) for name in sorted(self._said)}
+
+    def progress(self, done: int, total: int) -> None:
+        """Tell how many updates are done."""
+
+    def earlier(self) -> Iterator[list[Sample]]:
+        """The batches of the iterations before, newest first, as many as the flow's sources of
+        this stage have in their ``window`` and are there."""
+        yield from ()
+
+    def _ready(self, *groups: str) -> None:
+        """See that these groups of the trainer's tensors, or all, are on its device."""
+
+    def _span(self) -> AbstractContextManager[Any]:
+        """Entered while the trainer computes."""
+        return nullcontext()

@@ -1,0 +1,154 @@
+"""What policy-gradient algorithms share: the ratio to an old policy, clipped; entropy; KL."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rlinf.algorithms.base import Algorithm
+from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.losses import behaviour_weights, clipped_surrogate, kl_estimate
+from rlinf.algorithms.shares import Aggregation
+from rlinf.algorithms.update import by_minibatches, engine_gap
+from rlinf.config import Section
+from rlinf.data.batch import Sample, StepBatch
+from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.trainers.base import Loss
+
+
+class PolicyGradientConfig(Section):
+    """Settings of all of them."""
+
+    epochs: int = Field(default=1, gt=0)
+    """Passes over one iteration's batch."""
+    minibatches: int = Field(default=1, gt=0)
+    """Optimizer steps per pass."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """Denominator of the ratio: computed by the inference stage under the training stack, or taken
+    from the engine."""
+    behaviour_weight_cap: float | None = Field(default=None, gt=0)
+    """Weight each step by how likely the policy before the update is to do what the policy that
+    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts."""
+    logprob_gap_limit: float | None = Field(default=None, gt=0)
+    """Largest mean difference, nats, between the log-probabilities that the engine gave to the
+    steps of an iteration and those of the trainer before its first step, where both have the same
+    weights; above it the run stops. null: 0.02, or 0.2 where either computes in half precision."""
+    aggregation: Aggregation = "token_mean"
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``."""
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the reference policy (the weights after warm start)."""
+
+    @model_validator(mode="after")
+    def _behaviour_is_known(self) -> PolicyGradientConfig:
+        if self.behaviour_weight_cap is not None and self.old_logprobs == "rollout":
+            raise ValueError(
+                "behaviour_weight_cap compares recomputed log-probabilities with those of the "
+                "rollout; it needs old_logprobs: recompute"
+            )
+        return self
+
+
+class PolicyGradient(Algorithm):
+    """Pure functions of step batches, for the loop of :mod:`rlinf.algorithms.update`."""
+
+    Config: ClassVar[type[PolicyGradientConfig]] = PolicyGradientConfig
+    config: Any
+    by_group: ClassVar[bool] = False
+    """Whether advantages of a group do not depend on the rest of the batch."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self.config.kl_coefficient > 0)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return bool(self.config.old_logprobs == "recompute")
+
+    @property
+    def minibatches(self) -> int:
+        return int(self.config.minibatches)
+
+    def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
+        by_minibatches(self, learner, parts)
+
+    @abstractmethod
+    def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
+        """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch."""
+
+    @abstractmethod
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        """Sum over steps of ``weights`` times the loss, and metrics summed the same way.
+
+        ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
+        micro-batches (and ranks) are the minibatch's however it was cut.
+        """
+
+    def objective(
+        self,
+        policy: Policy,
+        inputs: Batch,
+        batch: StepBatch,
+        weights: Tensor,
+        *,
+        temperature: float,
+        entropy: bool,
+    ) -> Loss:
+        """:meth:`loss` of what the policy says; to be replaced where a loss needs more of it.
+
+        Args:
+            inputs: of :meth:`Policy.collate`, on the policy's device.
+            entropy: whether it is wanted.
+        """
+        outputs = policy.evaluate(inputs, temperature, entropy=entropy)
+        loss, metrics = self.loss(outputs, batch, weights)
+        return loss, {**metrics, **engine_gap(outputs.logprobs, batch)}
+
+
+def policy_terms(
+    config: PolicyGradientConfig, outputs: StepOutputs, batch: StepBatch, weights: Tensor
+) -> Loss:
+    """The part of the loss that GRPO and PPO share: clipped surrogate, entropy, KL."""
+    surrogate, clipped = clipped_surrogate(
+        outputs.logprobs,
+        batch.old_logprobs,
+        batch.require("advantages"),
+        config.clip_low,
+        config.clip_high,
+    )
+    metrics: dict[str, Tensor] = {}
+    if config.behaviour_weight_cap is not None:
+        behaviour, capped = behaviour_weights(
+            batch.old_logprobs, batch.require("rollout_logprobs"), config.behaviour_weight_cap
+        )
+        surrogate = behaviour * surrogate
+        metrics = {
+            "behaviour_weight": (weights * behaviour).sum(),
+            "behaviour_capped_share": (weights * capped).sum(),
+        }
+    loss = (weights * surrogate).sum()
+    with torch.no_grad():
+        change = kl_estimate(batch.old_logprobs, outputs.logprobs)
+        metrics |= {
+            "policy_loss": loss.detach(),
+            "clip_share": (weights * clipped).sum(),
+            "kl_old": (weights * change).sum(),
+        }
+    if outputs.entropy is not None:
+        entropy = (weights * outputs.entropy).sum()
+        metrics["entropy"] = entropy.detach()
+        loss = loss - config.entropy_bonus * entropy
+    if config.kl_coefficient:
+        divergence = (
+            weights * kl_estimate(outputs.logprobs, batch.require("reference_logprobs"))
+        ).sum()
+        metrics["kl_reference"] = divergence.detach()
+        loss = loss + config.kl_coefficient * divergence
+    return loss, metrics

@@ -1,0 +1,188 @@
+"""The update of policy-gradient algorithms: passes over one batch, cut into minibatches.
+
+Where the algorithm allows it, gradients of the first parts of the batch are computed while the
+later ones are still to come; the weights change once all are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.shares import step_shares
+from rlinf.data.batch import Sample, StepBatch, assemble, taken
+from rlinf.data.packing import Span
+from rlinf.data.padding import pad
+from rlinf.data.record import Record
+from rlinf.errors import InputError
+from rlinf.models.base import Batch, Policy
+from rlinf.trainers.base import Loss
+
+if TYPE_CHECKING:
+    from rlinf.algorithms.policy_gradient import PolicyGradient
+
+GAP, STEPS = "_gap", "_gap_steps"
+"""Sums over the steps that count and were chosen by the trainer's own version."""
+
+
+def by_minibatches(
+    algorithm: PolicyGradient, learner: Learner, parts: Iterable[list[Sample]]
+) -> None:
+    """The whole update."""
+    update, settings = _Update(algorithm, learner), algorithm.config
+    # Whether a part of the batch has a gradient of its own, whatever the others hold.
+    streams = (
+        learner.accumulates
+        and algorithm.by_group
+        and settings.epochs == settings.minibatches == 1
+        and not learner.policy.observes
+    )
+    every: list[Sample] = []
+    for part in parts:
+        every += part
+        if streams:
+            update.accumulate([sample for sample in part if sample.kept])
+    if streams:
+        update.step()
+    elif kept := [sample for sample in every if sample.kept]:
+        update.epochs(kept)
+    # Afterwards: the update compares the policy with the one that the old log-probs are of,
+    # which saw observations by the old statistics.
+    if learner.policy.observes:
+        learner.changing()
+        learner.policy.observe([sample.trajectory for sample in every])
+
+
+class _Update:
+    """The optimizer steps of one iteration."""
+
+    def __init__(self, algorithm: PolicyGradient, learner: Learner) -> None:
+        self._algorithm, self._learner = algorithm, learner
+        self._mass: float | None = None
+
+    def accumulate(self, samples: list[Sample]) -> None:
+        """Add the gradient of one part of the batch, not yet divided by the weight of the whole."""
+        if samples:
+            batch = self._with_advantages(samples)
+            weights, mass = step_shares(batch.mask, self._algorithm.config.aggregation)
+            self._mass = (self._mass or 0.0) + mass
+            self._add(batch, samples, list(range(len(samples))), weights, entropy=True)
+
+    def step(self) -> None:
+        """Change the weights by what was accumulated."""
+        if self._mass is not None:
+            self._finish(1 / max(1.0, self._mass))
+
+    def epochs(self, samples: list[Sample]) -> None:
+        """All steps on the whole batch."""
+        learner, settings = self._learner, self._algorithm.config
+        batch = self._with_advantages(samples)
+        cuts = minibatches(learner, len(samples), settings.epochs, settings.minibatches)
+        for done, chosen in enumerate(cuts):
+            weights, mass = step_shares(batch.mask[chosen], settings.aggregation)
+            entropy = settings.entropy_bonus > 0 or done == 0
+            self._add(batch, samples, chosen, weights, entropy=entropy)
+            self._finish(1 / max(1.0, mass))
+            learner.progress(done + 1, len(cuts))
+        if batch.values is not None and batch.returns is not None:
+            value = explained_variance(batch.values, batch.returns, batch.mask)
+            learner.metric("explained_variance", value)
+
+    def _with_advantages(self, samples: list[Sample]) -> StepBatch:
+        batch = assemble(samples)
+        advantages, returns = self._algorithm.advantages(batch)
+        return replace(batch, advantages=advantages, returns=returns)
+
+    def _add(
+        self,
+        batch: StepBatch,
+        samples: list[Sample],
+        chosen: list[int],
+        weights: Tensor,
+        *,
+        entropy: bool,
+    ) -> None:
+        learner = self._learner
+        if not learner.updates and batch.rollout_logprobs is not None:
+            fresh = same_version([sample.trajectory for sample in samples], learner.iteration)
+            batch = replace(batch, fresh=batch.mask * fresh)
+
+        def loss(policy: Policy, inputs: Batch, spans: list[Span]) -> Loss:
+            length, device = inputs["mask"].shape[1], inputs["mask"].device
+            rows = batch.spans([s._replace(row=chosen[s.row]) for s in spans], length, device)
+            return self._algorithm.objective(
+                policy,
+                inputs,
+                rows,
+                taken(weights, spans, length).to(device),
+                temperature=learner.temperature,
+                entropy=entropy,
+            )
+
+        learner.accumulate([samples[i].trajectory for i in chosen], loss)
+
+    def _finish(self, scale: float) -> None:
+        self._learner.update(scale=scale, check=self._compare)
+
+    def _compare(self, totals: dict[str, float]) -> None:
+        """Stop where engine and trainer, of equal weights, disagree on what was done.
+
+        Raises:
+            InputError: by more than the limit, in the mean over the steps that count.
+        """
+        if totals.get(STEPS, 0.0) <= 0:
+            return
+        gap, limit = totals[GAP] / totals[STEPS], self._algorithm.config.logprob_gap_limit
+        limit = self._learner.gap_limit if limit is None else limit
+        self._learner.metric("engine_gap", gap)
+        if not gap <= limit:
+            raise InputError(
+                f"iteration {self._learner.iteration + 1}: the log-probabilities of engine and "
+                f"trainer differ by {gap:.3g} nats in the mean, the limit is {limit:.3g}; no "
+                "weight was changed. Both have the same weights: look at engine.*, trainer.* and "
+                "the model's files, or raise algorithm.logprob_gap_limit"
+            )
+
+
+def engine_gap(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
+    """How far engine and trainer differ on the steps that both chose with equal weights."""
+    if batch.fresh is None:
+        return {}
+    gap = (logprobs.detach() - batch.require("rollout_logprobs")).abs()
+    return {GAP: (batch.fresh * gap).sum(), STEPS: batch.fresh.sum()}
+
+
+def same_version(trajectories: list[Record], version: int) -> Tensor:
+    """``[N, T]`` 1 where a step was chosen by the weights of ``version``."""
+    return pad(
+        [
+            np.asarray(record.steps["versions"] == version, np.float32)
+            if "versions" in record.steps
+            else np.full(len(record), record.info["policy_version"] == version, np.float32)
+            for record in trajectories
+        ],
+        max(len(record) for record in trajectories),
+    )
+
+
+def minibatches(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:
+    """Sample numbers of each optimizer step: every sample once per epoch, in seeded order."""
+    steps = []
+    for epoch in range(epochs):
+        order = np.arange(count)
+        if parts > 1:
+            order = learner.random(epoch).permutation(count)
+        steps += [sorted(int(i) for i in part) for part in np.array_split(order, min(parts, count))]
+    return steps
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """``1 - Var(returns - values) / Var(returns)`` over the steps that count."""
+    counted = mask.bool()
+    spread = returns[counted].var()
+    return float(1 - (returns[counted] - values[counted]).var() / spread) if spread > 0 else 0.0

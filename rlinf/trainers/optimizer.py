@@ -1,0 +1,72 @@
+"""The optimizer of a policy, whose groups of parameters can be updated apart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from rlinf.config import OptimizerSection
+from rlinf.models.base import Policy
+
+GROUP = "group"
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+"""What each optimizer keeps of a parameter, of its size."""
+
+
+def make_optimizer(policy: Policy, settings: OptimizerSection) -> Optimizer:
+    """An optimizer of all trainable parameters, without any moments yet."""
+    groups: dict[tuple[bool, str], dict[str, Any]] = {
+        (wide, name): {
+            GROUP: name,
+            "weight_decay": settings.weight_decay if wide else 0.0,
+            "params": [],
+        }
+        for wide in (True, False)
+        for name in policy.groups
+    }
+    for name, parameter in policy.module.named_parameters():
+        if parameter.requires_grad:
+            groups[parameter.ndim > 1, policy.group(name)]["params"].append(parameter)
+    own = [group for group in groups.values() if group["params"]]
+    if settings.name == "sgd":
+        return torch.optim.SGD(own, lr=settings.lr, momentum=settings.betas[0], foreach=True)
+    return torch.optim.AdamW(
+        own, lr=settings.lr, betas=settings.betas, eps=settings.eps, foreach=True
+    )
+
+
+@torch.no_grad()
+def choose(
+    optimizer: Optimizer,
+    moments: Collection[str],
+    rates: float | Mapping[str, float],
+    only: Collection[str] | None,
+) -> None:
+    """Have the next step change some groups alone, at their learning rates.
+
+    What it will not change (others' parameters, and those that no loss depends on) has moments too
+    then, as before any step: they are part of the state.
+
+    Raises:
+        ValueError: there is no such group, or no rate for it.
+    """
+    names = {group[GROUP] for group in optimizer.param_groups}
+    chosen = names if only is None else set(only)
+    known = chosen if isinstance(rates, float | int) else set(rates)
+    if unknown := (chosen - names) | (chosen - known):
+        raise ValueError(f"no group of parameters, or no learning rate: {sorted(unknown)}")
+    for group in optimizer.param_groups:
+        changes = group[GROUP] in chosen
+        if changes:
+            group["lr"] = rates if isinstance(rates, float | int) else rates[group[GROUP]]
+        for parameter in group["params"]:
+            if not changes:
+                parameter.grad = None
+            if parameter.grad is None and not optimizer.state[parameter]:
+                start = {name: torch.zeros_like(parameter) for name in moments}
+                if "exp_avg" in start:
+                    start["step"] = torch.zeros((), dtype=torch.float32)
+                optimizer.state[parameter].update(start)

@@ -1,0 +1,67 @@
+"""Algorithms with losses and loops of their own learn, through the stages as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.commands.experiment import execute
+from pipeline.metrics import collect
+
+Compose = Callable[..., dict[str, Any]]
+OWN = "tests.stages.own_algorithms"
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+def own(compose: Compose, algorithm: dict[str, Any], *words: str, **how: str) -> dict[str, Any]:
+    """Values of a run with an algorithm that has none of the others' settings."""
+    return {**compose(*words, **how), "algorithm": algorithm}
+
+
+def test_preferences_within_groups_are_learned(compose: Compose, tmp_path: Path) -> None:
+    """DPO: pairs in one micro-batch, the reference's log-probabilities, no advantages."""
+    execute(
+        own(
+            compose,
+            {"name": f"{OWN}:Preferences", "beta": 1.0, "steps": 4},
+            f"reward.name={OWN}:Favourite",
+            "trainer.token_budget=60",
+            "iterations=8",
+            "rollout.batch=8",
+            "evaluate.every=0",
+            "optimizer.lr_warmup=0",
+        )
+    )
+    rows = collect(tmp_path / "tiny")
+    means = [row["reward/mean"] for row in rows]
+    assert np.mean(means[-3:]) > 2 * means[0]
+    assert np.mean([row["train/right"] for row in rows[1:]]) > 0.7
+
+
+def test_an_actor_and_a_critic_learn_at_their_own_pace(compose: Compose, tmp_path: Path) -> None:
+    """Two groups of parameters, updates of one alone, and the samples of the iteration before."""
+    execute(
+        own(
+            compose,
+            {"name": f"{OWN}:TwoTimescales"},
+            f"++flow={OWN}:replayed",
+            "optimizer.lr=1e-2",
+            "optimizer.group_lr.value=2e-2",
+            "optimizer.schedule=constant",
+            "iterations=10",
+            "rollout.batch=16",
+            "rollout.horizon=120",
+            "evaluate.every=0",
+            "evaluate.samples=2",
+            "run.name=two",
+            experiment="cartpole_ppo",
+        )
+    )
+    rows = collect(tmp_path / "two")
+    assert [row["train/seen"] for row in rows] == [16, *[32] * 9]
+    scores = [row["reward/score"] for row in rows]
+    assert np.mean(scores[-3:]) > 2 * scores[0], scores
