@@ -77,8 +77,8 @@ def run(folder: Path, rank: int) -> None:
     from transformers import Qwen2ForCausalLM  # noqa: F401 - its import counts as one
 
     import rlinf.trainers.sharding  # noqa: F401
-    from rlinf.algorithms.base import AlgorithmConfig
     from rlinf.channels.world import World
+    from rlinf.config import OptimizerSection
     from rlinf.models.causal_lm import CausalLM, CausalLMConfig
     from rlinf.sharded import local
     from rlinf.trainers import shards
@@ -90,7 +90,7 @@ def run(folder: Path, rank: int) -> None:
     model = folder / "model"
     policy = CausalLM.outline(model, CausalLMConfig(path=model))
     world = World(rank, PROCESSES, meeting=folder / "channels" / "group-t.json")
-    trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), AlgorithmConfig(), world)
+    trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), OptimizerSection(), world)
     weights = policy.module.state_dict(keep_vars=True)
     shards.write(folder / "checkpoint", {"model": weights}, rank, PROCESSES)
     state = trainer.stream()
