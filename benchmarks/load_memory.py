@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.held import together
 from benchmarks.row import Row, median_row
+from rlinf import machine
 
 PROCESSES = 4
 SIZES = {
@@ -72,7 +73,8 @@ def write_model(folder: Path) -> tuple[int, int]:
 
 
 def run(folder: Path, rank: int) -> None:
-    """One process."""
+    """One process, which keeps what it frees as those of a run do."""
+    machine.apply()
     import torch
     from transformers import Qwen2ForCausalLM  # noqa: F401 - its import counts as one
 

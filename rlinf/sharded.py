@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 8 << 20
 """What is gathered at once, of small tensors: each round takes the network a few milliseconds."""
 
 
@@ -63,48 +63,55 @@ def gathered(
         own = tensor.detach()
         if not is_shared(own) or _ways(own) == 1:
             yield name, local(own)
-            continue
-        if bucket and size + own.nbytes > bucket_bytes:
-            yield from _gathered(bucket, bucket_bytes)
-            bucket, size = [], 0
-        bucket.append((name, own))
-        size += own.nbytes
+        elif own.nbytes > bucket_bytes:
+            yield name, _large(own)
+        else:
+            if size + own.nbytes > bucket_bytes:
+                yield from _small(bucket)
+                bucket, size = [], 0
+            bucket.append((name, own))
+            size += own.nbytes
     if bucket:
-        yield from _gathered(bucket, bucket_bytes)
+        yield from _small(bucket)
 
 
-def _gathered(bucket: list[tuple[str, DTensor]], most: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket whole, by as many rounds as fit into it.
+def _large(tensor: DTensor) -> Tensor:
+    """One tensor whole: each process sends its rows to where they belong.
 
-    Gloo copies what is gathered once more: a large tensor all at once would be there twice.
+    Gloo gathers into memory of its own first, a whole tensor more.
     """
+    mesh, dim = _shared_by(tensor)
+    own = _bytes(local(tensor))
+    whole = own.new_empty(tensor.nbytes)
+    each = _part_bytes(tensor, mesh.size(dim))
+    for rank in range(mesh.size(dim)):
+        part = whole[rank * each : (rank + 1) * each]
+        if rank == mesh.get_local_rank(dim):
+            part.copy_(own)
+        if len(part):
+            torch.distributed.broadcast(part, group=mesh.get_group(dim), group_src=rank)
+    return whole.view(tensor.dtype).view(tensor.shape)
+
+
+def _small(bucket: list[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]]:
     mesh, dim = _shared_by(bucket[0][1])
-    ways, group = mesh.size(dim), mesh.get_group(dim)
-    # As torch.chunk cuts: every process has as many rows, the last ones fewer or none.
-    sizes = [-(-t.shape[0] // ways) * t.shape[1:].numel() * t.itemsize for _, t in bucket]
-    own = [_bytes(local(tensor)) for _, tensor in bucket]
-    wholes = [own[0].new_empty(tensor.nbytes) for _, tensor in bucket]
-    step = max(1, min(most // ways, sum(sizes)))
-    sent, every = own[0].new_zeros(step), own[0].new_empty(ways, step)
+    ways = mesh.size(dim)
+    sizes = [_part_bytes(tensor, ways) for _, tensor in bucket]
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    for low in range(0, sum(sizes), step):
-        # What of each tensor is in this round, counted in the bytes of one process.
-        cuts = [
-            (max(low - start, 0), min(low + step - start, size), start - low)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-        for part, (begin, end, at) in zip(own, cuts, strict=True):
-            if begin < (end := min(end, len(part))):
-                sent[at + begin : at + end] = part[begin:end]
-        torch.distributed.all_gather_single(every.view(-1), sent, group=group)
-        for whole, size, (begin, end, at) in zip(wholes, sizes, cuts, strict=True):
-            for rank in range(ways):
-                to = min(rank * size + end, len(whole))
-                if begin < end and rank * size + begin < to:
-                    count = to - rank * size - begin
-                    whole[to - count : to] = every[rank, at + begin : at + begin + count]
-    for (name, tensor), whole in zip(bucket, wholes, strict=True):
+    parts = [_bytes(local(tensor)) for _, tensor in bucket]
+    own = parts[0].new_zeros(sum(sizes))
+    for start, part in zip(starts, parts, strict=True):
+        own[start : start + len(part)] = part
+    every = own.new_empty(ways, len(own))
+    torch.distributed.all_gather_single(every.view(-1), own, group=mesh.get_group(dim))
+    for start, size, (name, tensor) in zip(starts, sizes, bucket, strict=True):
+        whole = every[:, start : start + size].reshape(-1)[: tensor.nbytes]
         yield name, whole.view(tensor.dtype).view(tensor.shape)
+
+
+def _part_bytes(tensor: DTensor, ways: int) -> int:
+    """Of the first part: as torch.chunk cuts, the last ones have fewer rows or none."""
+    return -(-tensor.shape[0] // ways) * tensor.shape[1:].numel() * tensor.itemsize
 
 
 def _shared_by(tensor: DTensor) -> tuple[DeviceMesh, int]:

@@ -5,6 +5,7 @@ And written as the tensors come, so that nothing need hold them all.
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -171,8 +172,7 @@ class State:
 
     def drain(self) -> None:
         """Take what is left, and keep nothing."""
-        for _ in self.each:
-            pass
+        collections.deque(self.each, maxlen=0)
 
 
 def save_tensors(
@@ -206,5 +206,7 @@ def save_tensors(
                 left = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
                 while left:
                     left = left[file.write(left) :]
+                del left
+            del tensor  # before the next one is made
     if wanted:
         raise ValueError(f"{path}: {len(wanted)} tensors never came")

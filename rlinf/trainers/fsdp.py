@@ -8,7 +8,7 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -320,12 +320,13 @@ class FSDPTrainer(Storages, Trainer):
             name: torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
             for name in first.values()
         }
-        distinct = ((name, named[name]) for name in first.values())
-        each = (
-            (name, full.to("cpu", copy=copy and memory(full) == memory(named[name])))
-            for name, full in gathered(distinct)
-        )
-        return State({name: like[first[id(value)]] for name, value in named.items()}, each)
+
+        def each() -> Iterator[tuple[str, Tensor]]:
+            for name, full in gathered((name, named[name]) for name in first.values()):
+                yield name, full.to("cpu", copy=copy and memory(full) == memory(named[name]))
+                del full  # before the next one is gathered
+
+        return State({name: like[first[id(value)]] for name, value in named.items()}, each())
 
     def close(self) -> None:
         if self._closed:
