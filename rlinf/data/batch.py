@@ -41,7 +41,8 @@ class StepBatch:
     groups: Tensor
     """``[N]`` int64."""
     old_logprobs: Tensor
-    """``[N, T]`` of the policy before the update."""
+    """``[N, T]`` of the policy before the update. Where a step is several choices, this and other
+    log-probabilities have more dimensions; see :mod:`rlinf.algorithms.levels`."""
     terminated: Tensor
     """``[N, T]`` 1 where the episode ended by itself."""
     truncated: Tensor
@@ -58,6 +59,10 @@ class StepBatch:
     """``[N, T]``."""
     returns: Tensor | None = None
     """``[N, T]``."""
+    submask: Tensor | None = None
+    """``[N, T, ...]`` 1 where a choice of a step counts; None: all do."""
+    units: Tensor | None = None
+    """``[N, T]`` or ``[N, T, K]`` 1 where what the loss compares counts."""
     fresh: Tensor | None = None
     """``[N, T]`` 1 where a step counts and was chosen by the weights that are to be updated; in
     the first update of an iteration."""
@@ -160,6 +165,7 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         groups=torch.tensor([int(trajectory.info["group"]) for trajectory in trajectories]),
         old_logprobs=optional(0, "logprobs") if old is None else old,
         rollout_logprobs=column(0, "logprobs"),
+        submask=column(0, "submask"),
         terminated=optional(0, "terminated"),
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),

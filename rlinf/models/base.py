@@ -30,7 +30,12 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class StepOutputs:
-    """What a policy says about the steps of a batch, each ``[B, T]`` float32."""
+    """What a policy says about the steps of a batch, each ``[B, T]`` float32.
+
+    Where a step is several choices, log-probabilities and entropies may be theirs: ``[B, T, K]``
+    for the tokens of an action, ``[B, T, C, D]`` for a chunk of ``C`` actions of ``D`` tokens or
+    dimensions; the step column ``submask`` of a trajectory says which of them count.
+    """
 
     logprobs: Tensor
     """Log-probability of the action taken."""
@@ -116,8 +121,8 @@ class Policy(Part, ABC):
             temperature: 0 takes the most likely action.
 
         Returns:
-            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``: what :meth:`evaluate`
-            says of it at this temperature) and whatever is to be part of the trajectory. A row
+            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``, or ``[n, ...]`` of
+            each choice: what :meth:`evaluate` says of it at this temperature) and whatever is to be part of the trajectory. A row
             follows from its observation and noise alone.
         """
         raise NotImplementedError
