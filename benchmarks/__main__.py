@@ -70,6 +70,7 @@ ROWS = {
     "pipeline_balance": "pools",
     "memory_10k_operations_mib": "memory",
     "memory_200_iterations_mib": "memory",
+    "load_memory_ratio": "load_memory",
     "logprob_memory_ratio": "logprobs",
     "scale_up_s": "elastic",
     "loss_of_one_of_four": "elastic",

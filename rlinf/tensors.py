@@ -1,10 +1,13 @@
-"""Safetensors files, read once from front to back and checked on the way (:mod:`rlinf.checked`)."""
+"""Safetensors files, read once from front to back and checked on the way (:mod:`rlinf.checked`).
+
+And written as the tensors come, so that nothing need hold them all.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,20 +23,23 @@ TYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
     "F32": torch.float32,
-    "F64": torch.float64,
     "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
 }
+"""In the order in which the format's own writer puts them, last first."""
+_CODES = {dtype: code for code, dtype in TYPES.items()}
+_PLACES = {dtype: place for place, dtype in enumerate(TYPES.values())}
 
 
 @dataclass(frozen=True)
@@ -70,23 +76,38 @@ class TensorFile:
         """Of all tensors by name. Not checked before :meth:`tensors` came to its end."""
         return {entry.name: tuple(entry.shape) for entry in self._entries}
 
-    def tensors(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self, wanted: Collection[str] | Mapping[str, tuple[int, int]] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """The tensors, or those that are wanted, once, in the order of the file.
 
         Each is in memory of its own. They count only after the last one: by then all of the file
         has been read, and it is compared.
 
+        Args:
+            wanted: names; or for each name the rows of it, begin and end: no others take memory.
+
         Raises:
             ArtifactError: the file is not what was committed.
         """
+        rows = wanted if isinstance(wanted, Mapping) else {}
         with self._reader as reader:
             for entry in self._entries:
                 if wanted is not None and entry.name not in wanted:
                     reader.skip(entry.nbytes)
                     continue
-                tensor = torch.empty(entry.shape, dtype=entry.dtype)
-                if entry.nbytes:
+                before = after = 0
+                shape = entry.shape
+                if entry.name in rows and shape and entry.nbytes:
+                    begin, end = rows[entry.name]
+                    each = entry.nbytes // shape[0]
+                    before, after = begin * each, (shape[0] - end) * each
+                    shape = [end - begin, *shape[1:]]
+                reader.skip(before)
+                tensor = torch.empty(shape, dtype=entry.dtype)
+                if tensor.numel():
                     reader.into(tensor.view(-1).view(torch.uint8).numpy().data)
+                reader.skip(after)
                 yield entry.name, tensor
             reader.finish()
 
@@ -123,3 +144,67 @@ class TensorFile:
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file; raises as :class:`TensorFile`."""
     return dict(TensorFile(path).tensors())
+
+
+@dataclass(frozen=True)
+class State:
+    """The tensors of a network, one after the other: they are never there all at once.
+
+    Of a network that several processes share, all of them have to take every tensor.
+    """
+
+    like: Mapping[str, Tensor]
+    """Every name, with a tensor of its shape and type, which may have no memory; tied ones have one
+    and the same."""
+    each: Iterator[tuple[str, Tensor]]
+    """Whole, on CPU, in any order; of tied ones one, under any of its names."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> State:
+        """That of tensors that are there."""
+        return cls(tensors, iter(tensors.items()))
+
+    def whole(self) -> dict[str, Tensor]:
+        """All of them; tied ones as one tensor."""
+        found = {id(self.like[name]): tensor for name, tensor in self.each}
+        return {name: found[id(like)] for name, like in self.like.items()}
+
+    def drain(self) -> None:
+        """Take what is left, and keep nothing."""
+        for _ in self.each:
+            pass
+
+
+def save_tensors(
+    path: Path, state: State, names: Collection[str], metadata: Mapping[str, str]
+) -> None:
+    """Write some tensors of a state as they come; the bytes are those of safetensors' own writer.
+
+    Args:
+        names: what to write; those of tied tensors each have a copy.
+    """
+    entries, at = dict[str, tuple[int, int]](), 0
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    wanted: dict[int, list[str]] = {}
+    for name in sorted(names, key=lambda name: (-_PLACES[state.like[name].dtype], name)):
+        like = state.like[name]
+        entries[name] = (at, at + like.nbytes)
+        table[name] = {
+            "dtype": _CODES[like.dtype],
+            "shape": list(like.shape),
+            "data_offsets": [at, at + like.nbytes],
+        }
+        at += like.nbytes
+        wanted.setdefault(id(like), []).append(name)
+    header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, tensor in state.each:
+            for other in wanted.pop(id(state.like[name]), ()):
+                file.seek(8 + len(header) + entries[other][0])
+                left = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+                while left:
+                    left = left[file.write(left) :]
+    if wanted:
+        raise ValueError(f"{path}: {len(wanted)} tensors never came")

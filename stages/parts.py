@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
@@ -247,21 +246,13 @@ def held_policy(ctx: Context) -> Trainer:
             else:
                 trainer = held.trainer
                 on_device(ctx, trainer, "weights", filled=False)
-                tensors = tensors or saved_weights(ctx, "weights")
+                if tensors is None:
+                    trainer.policy.fill(ctx.verified("weights") / WEIGHTS)
             if tensors is not None:
-                trainer.load_weights(tensors)
+                trainer.load_weights(tensors.items())
         held = resident.policy = Evaluated(trainer, state)
     on_device(ctx, held.trainer, "weights")
     return held.trainer
-
-
-def saved_weights(ctx: Context, name: str) -> dict[str, Tensor]:
-    """The tensors in the policy folder of an input."""
-    policy, options = policy_class(ctx.config)
-    tensors: dict[str, Tensor] = policy.load(
-        ctx.verified(name) / WEIGHTS, options
-    ).module.state_dict()
-    return tensors
 
 
 def held_reference(ctx: Context) -> Trainer:
@@ -278,13 +269,27 @@ def new_trainer(ctx: Context, folder: Path, optimizer: OptimizerSection | None =
     """A trainer for the policy in ``folder`` with a fresh optimizer."""
     cls = trainers.get(ctx.config.trainer.name)
     policy, options = policy_class(ctx.config)
+    # Of several processes none need hold it whole.
+    load = policy.outline if ctx.world.size > 1 else policy.load
     trainer: Trainer = cls(
-        policy.load(folder, options),
+        load(folder, options),
         ctx.config.trainer.options(cls.Config, "trainer"),
         optimizer or ctx.config.optimizer,
         ctx.world,
     )
     return trainer
+
+
+def save_weights(ctx: Context, trainer: Trainer, folder: Path) -> None:
+    """Write a policy folder with the trainer's weights as they come, by rank 0; all take part."""
+    state = trainer.stream()
+    try:
+        if ctx.world.rank == 0:
+            folder.mkdir()
+            trainer.policy.save_state(folder, state)
+    finally:
+        # The others wait for this one, whatever failed here.
+        state.drain()
 
 
 def changing_trainer(ctx: Context) -> None:

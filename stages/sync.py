@@ -12,29 +12,39 @@ from rlinf.models.base import Policy
 from stages.context import Context
 from stages.flow import EVALUATE, flow_of
 from stages.layout import stage_folder
-from stages.parts import WEIGHTS, held_trainer, trainer_published
+from stages.parts import WEIGHTS, held_trainer, save_weights, trainer_published
 
 
 def run(ctx: Context) -> None:
     """Inputs ``initial`` and ``checkpoint``; output: policy folder ``weights``."""
     trainer = held_trainer(ctx)
     policy = trainer.policy
+    folder = ctx.data / WEIGHTS
     with ctx.span("publish"):
-        # In a pool they are written while the next iteration's update changes the trainer's own.
-        tensors = trainer.full_state(copy=ctx.live is not None)
-        ctx.hand_on(WEIGHTS, tensors)
-        if ctx.world.rank == 0:
-            ctx.later(lambda: _write(ctx, policy, tensors))
+        if ctx.live is None:
+            save_weights(ctx, trainer, folder)
+        elif ctx.world.rank == 0 or ctx.resident.engine is not None:
+            # In a pool they are written while the next iteration's update changes the trainer's.
+            tensors = trainer.full_state(copy=True)
+            ctx.hand_on(WEIGHTS, tensors)
+            if ctx.world.rank == 0:
+                ctx.later(lambda: _write(policy, tensors, folder))
+        else:
+            # It sends them to nobody, and generates nothing.
+            trainer.stream().drain()
     trainer_published(ctx)
     if ctx.world.rank == 0:
+        ctx.later(lambda: _let_go(ctx))
         ctx.metric("version", ctx.iteration + 1)
-        ctx.metric("bytes", sum(tensor.nbytes for tensor in tensors.values()))
+        ctx.metric("bytes", sum(like.nbytes for like in trainer.stream().like.values()))
 
 
-def _write(ctx: Context, policy: Policy, tensors: dict[str, Tensor]) -> None:
-    folder = ctx.data / WEIGHTS
+def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     folder.mkdir()
     policy.save(folder, tensors)
+
+
+def _let_go(ctx: Context) -> None:
     for old in expired(ctx.config, ctx.run, ctx.iteration):
         prune(old)
 

@@ -35,6 +35,7 @@ from stages.parts import (
     held_environment,
     new_trainer,
     policy_class,
+    save_weights,
 )
 
 log = logging.getLogger(__name__)
@@ -58,14 +59,12 @@ def run(ctx: Context) -> None:
             trainer = new_trainer(ctx, start, optimizer)
         with ctx.span("fine-tune"):
             ctx.extra["curve"] = fine_tune(ctx, trainer, start)
-        tensors = trainer.full_state()
+        save_weights(ctx, trainer, ctx.data / "weights")
     if ctx.world.rank:
         return
     if trainer is None:
         start.rename(ctx.data / "weights")
     else:
-        (ctx.data / "weights").mkdir()
-        trainer.policy.save(ctx.data / "weights", tensors)
         trainer.close()
         shutil.rmtree(start)
         last = ctx.extra["curve"][-1]
@@ -175,13 +174,12 @@ def load_progress(ctx: Context, trainer: Trainer) -> list[dict[str, float | None
 
 def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> float:
     """Held-out score of the weights as they are; computed on rank 0 and told to the others."""
-    tensors = trainer.full_state()
+    folder = ctx.data / "candidate"
+    if ctx.world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    save_weights(ctx, trainer, folder)
     score = torch.zeros((), device=trainer.device)
     if ctx.world.rank == 0:
-        folder = ctx.data / "candidate"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        trainer.policy.save(folder, tensors)
         engine.load(folder, 0)
         starts = range(ctx.config.evaluate.samples)
         score += float(np.mean(held_out(ctx, environment, engine, starts, Counter())[1]))

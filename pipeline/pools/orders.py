@@ -107,10 +107,8 @@ class Orders:
             live: dict[str, Node] = {}
             for name, source in self._graph.inputs(node).items():
                 here = source in member.given or source in pool.waiting
-                sent = name in self._flow.streams or (source.stage, name) == (
-                    self._flow.publishes,
-                    WEIGHTS,
-                )
+                published = (source.stage, name) == (self._flow.publishes, WEIGHTS)
+                sent = name in self._flow.streams or (published and not self._by_rows(source, node))
                 if here or (sent and self._under_way(source) and self._sent_live(source, node)):
                     live[name] = source
             self._live[node] = live
@@ -190,6 +188,12 @@ class Orders:
         for turn, (first, host) in enumerate(makers.items()):
             for sender, to in tree(first, host, takers, near=near, turn=turn).items():
                 yield first, sender, to
+
+    def _by_rows(self, source: Node, node: Node) -> bool:
+        """Whether several processes share its model: each reads its rows of the published files,
+        unless the plan says how the whole is to come."""
+        shares = self._flow.table[node.stage].loads == "trainer" and self._ranks(node) > 1
+        return shares and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
     def _sent_live(self, source: Node, node: Node) -> bool:
         edge = f"{source.stage} -> {node.stage}"

@@ -26,8 +26,10 @@ from rlinf.residency import Size
 
 @dataclass(frozen=True)
 class Column:
-    """One of ``steps``: element type, shape after the leading ``B`` (``...`` is any), and whether it
-    may lack."""
+    """One of ``steps``: element type, shape after the leading ``B``, and whether it may lack.
+
+    ``...`` is any shape.
+    """
 
     dtype: str
     shape: str = ""

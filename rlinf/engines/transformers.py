@@ -24,14 +24,9 @@ from rlinf.engines.cache import KeyValueCache
 from rlinf.engines.decoding import Decoding
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.base import copy_weights
-from rlinf.models.causal_lm import (
-    CausalLMConfig,
-    causal_mask,
-    load_module,
-    load_tokenizer,
-    reload_weights,
-)
+from rlinf.models.causal_lm import CausalLMConfig, causal_mask, load_tokenizer
 from rlinf.models.device import DeviceName, local_device
+from rlinf.models.loading import load_module, reload_weights
 from rlinf.residency import Storages, placed
 
 

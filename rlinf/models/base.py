@@ -20,6 +20,9 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import DataError
 from rlinf.fit import Part
+from rlinf.models.loading import fill
+from rlinf.sharded import local, rows_of
+from rlinf.tensors import State
 
 Spec = dict[str, Any]
 """What an environment tells a policy to be created: alphabet, observations, actions."""
@@ -90,9 +93,35 @@ class Policy(Part, ABC):
     def load(cls, folder: Path, config: Any) -> Policy:
         """Read a policy folder."""
 
+    @classmethod
+    def outline(cls, folder: Path, config: Any) -> Policy:
+        """The policy of a folder for a trainer that shares it out over several processes.
+
+        Its parameters may be without memory (on the ``meta`` device); the trainer gives them some,
+        of each process its part, and calls :meth:`fill`. By default it is loaded whole.
+        """
+        return cls.load(folder, config)
+
+    def fill(self, folder: Path | None = None) -> None:
+        """Read the weights in a folder into the network; of a sharded one, this process's rows.
+
+        Args:
+            folder: None: the one that :meth:`outline` was given.
+
+        Raises:
+            DataError: they are not this network's; nothing has changed.
+            ArtifactError: they are committed and damaged; the network holds anything.
+        """
+        if folder is not None:
+            fill(self.module, folder)
+
     @abstractmethod
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write a policy folder holding ``tensors`` (full, on CPU) as its weights."""
+
+    def save_state(self, folder: Path, state: State) -> None:
+        """The same of tensors that come one after the other; by default once all are there."""
+        self.save(folder, state.whole())
 
     @abstractmethod
     def collate(self, records: Sequence[Record]) -> Batch:
@@ -121,9 +150,9 @@ class Policy(Part, ABC):
             temperature: 0 takes the most likely action.
 
         Returns:
-            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``, or ``[n, ...]`` of
-            each choice: what :meth:`evaluate` says of it at this temperature) and whatever is to be part of the trajectory. A row
-            follows from its observation and noise alone.
+            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``, or ``[n, ...]`` of each
+            choice: what :meth:`evaluate` says of it at this temperature) and whatever is to be part
+            of the trajectory. A row follows from its observation and noise alone.
         """
         raise NotImplementedError
 
@@ -146,24 +175,11 @@ class Policy(Part, ABC):
         return []
 
 
-def fitting(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """A network's tensors by name, if others of these shapes can replace them; tied ones may lack.
-
-    Raises:
-        DataError: they are not this network's by name and shape.
-    """
-    own = module.state_dict(keep_vars=True)
-    given = {id(own[name]) for name in shapes if name in own}
-    unlike = [n for n in shapes if n not in own or own[n].shape != tuple(shapes[n])]
-    unlike += [n for n, tensor in own.items() if n not in shapes and id(tensor) not in given]
-    if unlike:
-        raise misfit(unlike[0], len(unlike))
-    return own
-
-
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write other weights, of any floating type and device, into a network; tied ones may lack.
+
+    Of a network that is sharded this process's rows.
 
     Args:
         tensors: by name, each copied before the next is asked for.
@@ -176,7 +192,8 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
     for name, tensor in tensors:
         if name not in own or own[name].shape != tensor.shape:
             raise misfit(name, 1)
-        own[name].copy_(tensor)
+        begin, end = rows_of(own[name])
+        local(own[name]).copy_(tensor[begin:end] if tensor.dim() else tensor)
         given.add(id(own[name]))
     lacking = [name for name, tensor in own.items() if id(tensor) not in given]
     if lacking:

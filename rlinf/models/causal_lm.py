@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,26 +12,38 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlinf.checked import copy_file, private_copy, read_text
+from rlinf.checked import private_copy
 from rlinf.config import Section
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
-from rlinf.errors import ArtifactError, ConfigError, DataError, nearest
+from rlinf.errors import ArtifactError, ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs, fitting
-from rlinf.models.fit import check_weights, refuse_unfit
-from rlinf.models.folder import check_links
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.fit import check_weights
 from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
-from rlinf.models.linear import use_onednn
-from rlinf.models.logprobs import WHOLE, head_logprobs, plain_head, replaced, token_logprobs
+from rlinf.models.loading import (
+    WEIGHTS,
+    check_checkpoint,
+    companions,
+    copy_companions,
+    load_module,
+    outline_module,
+    weight_files,
+)
+from rlinf.models.logprobs import (
+    WHOLE,
+    head_logprobs,
+    plain_head,
+    replaced,
+    say_whole,
+    token_logprobs,
+)
 from rlinf.models.tokenizer import write_character_tokenizer
-from rlinf.tensors import TensorFile, load_tensors
+from rlinf.tensors import State, save_tensors
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+log = logging.getLogger("rlinf")
 
 
 class CausalLMConfig(Section):
@@ -144,13 +156,33 @@ class CausalLM(Policy):
             module.gradient_checkpointing_enable()
         return cls(module, folder)
 
+    @classmethod
+    def outline(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
+        module = outline_module(folder, config)
+        if module is None:
+            log.warning(
+                "%s: only the model library knows how its files make the network's tensors; each "
+                "process reads the whole model before it is shared out",
+                folder,
+            )
+            return cls.load(folder, config)
+        if config.gradient_checkpointing:
+            module.gradient_checkpointing_enable()
+        return cls(module, folder)
+
+    def fill(self, folder: Path | None = None) -> None:
+        super().fill(folder or self._folder)
+
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        self.save_state(folder, State.of(tensors))
+
+    def save_state(self, folder: Path, state: State) -> None:
         copy_companions(self._folder, folder)
         tied = getattr(self.module, "_tied_weights_keys", None) or {}
-        if getattr(self.module.config, "tie_word_embeddings", False):
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
-        contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-        save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+        if not getattr(self.module.config, "tie_word_embeddings", False):
+            tied = {}
+        names = [name for name in state.like if name not in tied]
+        save_tensors(folder / WEIGHTS, state, names, {"format": "pt"})
 
     def collate(self, records: Sequence[Record]) -> Batch:
         prompts = [record.context["prompt"] for record in records]
@@ -184,21 +216,27 @@ class CausalLM(Policy):
                 return features
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
-        def parts(hidden: Tensor, weight: Tensor) -> Tensor:
-            hidden = own(hidden).flatten(0, 1)
-            out = head_logprobs(hidden, weight, batch["actions"].flatten(), temperature, WHOLE)
-            return out.view(*batch["actions"].shape, 2)
+        actions = batch["actions"]
 
-        head = plain_head(self.module)
-        in_parts = head is not None and columns.numel() * head.weight.shape[0] > WHOLE
+        def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            hidden = own(hidden).flatten(0, 1)
+            out = head_logprobs(
+                hidden, weight, actions.flatten(), temperature, WHOLE, bias=bias, entropy=entropy
+            )
+            return out.view(*actions.shape, -1)
+
+        head, settings = plain_head(self.module), getattr(self.module, "config", None)
+        large = actions.numel() * getattr(settings, "vocab_size", 0) > WHOLE
+        if large and head is None:
+            say_whole(getattr(settings, "model_type", ""))
+        in_parts = large and head is not None
         with replaced(head, parts) if head and in_parts else contextlib.nullcontext():
             out = self.module(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
         spread: Tensor | None
         if in_parts:
-            taken, spread = out.unbind(-1)
-            spread = spread if entropy else None
+            taken, spread = out[..., 0], out[..., 1] if entropy else None
         else:
-            taken, spread = token_logprobs(own(out), batch["actions"], temperature, entropy)
+            taken, spread = token_logprobs(own(out), actions, temperature, entropy)
         return StepOutputs(taken * batch["mask"], spread)
 
     def cost(self, record: Record) -> int:
@@ -216,113 +254,6 @@ def causal_mask(attend: Tensor) -> Tensor:
     itself = torch.eye(length, dtype=torch.bool, device=attend.device)
     # A padded position must see something (itself), or its softmax is NaN and spreads.
     return ((attend[:, None, :] & causal) | itself)[:, None]
-
-
-def load_module(folder: Path, config: CausalLMConfig) -> Any:
-    """The network of a checkpoint folder.
-
-    Raises:
-        DataError: missing folder or files, tensors that are missing or not the network's, or model
-            code without permission to run it.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-    from transformers.utils import GENERATION_CONFIG_NAME, logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    trusted = config.trust_remote_code
-    check_checkpoint(folder, trusted)
-    verbosity = logging.get_verbosity()
-    # What it would warn of is an error here.
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with private_copy(folder, companions(folder)) as small:
-            settings = AutoConfig.from_pretrained(
-                small, local_files_only=True, trust_remote_code=trusted
-            )
-            without_dropout(settings)
-            if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
-                cls: Any = get_class_from_dynamic_module(own, str(small))
-            else:
-                cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-            generation = None
-            if (small / GENERATION_CONFIG_NAME).exists():
-                generation = GenerationConfig.from_pretrained(small, local_files_only=True)
-        # Read here, not by the library, which maps files and would see them change.
-        module, found = cls.from_pretrained(
-            None,
-            config=settings,
-            state_dict=read_weights(folder),
-            dtype=getattr(torch, config.dtype),
-            attn_implementation="sdpa",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-        if generation is not None:
-            module.generation_config = generation
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
-    finally:
-        logging.set_verbosity(verbosity)
-    refuse_unfit(
-        f"model.path: {folder}",
-        found["missing_keys"],
-        found["unexpected_keys"],
-        found["mismatched_keys"],
-    )
-    use_onednn(module)
-    return module
-
-
-def without_dropout(settings: Any) -> None:
-    """Set every dropout of a model's configuration to zero.
-
-    The ratio of an update compares the policy with itself: dropped units would be noise in it, and
-    from a generator that no address fixes.
-    """
-    for part in (settings, settings.get_text_config()):
-        for name, value in vars(part).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(part, name, 0.0)
-
-
-@torch.no_grad()
-def reload_weights(module: Any, folder: Path) -> bool:
-    """Read the weights of another version of a loaded network into it.
-
-    Returns false, having changed nothing, where the folder does not hold just these tensors.
-    """
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(path)) for path in tensor_files(folder)]
-        try:
-            own = fitting(module, {n: shape for file in files for n, shape in file.shapes.items()})
-        except DataError:
-            return False
-        # One tensor at a time; should the last one show that a file is damaged, the network is
-        # no longer of use.
-        for file in files:
-            for name, tensor in file.tensors():
-                own[name].copy_(tensor)
-    return True
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint folder; raises as :class:`rlinf.tensors.TensorFile`."""
-    found: dict[str, Tensor] = {}
-    for path in tensor_files(folder):
-        found |= load_tensors(path)
-    return found
-
-
-def tensor_files(folder: Path) -> list[Path]:
-    """The files that hold the tensors of a checkpoint folder."""
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).exists():
-        table = json.loads(read_text(folder / INDEX))["weight_map"]
-        return [folder / name for name in sorted(set(table.values()))]
-    return sorted(folder.glob("*.safetensors"))
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -397,51 +328,3 @@ def brief(error: BaseException, most: int = 200) -> str:
     """The message of a library's error on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
-    """See that a folder holds a model this process may load.
-
-    Raises:
-        DataError: it does not.
-    """
-    if folder.is_file():
-        raise DataError(f"model.path: {folder} is a file; give the folder it is in")
-    if not folder.is_dir():
-        parent = folder.parent
-        beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-        hint = nearest(folder.name, beside) if beside else ""
-        raise DataError(f"model.path: no folder {folder}{hint}")
-    check_links(folder)
-    settings = folder / "config.json"
-    if not settings.is_file():
-        raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
-    if not trust_remote_code and "auto_map" in read_settings(folder):
-        raise DataError(
-            f"model.path: {folder} brings its own Python code (auto_map in config.json); "
-            "to run it set model.trust_remote_code=true"
-        )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder and their index."""
-    shards = sorted(folder.glob("*.safetensors"))
-    return [*shards, *folder.glob("*.safetensors.index.json")] if shards else []
-
-
-def companions(folder: Path) -> list[str]:
-    """What stands beside the weights: configuration, tokenizer, templates, model code."""
-    suffixes = {".json", ".txt", ".model", ".jinja", ".py"}
-    return [
-        path.name
-        for path in sorted(folder.iterdir())
-        if path.suffix in suffixes
-        and path.is_file()
-        and not path.name.endswith(".safetensors.index.json")
-    ]
-
-
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copy what stands beside the weights."""
-    for name in companions(source):
-        copy_file(source / name, folder / name)

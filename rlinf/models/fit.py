@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from torch import nn
 
 from rlinf.errors import DataError
 
+V = TypeVar("V")
 SHOWN = 3
 """Names in a message; of the others it says how many there are."""
 Shapes = Mapping[str, Sequence[int]]
@@ -115,19 +116,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def meta_network(settings: Any) -> Any:
-    """The network of a ``transformers`` configuration without memory for its tensors.
-
-    None where its checkpoints name tensors otherwise than it does: only loading tells then.
-    """
-    from transformers import AutoModelForCausalLM
+def renames(settings: Any, cls: Any) -> bool:
+    """Whether checkpoints of a network name tensors otherwise than it does; only loading tells."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    if get_checkpoint_conversion_mapping(settings.model_type):  # type: ignore[no-untyped-call]
-        return None
-    with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
-    return None if getattr(module, "_checkpoint_conversion_mapping", None) else module
+    known = get_checkpoint_conversion_mapping(settings.model_type)  # type: ignore[no-untyped-call]
+    return bool(known or getattr(cls, "_checkpoint_conversion_mapping", None))
+
+
+def under_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:
+    """What is stored by the names in a network, where it is that of the part below the head."""
+    prefix, own = f"{getattr(module, 'base_model_prefix', '')}.", module.state_dict().keys()
+    if prefix == "." or any(name.startswith(prefix) for name in stored):
+        return dict(stored)
+    return {prefix + n if prefix + n in own else n: value for n, value in stored.items()}
 
 
 def check_weights(folder: Path) -> None:
@@ -140,18 +142,18 @@ def check_weights(folder: Path) -> None:
         DataError: lists what is missing, unexpected or of another shape.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if "auto_map" in json.loads((folder / "config.json").read_text()):
         return
     stored = stored_shapes(folder)
     try:
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-        module = meta_network(settings)
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+        if renames(settings, cls):
+            return
+        with torch.device("meta"):
+            module = cls._from_config(settings)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
-    if module is not None:
-        prefix, own = f"{module.base_model_prefix}.", module.state_dict().keys()
-        if not any(name.startswith(prefix) for name in stored):  # of the network below the head
-            stored = {prefix + n if prefix + n in own else n: shape for n, shape in stored.items()}
-        check_fit(f"model.path: {folder}", stored, module)
+    check_fit(f"model.path: {folder}", under_prefix(stored, module), module)

@@ -8,6 +8,8 @@ backward pass computes them again from the hidden states.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+log = logging.getLogger("rlinf")
 WHOLE = 1 << 25
 """Most logits of a batch that are computed in the plain way, which is exact to the last bit of what
 it was before there were parts; and those of one part."""
@@ -35,22 +38,31 @@ def token_logprobs(
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, taken: Tensor, temperature: float, part: int = WHOLE
+    hidden: Tensor,
+    weight: Tensor,
+    taken: Tensor,
+    temperature: float,
+    part: int = WHOLE,
+    *,
+    bias: Tensor | None = None,
+    entropy: bool = True,
 ) -> Tensor:
-    """The same of ``hidden @ weight.T``, without its ever being whole: ``[N, 2]``.
+    """The same of ``hidden @ weight.T + bias``, without its ever being whole: ``[N, 2]``.
 
     Args:
         hidden: ``[N, H]``.
         weight: ``[V, H]``, of the same type.
         taken: ``[N]``.
         part: logits that exist at a time, at least those of one position.
+        bias: ``[V]``.
+        entropy: false: without it, ``[N, 1]``.
 
     Returns:
         Log-probability and entropy of each row, float32 (float64 of float64).
     """
     rows = max(1, part // weight.shape[0])
     outputs: Tensor = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, taken, temperature or 1.0, rows
+        hidden, weight, bias, taken, temperature or 1.0, rows, entropy
     )
     return outputs
 
@@ -58,17 +70,25 @@ def head_logprobs(
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, taken: Tensor, temperature: float, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        taken: Tensor,
+        temperature: float,
+        rows: int,
+        entropy: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        out = torch.empty(len(hidden), 2, dtype=wide, device=hidden.device)
+        out = torch.empty(len(hidden), 1 + entropy, dtype=wide, device=hidden.device)
         for at in range(0, len(hidden), rows):
             part = slice(at, at + rows)
-            logprobs = F.log_softmax(_scaled(hidden[part] @ weight.T, temperature), dim=-1)
+            logprobs = _logprobs(hidden[part], weight, bias, temperature)
             out[part, 0] = logprobs.gather(-1, taken[part, None])[:, 0]
-            out[part, 1] = -(logprobs.exp() * logprobs).sum(-1)
-        ctx.save_for_backward(hidden, weight, taken, out)
-        ctx.temperature, ctx.rows = temperature, rows
+            if entropy:
+                out[part, 1] = -(logprobs.exp() * logprobs).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, taken, out)
+        ctx.temperature, ctx.rows, ctx.entropy = temperature, rows, entropy
         return out
 
     @staticmethod
@@ -76,20 +96,30 @@ class _Head(torch.autograd.Function):
         """With p = softmax(z / T): d log p_a / dz_j = (1[j = a] - p_j) / T, and of the entropy H
         dH / dz_j = -p_j (log p_j + H) / T."""
         (grad,) = grads
-        hidden, weight, taken, out = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        hidden, weight, bias, taken, out = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
         # Summed in float32 whatever the type of the weights, as one product would be.
-        of_weight = torch.zeros_like(weight, dtype=out.dtype) if ctx.needs_input_grad[1] else None
+        of_weight = torch.zeros_like(weight, dtype=out.dtype) if wanted[1] else None
+        of_bias = None
+        if bias is not None and wanted[2]:
+            of_bias = torch.zeros_like(bias, dtype=out.dtype)
         for at in range(0, len(hidden), ctx.rows):
             part = slice(at, at + ctx.rows)
-            logprobs = F.log_softmax(_scaled(hidden[part] @ weight.T, ctx.temperature), dim=-1)
-            chosen, spread = grad[part, :1], grad[part, 1:]
-            probs = logprobs.exp()
-            # Rewritten in place: -p (g + h (log p + H)), then g more where the token was taken.
-            of_logits = logprobs.add_(out[part, 1:]).mul_(spread).add_(chosen).mul_(probs).neg_()
-            del probs
-            of_logits.scatter_add_(1, taken[part, None], chosen)
-            of_logits = of_logits.div_(ctx.temperature).to(hidden.dtype)
+            logprobs = _logprobs(hidden[part], weight, bias, ctx.temperature)
+            chosen = grad[part, :1]
+            # In place: -p (g + h (log p + H)), then g more where the token was taken.
+            if ctx.entropy:
+                probs = logprobs.exp()
+                logprobs.add_(out[part, 1:]).mul_(grad[part, 1:]).add_(chosen).mul_(probs)
+                del probs
+            else:
+                logprobs.exp_().mul_(chosen)
+            of_logits = logprobs.neg_().scatter_add_(1, taken[part, None], chosen)
+            of_logits.div_(ctx.temperature)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            of_logits = of_logits.to(hidden.dtype)
             if of_hidden is not None:
                 of_hidden[part] = of_logits @ weight
             if of_weight is not None:
@@ -100,37 +130,58 @@ class _Head(torch.autograd.Function):
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
-            None,
-            None,
-            None,
+            None if of_bias is None else of_bias.to(weight.dtype),
+            *[None] * 4,
         )
+
+
+def _logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = hidden @ weight.T
+    return F.log_softmax(_scaled(logits if bias is None else logits.add_(bias), temperature), -1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-HEAD_LAST = frozenset(
-    {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "mixtral", "phi3", "olmo2"}
-)
+HEAD_LAST = {
+    *("apertus", "bloom", "codegen", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2"),
+    *("gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "hunyuan_v1_dense", "lfm2", "llama"),
+    *("ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
+    *("opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss"),
+    *("smollm3", "stablelm", "starcoder2"),
+}
 """Families whose logits are what their output head gives: nothing scales or caps them."""
 
 
 def plain_head(module: Any) -> nn.Linear | None:
-    """The output head, where it is the last to work on the logits."""
+    """The output head, where it is known to be the last to work on the logits."""
     if getattr(module.config, "model_type", None) not in HEAD_LAST:
         return None
     head = module.get_output_embeddings()
-    return head if isinstance(head, nn.Linear) and head.bias is None else None
+    return head if isinstance(head, nn.Linear) else None
+
+
+@functools.cache
+def say_whole(family: str) -> None:
+    """Log, once for each family, that its logits are not computed in parts."""
+    log.warning(
+        "models of type %s may change the logits after their output head: log-probabilities are "
+        "computed from all logits at once, several float32 numbers for each position and token of "
+        "the vocabulary; lower trainer.token_budget where memory runs out",
+        family,
+    )
 
 
 @contextlib.contextmanager
-def replaced(head: nn.Linear, compute: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+def replaced(
+    head: nn.Linear, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+) -> Iterator[None]:
     """Have a head give something else than logits.
 
     Inside the network's own forward pass, for there alone sharded weights are gathered.
     """
-    head.__dict__["forward"] = lambda hidden: compute(hidden, head.weight)
+    head.__dict__["forward"] = lambda hidden: compute(hidden, head.weight, head.bias)
     try:
         yield
     finally:

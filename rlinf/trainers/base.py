@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from rlinf.data.packing import Span
 from rlinf.data.record import Record
 from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.residency import Size
+from rlinf.tensors import State
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 """A loss with gradients, and metrics: sums, which are added over micro-batches and processes."""
@@ -60,7 +61,12 @@ class Trainer(ABC):
     def __init__(
         self, policy: Policy, config: Any, optimizer: OptimizerSection, world: World
     ) -> None:
-        """Take a policy over, with a fresh optimizer."""
+        """Take a policy over, with a fresh optimizer.
+
+        Args:
+            policy: of several processes one by :meth:`Policy.outline`, which no process need ever
+                hold whole.
+        """
 
     @abstractmethod
     def limit(self, token_budget: int) -> None:
@@ -159,19 +165,23 @@ class Trainer(ABC):
         """
 
     @abstractmethod
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole weights by name, as :meth:`full_state` gives them; every process has them all.
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole weights by name, one after the other; every process is given them all.
 
         The optimizer stays as it is: this is for log-probabilities, not for going on with training.
         """
 
     @abstractmethod
-    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
-        """All weights, whole, on CPU, tied ones as one tensor.
+    def stream(self, *, copy: bool = False) -> State:
+        """All weights, whole, on CPU, one after the other: no process need hold them all.
 
         Args:
             copy: never the trainer's own tensors.
         """
+
+    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """All weights of :meth:`stream` at once, tied ones as one tensor."""
+        return self.stream(copy=copy).whole()
 
     def size(self) -> Mapping[str, Size]:
         """What it keeps on the device between calls; see :class:`rlinf.residency.Holder`.

@@ -22,9 +22,11 @@ from rlinf.config import OptimizerSection, Section
 from rlinf.data.packing import Span, balance, even_batches, micro_batches
 from rlinf.data.record import Record
 from rlinf.errors import StageError
-from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights
 from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages, placed
+from rlinf.sharded import gathered, local, memory
+from rlinf.tensors import State
 from rlinf.trainers import shards
 from rlinf.trainers.base import LossFunction, Trainer
 from rlinf.trainers.lanes import Lanes
@@ -83,9 +85,9 @@ class FSDPTrainer(Storages, Trainer):
         sharded = world.size > 1 or config.param_dtype != "float32"
         if sharded:
             world.connect(kind)
-        placed(policy.module, self.device)
-        if sharded:
             self._shard(policy)
+        else:
+            placed(policy.module, self.device)
         side_by_side = kind == "cpu" and not sharded
         self._lanes = Lanes(policy, config.threads if side_by_side else 1)
         self._torch_threads = 1 if side_by_side else config.threads
@@ -237,7 +239,6 @@ class FSDPTrainer(Storages, Trainer):
         """
         if self._closed:
             return {}
-        local = shards.local
         weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
         gradients, moments = list[Tensor](), list[Tensor]()
         for parameter in self._parameters(self.policy):
@@ -272,31 +273,25 @@ class FSDPTrainer(Storages, Trainer):
             optim_state_dict=state["optimizer"],
         )
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Asked for its state, the module lets go of what it gathered for the last pass.
-        for name, value in self.policy.module.state_dict(keep_vars=True).items():
-            own, whole = value.detach(), tensors[name].to(value.device)
-            if isinstance(own, DTensor):
-                mesh, placements = own.device_mesh, own.placements
-                part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-                own, whole = own.to_local(), part.to_local()
-            own.copy_(whole)
+        copy_weights(self.policy.module, tensors)
 
-    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
-        from torch.distributed.tensor import DTensor
-
+    def stream(self, *, copy: bool = False) -> State:
         named = self.policy.module.state_dict(keep_vars=True)
-        whole: dict[int, Tensor] = {}
-        for value in named.values():
-            if id(value) not in whole:
-                own = value.detach()
-                full = own.full_tensor() if isinstance(own, DTensor) else own
-                # Of one process, what is gathered is its own shard.
-                mine = own.to_local() if isinstance(own, DTensor) else own
-                whole[id(value)] = full.to("cpu", copy=copy and full.data_ptr() == mine.data_ptr())
-        return {name: whole[id(value)] for name, value in named.items()}
+        first: dict[int, str] = {}
+        for name, value in named.items():
+            first.setdefault(id(value), name)
+        like = {
+            name: torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
+            for name in first.values()
+        }
+        distinct = ((name, named[name]) for name in first.values())
+        each = (
+            (name, full.to("cpu", copy=copy and memory(full) == memory(named[name])))
+            for name, full in gathered(distinct)
+        )
+        return State({name: like[first[id(value)]] for name, value in named.items()}, each)
 
     def close(self) -> None:
         if self._closed:
@@ -317,26 +312,21 @@ class FSDPTrainer(Storages, Trainer):
         return {"model": model, "optimizer": optimizer}
 
     def _shard(self, policy: Policy) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        # Imported by sharded trainers alone: it takes a second.
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        mesh = init_device_mesh(self.device.type, (self.world.size,))
-        precision = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
+        from rlinf.trainers.sharding import make_mesh, share_out
+
+        self._root, self._in_one = share_out(
+            policy,
+            make_mesh(self.device, self.world.size, 1),
+            self.device,
+            MixedPrecisionPolicy(
+                param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
+            ),
+            unit_bytes=self.config.unit_mb << 20,
+            reshard_after_forward=self.config.reshard_after_forward,
         )
-        units = _units(policy.blocks(), self.config.unit_mb << 20)
-        for unit in units:
-            fully_shard(
-                unit,
-                mesh=mesh,
-                mp_policy=precision,
-                reshard_after_forward=self.config.reshard_after_forward,
-            )
-        # The rest is needed again as soon as the backward pass begins.
-        self._root = fully_shard(
-            policy.module, mesh=mesh, mp_policy=precision, reshard_after_forward=False
-        )
-        self._in_one = not units
 
     def _synchronise(self, *, last: bool) -> None:
         """A model that is one unit is gathered and its gradients are reduced once for them all."""
@@ -370,30 +360,17 @@ class FSDPTrainer(Storages, Trainer):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
-    """Neighbouring blocks together until they have ``least`` bytes; none if all have not."""
-    units: list[list[nn.Module]] = []
-    size = least
-    for block in blocks:
-        if size >= least:
-            units.append([])
-            size = 0
-        units[-1].append(block)
-        size += sum(p.nbytes for p in block.parameters())
-    return units if len(units) > 1 or size >= least else []
-
-
 def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of tensors on the CPU, where it fits in memory of earlier ones; of tied ones, one."""
     copies: dict[str, Tensor] = {}
     known: dict[object, Tensor] = {}
     for name, tensor in named:
         own, to = tensor.detach(), spare.get(name)
-        one = shards.memory(tensor)
+        one = memory(tensor)
         if one in known:
             pass
         elif to is not None and (to.shape, to.dtype) == (own.shape, own.dtype):
-            shards.local(to).copy_(shards.local(own))
+            local(to).copy_(local(own))
             known[one] = to
         else:
             known[one] = own.clone() if own.device.type == "cpu" else own.cpu()

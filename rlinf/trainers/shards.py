@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from rlinf.artifacts import sync_file
 from rlinf.errors import DataError
+from rlinf.sharded import is_shared, local, memory, rows_of
 from rlinf.tensors import TensorFile
 
 FORMAT = "rlinf-shards-1"
@@ -45,17 +45,14 @@ def write(folder: Path, state: Mapping[str, Any], rank: int, size: int) -> None:
         if first != name:
             same[name] = first
             continue
-        if isinstance(value, DTensor):
+        if is_shared(value):
             rows[name] = value.shape[0]
-            begin, end = _share(value)
-            local = value.to_local()
-            if len(local) != end - begin:
-                raise ValueError(f"{name}: {len(local)} rows of {value.shape[0]} on rank {rank}")
-        elif rank == 0:
-            local = value
-        else:
+            begin, end = rows_of(value)
+            if len(local(value)) != end - begin:
+                raise ValueError(f"{name}: not {end - begin} of {value.shape[0]} rows")
+        elif rank:
             continue
-        own[name] = local.detach().contiguous()
+        own[name] = local(value).detach().contiguous()
     table = json.dumps({"format": FORMAT, "rows": rows, "same": same}, sort_keys=True)
     path = folder / _file(rank, size)
     save_file(own, path, metadata={"table": table})
@@ -80,10 +77,7 @@ def read(folder: Path, state: Mapping[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
             files = _Files(folder, stack)
             for name, value in tensors(state):
-                if isinstance(value, DTensor):
-                    files.want(name, value.shape, _share(value)[0], value.to_local())
-                else:
-                    files.want(name, value.shape, 0, value)
+                files.want(name, value.shape, rows_of(value)[0], local(value))
             name = ""
             files.fill()
     except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
@@ -97,6 +91,12 @@ class _Wanted:
 
     low: int
     part: Tensor
+
+
+def _span(parts: Sequence[_Wanted]) -> tuple[int, int]:
+    """From the first to the last row of several parts."""
+    ends = [(part.low, part.low + len(part.part) if part.part.dim() else 1) for part in parts]
+    return min(low for low, _ in ends), max(high for _, high in ends)
 
 
 class _Files:
@@ -138,10 +138,11 @@ class _Files:
     def fill(self) -> None:
         """Read the files from front to back; what is not needed only goes into the checksum."""
         for rank, wanted in self._wanted.items():
-            for name, tensor in self._file(rank).tensors(wanted):
+            spans = {name: _span(parts) for name, parts in wanted.items()}
+            for name, tensor in self._file(rank).tensors(spans):
                 for rows in wanted[name]:
-                    here = rows.part
-                    here.copy_(tensor[rows.low : rows.low + len(here)] if here.dim() else tensor)
+                    here, low = rows.part, rows.low - spans[name][0]
+                    here.copy_(tensor[low : low + len(here)] if here.dim() else tensor)
 
     def _add(self, rank: int, name: str, wanted: _Wanted) -> None:
         self._wanted.setdefault(rank, {}).setdefault(name, []).append(wanted)
@@ -166,27 +167,6 @@ def tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, T
             yield f"{prefix}{key}", value
         elif isinstance(value, Mapping):
             yield from tensors(value, f"{prefix}{key}/")
-
-
-def memory(tensor: Tensor) -> object:
-    """Equal for those that are one tensor under several names, as tied weights are."""
-    own = local(tensor)
-    return (own.data_ptr(), own.shape, own.dtype) if own.numel() else id(tensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _share(tensor: DTensor) -> tuple[int, int]:
-    """Which rows of the whole are this rank's: FSDP shares out the first dimension."""
-    (placement,), rows = tensor.placements, tensor.shape[0]
-    if placement != Shard(0):
-        raise ValueError(f"placed as {placement}, not by rows")
-    each = -(-rows // tensor.device_mesh.size())
-    begin = min(rows, tensor.device_mesh.get_local_rank() * each)
-    return begin, min(rows, begin + each)
 
 
 def _file(rank: int, size: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,13 @@ def make(
     decay: float = 0.0,
 ) -> Trainer:
     cls = trainers.get(name)
+    world = world or World()
+    load = policy.outline if world.size > 1 else policy.load
     trainer: Trainer = cls(
-        policy.load(folder, CONFIG),
+        load(folder, CONFIG),
         cls.Config.model_validate({"device": "cpu", "token_budget": budget}),
         OptimizerSection(name=optimizer, lr=LR, weight_decay=decay),
-        world or World(),
+        world,
     )
     return trainer
 
@@ -80,6 +83,26 @@ def test_an_update_does_not_depend_on_the_cut(name: str, folder: Path) -> None:
         assert_alike(weights(few), weights(parts), LR / 50)
 
 
+def streamed(trainer: Trainer, folder: Path) -> None:
+    """What a new trainer streams is what is in the folder, each tensor once, and its file."""
+    state, right = trainer.stream(), CausalLM.load(folder, CONFIG).module.state_dict()
+    assert {n: (t.shape, t.dtype) for n, t in state.like.items()} == {
+        n: (t.shape, t.dtype) for n, t in right.items()
+    }
+    came = list(state.each)
+    assert len(came) == len({id(like) for like in state.like.values()}) == len(right) - 1
+    assert all(torch.equal(tensor, right[name]) for name, tensor in came)
+    with tempfile.TemporaryDirectory() as copy:
+        trainer.policy.save_state(Path(copy), trainer.stream())
+        for path in folder.iterdir():
+            assert (Path(copy) / path.name).read_bytes() == path.read_bytes(), path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_streamed_state_is_the_whole(name: str, folder: Path) -> None:
+    streamed(make(name, folder), folder)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_its_whole_state_is_the_policys(name: str, folder: Path) -> None:
     trainer = make(name, folder)
@@ -90,7 +113,7 @@ def test_its_whole_state_is_the_policys(name: str, folder: Path) -> None:
     assert_alike(own, before)
     if trainer.takes_weights:
         other = make(name, folder)
-        other.load_weights(trainer.full_state())
+        other.load_weights(trainer.full_state().items())
         assert_alike(other.full_state(), trainer.full_state())
 
 
@@ -200,9 +223,8 @@ def test_rows_that_belong_together_are_in_one_micro_batch(name: str, folder: Pat
 RANKS = """
 import sys
 from pathlib import Path
-from typing import Any
 from rlinf.channels.world import World
-from tests.contracts.test_trainer import Halves, assert_alike, make, weights, LR
+from tests.contracts.test_trainer import Halves, assert_alike, make, streamed, weights, LR
 from tests.rlinf.trainers.test_lanes import loss, records
 
 name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -211,6 +233,8 @@ alone = make(name, folder, policy=Halves)
 alone.step(records(), loss, lr=LR, only=["layers"])
 world = World(rank, 2, meeting=root / "channels" / "group-t.json")
 both = make(name, folder, world=world, policy=Halves)
+assert not any(p.is_meta for p in both.policy.module.parameters())
+streamed(both, folder)
 both.step(records(), loss, lr=LR, only=["layers"])
 assert_alike(weights(both), weights(alone), LR / 50)
 if rank == 0:
@@ -226,6 +250,9 @@ for trainer in (again, both, alone):
     trainer.step(records(), loss, lr={"layers": LR / 2, "rest": LR})
 assert_alike(weights(again), weights(alone), LR / 50)
 assert_alike(weights(both), weights(alone), LR / 50)
+if again.takes_weights:
+    again.load_weights(weights(alone).items())
+    assert_alike(weights(again), weights(alone))
 print("ok")
 """
 

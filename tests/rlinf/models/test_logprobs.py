@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,26 +23,46 @@ def assert_alike(one: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 301 * 5, 1 << 20])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_parts_are_the_whole_with_gradients(part: int, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "biased"), [(0.0, False), (0.7, True), (1.0, False)])
+def test_parts_are_the_whole_with_gradients(part: int, temperature: float, biased: bool) -> None:
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(17, 8, generator=random, requires_grad=True)
     weight = torch.randn(301, 8, generator=random, requires_grad=True)
+    bias = torch.randn(301, generator=random, requires_grad=True) if biased else None
+    inputs = [hidden, weight, *([] if bias is None else [bias])]
     taken = torch.randint(301, (17,), generator=random)
     of_taken, of_entropy = torch.randn(2, 17, generator=random)
-    chosen, entropy = token_logprobs(hidden @ weight.T, taken, temperature, True)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    chosen, entropy = token_logprobs(logits, taken, temperature, True)
     assert entropy is not None
-    ((chosen * of_taken).sum() + (entropy * of_entropy).sum()).backward()
-    expected = (hidden.grad, weight.grad)
-    hidden.grad = weight.grad = None
-    out = head_logprobs(hidden, weight, taken, temperature, part)
-    ((out[:, 0] * of_taken).sum() + (out[:, 1] * of_entropy).sum()).backward()
+    both = torch.stack([chosen * of_taken, entropy * of_entropy], 1)
+    out = head_logprobs(hidden, weight, taken, temperature, part, bias=bias)
     assert_alike(out[:, 0].detach(), chosen.detach())
     assert_alike(out[:, 1].detach(), entropy.detach())
-    for given, right in zip((hidden.grad, weight.grad), expected, strict=True):
-        assert given is not None
-        assert right is not None
-        assert_alike(given, right)
+    without = head_logprobs(hidden, weight, taken, temperature, part, bias=bias, entropy=False)
+    assert torch.equal(without, out[:, :1])
+    scales = torch.stack([of_taken, of_entropy], 1)
+    for ours, theirs in ((out * scales, both), (without * scales[:, :1], both[:, :1])):
+        given = torch.autograd.grad(ours.sum(), inputs)
+        right = torch.autograd.grad(theirs.sum(), inputs, retain_graph=True)
+        for one, other in zip(given, right, strict=True):
+            assert_alike(one, other)
+
+
+def test_in_half_precision_sums_are_those_of_the_plain_way(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=random).bfloat16() for n in (40, 301))
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    taken = torch.randint(301, (40,), generator=random)
+    chosen, _ = token_logprobs(hidden @ weight.T, taken, 1.0, False)
+    out = head_logprobs(hidden, weight, taken, 1.0, 301 * 7, entropy=False)
+    assert out.dtype == torch.float32
+    assert_alike(out[:, 0].detach(), chosen.detach())
+    given = torch.autograd.grad(out.sum(), inputs)
+    for one, other in zip(given, torch.autograd.grad(chosen.sum(), inputs), strict=True):
+        assert one.dtype == torch.bfloat16
+        # Two roundings to eight bits, of the logits' gradients and of their sum.
+        torch.testing.assert_close(one, other, rtol=0, atol=float(other.abs().max()) / 100)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
@@ -91,3 +112,66 @@ def test_the_logits_are_never_whole(folder: Path, monkeypatch: pytest.MonkeyPatc
     vocabulary = policy.module.config.vocab_size  # type: ignore[union-attr]
     assert seen
     assert max(seen) <= max(40, int(vocabulary))  # type: ignore[arg-type]
+
+
+SIZES = {
+    "hidden_size n_embd word_embed_proj_dim ffn_dim intermediate_size": 32,
+    "num_attention_heads n_head": 4,
+    "num_hidden_layers n_layer num_experts_per_tok": 1,
+    "num_key_value_heads num_experts num_local_experts": 2,
+    "head_dim": 8,
+    "moe_intermediate_size shared_expert_intermediate_size": 16,
+    "vocab_size": 50,
+    "max_position_embeddings n_positions": 32,
+    "rotary_dim": 4,
+    "pad_token_id": 0,
+}
+
+
+def network(family: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base: Any = AutoConfig.for_model(family)
+    sizes: dict[str, Any] = {n: size for names, size in SIZES.items() for n in names.split()}
+    if family == "qwen3_next":
+        base.layer_types, sizes["layer_types"] = [], ["full_attention"]
+    known = {name: size for name, size in sizes.items() if hasattr(base, name)}
+    settings = AutoConfig.for_model(family, **known)
+    return AutoModelForCausalLM.from_config(settings).eval()  # type: ignore[no-untyped-call]
+
+
+def after_head(family: str) -> tuple[Tensor, Tensor]:
+    """What the head gives, replaced, and what the network makes of that."""
+    module, made = network(family), list[Tensor]()
+
+    def compute(hidden: Tensor, *_: object) -> Tensor:
+        made.append(hidden.new_ones(*hidden.shape[:-1], 2))
+        return made[-1]
+
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    with torch.no_grad(), logprobs.replaced(module.get_output_embeddings(), compute):
+        out: Tensor = module(input_ids=tokens, use_cache=False, logits_to_keep=3).logits
+    return made[0], out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(logprobs.HEAD_LAST))
+def test_nothing_works_on_the_logits_of_these_families_after_the_head(family: str) -> None:
+    made, out = after_head(family)
+    assert out is made
+    assert out.shape == (1, 3, 2)
+
+
+def test_a_family_that_changes_its_logits_is_not_among_them_and_that_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, out = after_head("gemma2")
+    assert out is not made
+    module = network("gemma2")
+    logprobs.say_whole.cache_clear()
+    monkeypatch.setattr(causal_lm, "WHOLE", 40)
+    policy = CausalLM(module, tmp_path)
+    for _ in range(2):
+        policy.evaluate(policy.collate(records()), 1.0)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([text for text in said if "type gemma2" in text]) == 1

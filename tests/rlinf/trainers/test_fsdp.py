@@ -75,7 +75,7 @@ trainer.accumulate(records(), loss)
 trainer.update(lr=1e-2)
 for other in (make(), whole):
     before = other.full_state(copy=True)
-    other.load_weights(trainer.full_state())
+    other.load_weights(trainer.full_state().items())
     after = other.full_state()
     assert all(torch.equal(after[name], t) for name, t in trainer.full_state().items())
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from rlinf.trainers import shards
 from rlinf.channels.world import World
+from rlinf.sharded import gathered
 
 def refuse(*arguments, **options):
     raise AssertionError("pickled")
@@ -61,6 +62,13 @@ for name in ("alone", "both"):
     mine, right = (s["optimizer"]["state"]["a"] for s in (mine, right))
     assert torch.equal(mine["m"].to_local(), right["m"].to_local())
     assert mine["step"] == 3
+named = state(1.0)["model"] | {"plain": torch.ones(2), "wide": state(1.0)["model"]["a"].bfloat16()}
+for most in (1, 8, 50, 1 << 20):
+    whole = dict(gathered(named.items(), most))
+    assert whole.keys() == named.keys()
+    for key, value in named.items():
+        right = value.full_tensor() if key != "plain" else value
+        assert torch.equal(whole[key], right), key
 print("ok")
 """
 

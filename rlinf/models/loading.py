@@ -1,0 +1,261 @@
+"""The network of a checkpoint folder in the Hugging Face format: whole, or without memory yet."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from rlinf.checked import copy_file, private_copy, read_text
+from rlinf.errors import DataError, nearest
+from rlinf.models.fit import check_fit, refuse_unfit, renames, under_prefix
+from rlinf.models.folder import check_links
+from rlinf.models.headers import INDEX, read_settings
+from rlinf.models.linear import use_onednn
+from rlinf.sharded import local, rows_of
+from rlinf.tensors import TensorFile, load_tensors
+
+if TYPE_CHECKING:
+    from rlinf.models.causal_lm import CausalLMConfig
+
+WEIGHTS = "model.safetensors"
+
+
+def load_module(folder: Path, config: CausalLMConfig) -> Any:
+    """The network of a checkpoint folder, whole.
+
+    Raises:
+        DataError: missing folder or files, tensors that are missing or not the network's, or model
+            code without permission to run it.
+    """
+    with _reading(folder):
+        cls, settings = _network(folder, config)
+        # Read here, not by the library, which maps files and would see them change.
+        module, found = cls.from_pretrained(
+            None,
+            config=settings,
+            state_dict=read_weights(folder),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        _set_generation(module, folder)
+    refuse_unfit(
+        f"model.path: {folder}",
+        found["missing_keys"],
+        found["unexpected_keys"],
+        found["mismatched_keys"],
+    )
+    use_onednn(module)
+    return module
+
+
+def outline_module(folder: Path, config: CausalLMConfig) -> Any:
+    """The same with parameters that have no memory yet (on the ``meta`` device), for :func:`fill`.
+
+    None where only the library knows how the tensors in the files make those of the network.
+
+    Raises:
+        DataError: as :func:`load_module`.
+    """
+    with _reading(folder):
+        cls, settings = _network(folder, config)
+        if renames(settings, cls) or "auto_map" in read_settings(folder):
+            return None
+        with _parameters_on_meta():
+            module = cls._from_config(
+                settings, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+            )
+        if config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None):
+            return None
+        _set_generation(module, folder)
+    use_onednn(module)
+    return module
+
+
+@torch.no_grad()
+def fill(module: nn.Module, folder: Path, where: str = "") -> None:
+    """Read the weights in a folder into a network; of one that is sharded, this process's rows.
+
+    Raises:
+        DataError: they are not this network's by name and shape; nothing has changed.
+        SafetensorError: a file cannot be read.
+        ArtifactError: one is committed and damaged; the network holds anything.
+    """
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(path)) for path in tensor_files(folder)]
+        found = {name: (file, name) for file in files for name in file.shapes}
+        named = under_prefix(found, module)
+        shapes = {own: file.shapes[name] for own, (file, name) in named.items()}
+        check_fit(where or str(folder), shapes, module)
+        own = module.state_dict(keep_vars=True)
+        for file in files:
+            names = {
+                n: own[mine] for mine, (one, n) in named.items() if one is file and mine in own
+            }
+            for name, rows in file.tensors({n: rows_of(to) for n, to in names.items()}):
+                local(names[name]).copy_(rows)
+
+
+def reload_weights(module: Any, folder: Path) -> bool:
+    """Read the weights of another version of a loaded network into it.
+
+    Returns false, having changed nothing, where the folder does not hold just these tensors.
+    """
+    try:
+        fill(module, folder)
+    except DataError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """What the library raises of a checkpoint is said of it; what it warns of is an error here."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
+    """Class and settings of a checkpoint's network."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    trusted = config.trust_remote_code
+    check_checkpoint(folder, trusted)
+    with private_copy(folder, companions(folder)) as small:
+        settings = AutoConfig.from_pretrained(
+            small, local_files_only=True, trust_remote_code=trusted
+        )
+        without_dropout(settings)
+        if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
+            return get_class_from_dynamic_module(own, str(small)), settings
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)], settings
+
+
+def _set_generation(module: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    if (folder / GENERATION_CONFIG_NAME).exists():
+        with private_copy(folder, [GENERATION_CONFIG_NAME]) as small:
+            module.generation_config = GenerationConfig.from_pretrained(
+                small, local_files_only=True
+            )
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Networks made here have parameters without memory; their buffers have what they should.
+
+    Buffers are made by the network alone (rotary frequencies, say), in no file of a checkpoint.
+    """
+    plain, here = nn.Module.register_parameter, threading.get_ident()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and threading.get_ident() == here:
+            # What was allocated and never written to took no memory so far.
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        plain(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+
+
+def without_dropout(settings: Any) -> None:
+    """Set every dropout of a model's configuration to zero.
+
+    The ratio of an update compares the policy with itself: dropped units would be noise in it, and
+    from a generator that no address fixes.
+    """
+    for part in (settings, settings.get_text_config()):
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint folder; raises as :class:`rlinf.tensors.TensorFile`."""
+    found: dict[str, Tensor] = {}
+    for path in tensor_files(folder):
+        found |= load_tensors(path)
+    return found
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The files that hold the tensors of a checkpoint folder."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).exists():
+        table = json.loads(read_text(folder / INDEX))["weight_map"]
+        return [folder / name for name in sorted(set(table.values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
+    """See that a folder holds a model this process may load.
+
+    Raises:
+        DataError: it does not.
+    """
+    if folder.is_file():
+        raise DataError(f"model.path: {folder} is a file; give the folder it is in")
+    if not folder.is_dir():
+        parent = folder.parent
+        beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+        hint = nearest(folder.name, beside) if beside else ""
+        raise DataError(f"model.path: no folder {folder}{hint}")
+    check_links(folder)
+    settings = folder / "config.json"
+    if not settings.is_file():
+        raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
+    if not trust_remote_code and "auto_map" in read_settings(folder):
+        raise DataError(
+            f"model.path: {folder} brings its own Python code (auto_map in config.json); "
+            "to run it set model.trust_remote_code=true"
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder and their index."""
+    shards = sorted(folder.glob("*.safetensors"))
+    return [*shards, *folder.glob("*.safetensors.index.json")] if shards else []
+
+
+def companions(folder: Path) -> list[str]:
+    """What stands beside the weights: configuration, tokenizer, templates, model code."""
+    suffixes = {".json", ".txt", ".model", ".jinja", ".py"}
+    return [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.suffix in suffixes
+        and path.is_file()
+        and not path.name.endswith(".safetensors.index.json")
+    ]
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what stands beside the weights."""
+    for name in companions(source):
+        copy_file(source / name, folder / name)

@@ -1,0 +1,94 @@
+"""A policy's parameters shared out over processes by FSDP2, and given memory only then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from rlinf.errors import ConfigError
+from rlinf.models.base import Policy
+from rlinf.residency import placed
+
+
+def make_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
+    """Processes in order; with ``replicas`` above one as a table, in whose rows shards are.
+
+    Raises:
+        ConfigError: the replicas do not divide the processes.
+    """
+    if processes % replicas:
+        raise ConfigError(
+            f"trainer.replicas: {replicas} does not divide the {processes} processes of a stage; "
+            "give a divisor of them, 1 for one copy of the model over all"
+        )
+    if replicas == 1:
+        return init_device_mesh(device.type, (processes,))
+    shape, names = (replicas, processes // replicas), ("replicate", "shard")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def share_out(
+    policy: Policy,
+    mesh: DeviceMesh,
+    device: torch.device,
+    precision: MixedPrecisionPolicy,
+    *,
+    unit_bytes: int,
+    reshard_after_forward: bool,
+) -> tuple[Any, bool]:
+    """Shard a policy's module; what has no memory yet gets this process's part of it.
+
+    Returns:
+        The root, and whether it is the only unit.
+    """
+    module = policy.module
+    empty = any(parameter.is_meta for parameter in module.parameters())
+    if empty:
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(device)
+    else:
+        placed(module, device)
+    units = _units(policy.blocks(), unit_bytes)
+    for unit in units:
+        fully_shard(
+            unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
+        )
+    # The rest is needed again as soon as the backward pass begins.
+    root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    if empty:
+        _give_memory(module, device)
+        policy.fill()
+    return root, not units
+
+
+def _give_memory(module: nn.Module, device: torch.device) -> None:
+    """As ``to_empty``, which would make several of a parameter that several modules have."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, own in part._parameters.items():
+            if own is not None and own.is_meta:
+                if own not in made:
+                    empty = torch.empty_like(own, device=device)
+                    made[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
+                part._parameters[name] = made[own]
+    # FSDP looks at its parameters anew, and pads them, before they are filled.
+    module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+
+
+def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
+    """Neighbouring blocks together until they have ``least`` bytes; none if all have not."""
+    units: list[list[nn.Module]] = []
+    size = least
+    for block in blocks:
+        if size >= least:
+            units.append([])
+            size = 0
+        units[-1].append(block)
+        size += sum(p.nbytes for p in block.parameters())
+    return units if len(units) > 1 or size >= least else []
