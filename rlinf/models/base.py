@@ -48,6 +48,16 @@ class StepOutputs:
     """Value estimate of the state the action was taken in."""
 
 
+def joined(parts: Sequence[StepOutputs]) -> StepOutputs:
+    """What was said of parts of a trajectory, ``[T]`` each, as that of the whole."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = (
+        [getattr(part, name) for part in parts] for name in ("logprobs", "entropy", "values")
+    )
+    return StepOutputs(*(None if c[0] is None else torch.cat(c) for c in columns))  # type: ignore[arg-type]
+
+
 class Policy(Part, ABC):
     """A trainable network with a folder format of its own."""
 
@@ -55,6 +65,9 @@ class Policy(Part, ABC):
     groups: ClassVar[tuple[str, ...]] = ("policy",)
     """Names of the groups that its parameters are in: an update can be of some alone, and each
     can have a learning rate of its own (``optimizer.group_lr``)."""
+    stepwise: ClassVar[bool] = False
+    """Whether what it says of a step follows from that step alone: a trajectory can be cut then, to
+    be evaluated in parts."""
     module: nn.Module
 
     @classmethod

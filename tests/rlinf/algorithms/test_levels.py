@@ -18,6 +18,7 @@ from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.algorithms.levels import at_level
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import StepBatch
+from rlinf.data.packing import Span
 from rlinf.models.base import StepOutputs
 
 LEVELS = ("token", "action", "chunk")
@@ -165,7 +166,7 @@ def test_the_loss_does_not_depend_on_the_cut(seed: int, level: str) -> None:
     for index in (rows, other):
         assert outputs.entropy is not None
         policy: Any = Saying(StepOutputs(outputs.logprobs[index], outputs.entropy[index]))
-        part = reduced.rows(index, 5, torch.device("cpu"))
+        part = reduced.spans([Span(row, 0, 5) for row in index], 5, torch.device("cpu"))
         loss, _ = algorithm.objective(
             policy, {}, part, weights[index], temperature=1.0, entropy=True
         )
