@@ -7,7 +7,9 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from rlinf.config import OptimizerSection, Section
 from rlinf.data.packing import Span, balance, even_batches, micro_batches
 from rlinf.data.record import Record
 from rlinf.errors import StageError
-from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights
+from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights, joined
 from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages, placed
 from rlinf.sharded import gathered, local, memory
@@ -125,23 +127,28 @@ class FSDPTrainer(Storages, Trainer):
 
         Every rank computes the cuts of all ranks and so knows how many micro-batches they run.
         """
-        own = [self.policy.cost(record) for record in records]
         units = [[row] for row in range(len(records))] if together is None else together
         if sorted(row for unit in units for row in unit) != list(range(len(records))):
             raise ValueError("each row has to be in one micro-batch")
-        padded = not self.config.packing
-        costs = [
-            len(unit) * max(own[i] for i in unit) if padded else sum(own[i] for i in unit)
-            for unit in units
+        pieces, own = list[list[Span]](), list[list[int]]()
+        for unit in units:
+            found = self._pieces(unit, records)
+            own.append(list(range(len(pieces), len(pieces) + len(found))))
+            pieces += found
+        costs = [self._cost(piece, records) for piece in pieces]
+        lanes = len(self._lanes)
+        budget, speeds = self.config.token_budget, self.world.speeds
+        # All of a trajectory is one process's, which says what it is to others.
+        totals = [sum(costs[piece] for piece in numbers) for numbers in own]
+        given = [
+            [piece for unit in items for piece in own[unit]]
+            for items in balance(totals, [speed for speed in speeds for _ in range(lanes)])
         ]
 
         def spans(batches: list[list[int]]) -> list[list[Span]]:
-            rows = ([row for item in items for row in units[item]] for items in batches)
-            return [[Span(row, 0, len(records[row])) for row in batch] for batch in rows]
+            return [[span for item in items for span in pieces[item]] for items in batches]
 
-        lanes = len(self._lanes)
-        budget, speeds = self.config.token_budget, self.world.speeds
-        given = balance(costs, [speed for speed in speeds for _ in range(lanes)])
+        padded = not self.config.packing
         cuts = [micro_batches(costs, items, budget, padded=padded) for items in given]
         if self.world.size == 1:
             return [Cut(spans(mine), [True] * len(mine)) for mine in cuts]
@@ -156,24 +163,45 @@ class FSDPTrainer(Storages, Trainer):
             out.append(Cut(spans(mine + [filler] * missing), real))
         return out
 
+    def _pieces(self, unit: Sequence[int], records: Sequence[Record]) -> list[list[Span]]:
+        """What of a unit is evaluated at once: all of it, or less where its steps stand alone."""
+        whole = [Span(row, 0, len(records[row])) for row in unit]
+        if len(unit) > 1 or not self.policy.stepwise:
+            return [whole]
+        (row, _, length), cost = whole[0], self._cost(whole, records)
+        count = max(1, min(length, -(-cost // self.config.token_budget)))
+        bounds = [length * k // count for k in range(count + 1)]
+        return [[Span(row, *pair)] for pair in itertools.pairwise(bounds)]
+
+    def _cost(self, piece: Sequence[Span], records: Sequence[Record]) -> int:
+        """Positions of a piece, padded ones too unless rows are packed."""
+        parts = (records[span.row].part(span.start, span.stop) for span in piece)
+        costs = [self.policy.cost(part) for part in parts]
+        return sum(costs) if self.config.packing else len(piece) * max(costs)
+
     def forward(
         self, records: Sequence[Record], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
         torch.set_num_threads(self._torch_threads)
 
         @torch.no_grad()
-        def lane(policy: Policy, cut: Cut) -> list[tuple[int, StepOutputs]]:
+        def lane(policy: Policy, cut: Cut) -> list[tuple[Span, StepOutputs]]:
             policy.module.eval()
-            out: list[tuple[int, StepOutputs]] = []
+            out: list[tuple[Span, StepOutputs]] = []
             for spans, real in zip(cut.batches, cut.real, strict=True):
                 outputs = policy.evaluate(self._inputs(policy, records, spans), temperature)
-                for i, (row, _, length) in enumerate(spans) if real else ():
+                for i, span in enumerate(spans) if real else ():
+                    length = span.stop - span.start
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
-                    out.append((row, StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)))
+                    said = StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)
+                    out.append((span, said))
             return out
 
-        parts = self._lanes.map(lane, self.cut(records))
-        return sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])
+        found: dict[int, list[StepOutputs]] = defaultdict(list)
+        every = (pair for part in self._lanes.map(lane, self.cut(records)) for pair in part)
+        for span, outputs in sorted(every, key=lambda pair: pair[0]):
+            found[span.row].append(outputs)
+        return [(row, joined(parts)) for row, parts in found.items()]
 
     def accumulate(
         self,
@@ -381,7 +409,7 @@ class FSDPTrainer(Storages, Trainer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _inputs(self, policy: Policy, records: Sequence[Record], spans: Sequence[Span]) -> Batch:
-        batch = policy.collate([records[span.row] for span in spans])
+        batch = policy.collate([records[row].part(start, stop) for row, start, stop in spans])
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from rlinf.algorithms import algorithms
 from rlinf.algorithms.policy_gradient import PolicyGradient
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import StepBatch
+from rlinf.data.packing import Span
 from rlinf.models.base import StepOutputs
 from tests.contracts.own import parts
 
@@ -82,6 +83,11 @@ def judged(algorithm: PolicyGradient, batch: StepBatch) -> StepBatch:
     return replace(batch, advantages=advantages, returns=returns)
 
 
+def chosen(batch: StepBatch, index: Sequence[int]) -> StepBatch:
+    length = batch.mask.shape[1]
+    return batch.spans([Span(row, 0, length) for row in index], length, CPU)
+
+
 def rows(outputs: StepOutputs, index: Sequence[int]) -> StepOutputs:
     columns = (outputs.logprobs, outputs.entropy, outputs.values)
     return StepOutputs(*(None if column is None else column[list(index)] for column in columns))  # type: ignore[arg-type]
@@ -110,7 +116,7 @@ def test_padding_changes_no_advantage(name: str, seed: int, more: int) -> None:
 def test_the_order_of_the_samples_does_not_matter(name: str, seed: int) -> None:
     batch, algorithm = batch_of(seed), made(name)
     order = np.random.default_rng(seed).permutation(len(batch)).tolist()
-    moved = batch.rows(order, batch.mask.shape[1], CPU)
+    moved = chosen(batch, order)
     torch.testing.assert_close(
         judged(algorithm, moved).advantages,
         judged(algorithm, batch).require("advantages")[order],
@@ -191,7 +197,7 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     total, totals = torch.zeros(()), dict.fromkeys(metrics, torch.zeros(()))
     for part in np.split(order, cuts):
         index = part.tolist()
-        local = batch.rows(index, batch.mask.shape[1], CPU)
+        local = chosen(batch, index)
         loss, found = algorithm.loss(rows(said, index), local, weights[index])
         total = total + loss
         assert found.keys() == metrics.keys()
@@ -213,7 +219,7 @@ def test_what_is_said_to_be_by_group_is(name: str, seed: int) -> None:
     scores, groups = batch.rewards.sum(-1).numpy(), batch.groups.numpy()
     for group in np.unique(groups):
         index = np.flatnonzero(groups == group).tolist()
-        alone = judged(algorithm, batch.rows(index, batch.mask.shape[1], CPU))
+        alone = judged(algorithm, chosen(batch, index))
         torch.testing.assert_close(alone.advantages, every[index])
         kept = algorithm.keep(scores, groups)[index]
         assert np.array_equal(algorithm.keep(scores[index], groups[index]), kept)
