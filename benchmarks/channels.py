@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.row import Row, median_row
-from rlinf.channels.shared_memory import SharedMemoryChannel
-from rlinf.channels.socket import SocketChannel
+from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 
 MIB = 1 << 20
@@ -52,20 +53,22 @@ def _shm_vs_memcpy(size: int) -> list[float]:
     tensors = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     count = max(4, 256 * MIB // size)
     ratios = []
-    with tempfile.TemporaryDirectory() as folder:
-        channel = SharedMemoryChannel.create(Path(folder), "c", size=max(8 * size, 64 * MIB))
-        with other_process(_read_shared, folder):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        other_process(_read_shared, folder, max(8 * size, 64 * MIB)) as pipe,
+    ):
+        channel = SharedMemorySink(Path(folder), "c")
 
-            def put() -> None:
-                channel.put(record)
+        def put() -> None:
+            channel.put(record)
 
-            def copy() -> None:
-                tensors[0].copy_(tensors[1])
+        def copy() -> None:
+            tensors[0].copy_(tensors[1])
 
-            for _ in range(ROUNDS + 1):
-                ratios.append(_seconds(copy, count) / _seconds(put, count))
-            channel.close()
-        channel.leave()
+        for _ in range(ROUNDS + 1):
+            ratios.append(_seconds(copy, count) / _seconds(put, count))
+        pipe.send("over")
+        channel.close()
     return ratios[1:]
 
 
@@ -76,12 +79,19 @@ def _seconds(function: Callable[[], None], count: int) -> float:
     return time.perf_counter() - start
 
 
-def _read_shared(folder: str, pipe: Connection) -> None:
-    channel = SharedMemoryChannel.open(Path(folder), "c")
+def _read_shared(folder: str, size: int, pipe: Connection) -> None:
+    channel = SharedMemorySource(Path(folder), "c", size=size)
     pipe.send("ready")
-    for record in channel:
-        del record
-    channel.leave()
+
+    def read() -> None:
+        for record in channel:
+            del record
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    pipe.recv()
+    channel.close()
+    reader.join()
 
 
 def _socket_rows() -> list[Row]:
@@ -101,24 +111,24 @@ def _socket_rows() -> list[Row]:
 def _through_channel(count: int, size: int) -> float:
     """Seconds from the first to the last record at the consumer."""
     with tempfile.TemporaryDirectory() as folder:
-        channel = SocketChannel.create(Path(folder), "c", interface="127.0.0.1")
+        channel = SocketSource(Path(folder), "c", interface="127.0.0.1")
         with other_process(_write_socket, folder, count, size):
             channel.get()
             start = time.perf_counter()
             for _ in range(count):
                 channel.get()
             seconds = time.perf_counter() - start
-        channel.leave()
+        channel.close()
     return seconds
 
 
 def _write_socket(folder: str, count: int, size: int, pipe: Connection) -> None:
-    channel = SocketChannel.open(Path(folder), "c")
+    channel = SocketSink(Path(folder), "c")
     data = np.ones(size, np.uint8)
     pipe.send("ready")
     for i in range(count + 1):
         channel.put(Record(Identity(0, i), {"tokens": data}, info={"group": i}))
-    channel.leave()
+    channel.close()
 
 
 def _through_raw() -> float:

@@ -14,7 +14,7 @@ from benchmarks.held import together
 from benchmarks.row import Row, median_row
 from rlinf.models.logprobs import head_logprobs, token_logprobs
 
-TOKENS, VOCABULARY, HIDDEN, ROUNDS = 2048, 150_000, 896, 3
+TOKENS, VOCABULARY, HIDDEN, ROUNDS = 2048, 150_000, 896, 2
 
 
 def measure() -> list[Row]:

@@ -17,13 +17,13 @@ import psutil
 from benchmarks.channels import other_process
 from benchmarks.driver import LOG, start_driver
 from benchmarks.row import Row, median_row
-from rlinf.channels.shared_memory import SharedMemoryChannel
-from rlinf.channels.socket import SocketChannel
+from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 from stages.layout import stage_folder
 
 MIB = 1 << 20
-WARM, OPERATIONS, KEYS = 2000, 10_000, 3
+WARM, OPERATIONS, PART = 2000, 10_000, 100
 FIRST, LAST = 150, 350
 PATIENCE_S = 600.0
 SETTINGS = [
@@ -58,47 +58,55 @@ PLAN = {
 
 def measure() -> list[Row]:
     """Growth of the process that grew most."""
-    channels = [*through(SharedMemoryChannel), *through(SocketChannel)]
+    channels = [
+        *through(SharedMemorySource, SharedMemorySink),
+        *through(SocketSource, SocketSink),
+    ]
     return [
         median_row("memory_10k_operations_mib", [max(channels)], "MiB", 4.0, "lower"),
         median_row("memory_200_iterations_mib", [max(iterations())], "MiB", 4.0, "lower"),
     ]
 
 
-def through(kind: type[SharedMemoryChannel] | type[SocketChannel]) -> list[float]:
-    """MiB by which consumer and producer grow over as many records."""
+def through(
+    reads: type[SharedMemorySource] | type[SocketSource],
+    writes: type[SharedMemorySink] | type[SocketSink],
+) -> list[float]:
+    """MiB by which reader and writer grow over as many records."""
     with tempfile.TemporaryDirectory() as folder:
-        # Bounded: what waits for a slow consumer is no growth.
-        channel = kind.create(Path(folder), "c", capacity=100)
-        with other_process(_produce, folder, kind) as pipe:
-            marks, number = [], 0
+        channel = reads(Path(folder), "c")
+        with other_process(_produce, folder, writes) as pipe:
+            marks = []
             for count in (WARM, OPERATIONS):
-                pipe.send(count)
-                for _ in range(count):
-                    channel.get(key=str(number % KEYS))
-                    number += 1
+                for _ in range(count // PART):
+                    # Few at a time: what waits for a slow reader is no growth.
+                    pipe.send(PART)
+                    for _ in range(PART):
+                        channel.get()
+                pipe.send(0)
                 marks.append((_used(), pipe.recv()))
-            pipe.send(0)
-        channel.leave()
+            pipe.send(None)
+        channel.close()
     begin, end = marks
     return [(after - before) / MIB for before, after in zip(begin, end, strict=True)]
 
 
 def _produce(
-    folder: str, kind: type[SharedMemoryChannel] | type[SocketChannel], pipe: Connection
+    folder: str, kind: type[SharedMemorySink] | type[SocketSink], pipe: Connection
 ) -> None:
-    channel = kind.open(Path(folder), "c")
+    channel = kind(Path(folder), "c")
     pipe.send("ready")
     number = 0
-    while count := pipe.recv():
+    while (count := pipe.recv()) is not None:
         for _ in range(count):
             # Of many sizes, so that what is kept of each would show.
             data = np.ones(64 * (1 + number % 97), np.uint8)
-            channel.put(Record(Identity(0, number), {"x": data}), key=str(number % KEYS))
+            channel.put(Record(Identity(0, number), {"x": data}))
             number += 1
-        channel.flush()
-        pipe.send(_used())
-    channel.leave()
+        if not count:
+            channel.flush()
+            pipe.send(_used())
+    channel.close()
 
 
 def iterations() -> list[float]:

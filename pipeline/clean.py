@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline import lock
 from rlinf import leftovers
-from rlinf.channels import shared_memory
+from rlinf.channels import segment
 from rlinf.errors import InputError
 from stages.layout import CONFIG
 
@@ -29,7 +29,7 @@ def litter(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
     for folder in folders:
         if not (folder / CONFIG).is_file():
             raise InputError(f"{folder}: no run directory (it has no {CONFIG})")
-    found = [*leftovers.abandoned(), *shared_memory.abandoned()]
+    found = [*leftovers.abandoned(), *segment.abandoned()]
     for folder in folders:
         found += [*lock.sweep(folder), *temporary(folder)]
     for path in dict.fromkeys(found):

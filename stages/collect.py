@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 
-from rlinf.channels.reference import ReferenceChannel
+from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks
 from rlinf.envs.base import Environment, Episodes
@@ -22,7 +22,7 @@ def collect(
 
     The engine answers in a thread of its own. An error on either side ends both and is raised here.
     """
-    observations, actions = ReferenceChannel(capacity=64), ReferenceChannel()
+    observations, actions = LocalChannel(capacity=64), LocalChannel()
     failure: list[BaseException] = []
 
     def generate() -> None:

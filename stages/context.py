@@ -99,7 +99,7 @@ class Input:
 class Writer(Protocol):
     """Takes the records of an output channel."""
 
-    def put(self, record: Record, weight: int = 1) -> None: ...
+    def put(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
@@ -130,11 +130,11 @@ class _Both:
         self._made: dict[int, Record] = {}
         self._sinks = live.sinks(channel)
 
-    def put(self, record: Record, weight: int = 1) -> None:
+    def put(self, record: Record) -> None:
         self._made.setdefault(record.identity.sample, record)
         self._stream.put(record)
-        self._sinks.put(record, weight)
-        self._file.put(record, weight)
+        self._sinks.put(record)
+        self._file.put(record)
 
     def close(self) -> None:
         self._stream.end(len(self._made), self._rank, self._ranks)

@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from rlinf.channels.base import DEFAULT_KEY, Channel, ChannelClosed
+from rlinf.channels.base import ChannelClosed, Sink, Source
 from rlinf.checked import read_bytes
 from rlinf.data.record import Identity, Record, Scalar
 
@@ -25,7 +25,7 @@ SCHEMA = 1
 PART_BYTES = 256 << 20
 
 
-class FileWriter(Channel):
+class FileWriter(Sink):
     """The producing side: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
 
     Nothing is visible to a reader before the stage commits its manifest.
@@ -39,7 +39,7 @@ class FileWriter(Channel):
         self._closed = False
         self.count = 0
 
-    def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
+    def put(self, record: Record) -> None:
         if self._closed:
             raise ChannelClosed("put on a closed channel")
         self._records.append(record)
@@ -48,20 +48,10 @@ class FileWriter(Channel):
         if self._bytes >= PART_BYTES:
             self._flush()
 
-    def get(self, *, key: str = DEFAULT_KEY) -> Record:
-        raise ChannelClosed("the writing side of a file channel has nothing to read")
-
-    def get_batch(self, target_weight: int, *, key: str = DEFAULT_KEY) -> list[Record]:
-        raise ChannelClosed("the writing side of a file channel has nothing to read")
-
     def close(self) -> None:
         if not self._closed and (self._records or not self._parts):
             self._flush()
         self._closed = True
-
-    def fail(self, reason: str) -> None:
-        """Keep nothing further; without a manifest what was written does not count."""
-        self._records, self._closed = [], True
 
     def _flush(self) -> None:
         path = self._folder / f"{self._name}-r{self._rank:03d}-p{self._parts:03d}.h5"
@@ -71,7 +61,7 @@ class FileWriter(Channel):
         self._parts += 1
 
 
-class FileReader(Channel):
+class FileReader(Source):
     """The consuming side: the records of committed files, sorted by (iteration, sample).
 
     Of records with one identity the latest attempt is kept.
@@ -86,28 +76,10 @@ class FileReader(Channel):
                     latest[record.identity.key] = record
         self._records = deque(latest[key] for key in sorted(latest))
 
-    def put(self, record: Record, weight: int = 1, *, key: str = DEFAULT_KEY) -> None:
-        raise ChannelClosed("the reading side of a file channel accepts nothing")
-
-    def get(self, *, key: str = DEFAULT_KEY) -> Record:
+    def get(self) -> Record:
         if not self._records:
             raise ChannelClosed("all records were read")
         return self._records.popleft()
-
-    def get_batch(self, target_weight: int, *, key: str = DEFAULT_KEY) -> list[Record]:
-        """As the interface says; a record of a file weighs its number of steps (at least 1)."""
-        batch = [self.get()]
-        total = max(1, len(batch[0]))
-        while self._records and total + max(1, len(self._records[0])) <= target_weight:
-            batch.append(self._records.popleft())
-            total += max(1, len(batch[-1]))
-        return batch
-
-    def close(self) -> None:
-        self._records.clear()
-
-    def fail(self, reason: str) -> None:
-        self._records.clear()
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

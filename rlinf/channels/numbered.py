@@ -15,8 +15,9 @@ from typing import NamedTuple, TypeVar
 from rlinf.errors import DataError
 
 Item = TypeVar("Item")
+Block = bytes | bytearray | memoryview
 
-WINDOW = 64
+WINDOW = 1024
 
 
 class Part(NamedTuple):
@@ -24,19 +25,22 @@ class Part(NamedTuple):
 
     base: int
     first: int
-    items: list[bytes]
+    items: list[Block]
 
 
 class Outbox:
     """The sender's end: items numbered from 0.
 
+    ``size`` is the number of bytes of the items that are not done with.
+
     Args:
         part_bytes: how much travels in one part; an item that is larger goes alone.
-        resend_s: how long something under way may go without progress before it is sent again.
+        resend_s: how long the receiver may miss something before it is sent again.
     """
 
     def __init__(self, part_bytes: int, resend_s: float) -> None:
-        self._items: deque[bytes] = deque()
+        self.size = 0
+        self._items: deque[Block] = deque()
         self._base = self._sent = self._received = 0
         self._since = 0.0
         self._part_bytes, self._resend_s = part_bytes, resend_s
@@ -45,14 +49,17 @@ class Outbox:
         """Items that are not done with."""
         return len(self._items)
 
-    def add(self, item: bytes) -> None:
+    def add(self, item: Block) -> bool:
+        """Append an item; whether it is the only one that was not sent yet."""
         self._items.append(item)
+        self.size += len(item)
+        return self._sent - self._base == len(self._items) - 1
 
     def take(self, now: float) -> Part:
         """What to send next; empty when there is nothing new or enough is under way."""
         start = self._sent - self._base
         stop = self._received + WINDOW - self._base
-        items: list[bytes] = []
+        items: list[Block] = []
         size = 0
         for item in islice(self._items, start, stop):
             size += len(item)
@@ -65,11 +72,12 @@ class Outbox:
         self._sent += len(items)
         return part
 
-    def hear(self, received: int, done: int, now: float) -> None:
+    def hear(self, received: int, done: int, now: float, *, gap: bool) -> None:
         """The receiver has what is below ``received``, and what is below ``done`` for good.
 
-        Only word from the receiver has something sent again, so one that is stopped is not
-        flooded.
+        Args:
+            gap: what it heard last came after something that it has not got. Only then is
+                something sent again, so a receiver that is stopped is not flooded.
 
         Raises:
             DataError: it speaks of items there never were.
@@ -79,10 +87,11 @@ class Outbox:
         if received > self._received:
             self._received, self._since = received, now
             self._sent = max(self._sent, received)
-        elif self._sent > self._received and now - self._since > self._resend_s:
+        elif gap and self._sent > self._received and now - self._since > self._resend_s:
             self.rewind()
+            self._since = now
         for _ in range(done - self._base):
-            self._items.popleft()
+            self.size -= len(self._items.popleft())
         self._base = max(self._base, done)
 
     def rewind(self) -> None:
@@ -98,13 +107,18 @@ class Outbox:
         self._base += len(self._items)
         self._sent = self._received = self._base
         self._items.clear()
+        self.size = 0
 
 
 class Inbox:
-    """The receiver's end; ``expected`` is the number of the next item, and the acknowledgement."""
+    """The receiver's end; ``expected`` is the number of the next item, and the acknowledgement.
+
+    ``gap`` is whether what came last was numbered above it: something before was lost.
+    """
 
     def __init__(self) -> None:
         self.expected = 0
+        self.gap = False
 
     def accept(self, base: int, first: int, items: Sequence[Item]) -> Sequence[Item]:
         """The items that are new, in order.
@@ -115,7 +129,8 @@ class Inbox:
         if not 0 <= base <= first:
             raise DataError("bad numbers")
         self.expected = max(self.expected, base)
-        if first > self.expected:  # something before it was lost; it will come again
+        self.gap = first > self.expected
+        if self.gap:
             return []
         new = items[self.expected - first :]
         self.expected += len(new)

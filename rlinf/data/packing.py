@@ -40,30 +40,37 @@ def balance(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
     return [sorted(items) for items in workers]
 
 
-def micro_batches(costs: Sequence[int], items: Sequence[int], budget: int) -> list[list[int]]:
-    """Group items of like cost so that count times largest cost stays within ``budget``.
+def micro_batches(
+    costs: Sequence[int], items: Sequence[int], budget: int, *, padded: bool = True
+) -> list[list[int]]:
+    """Group items of like cost so that the size of each group stays within ``budget``.
 
     An item dearer than the budget gets a micro-batch of its own.
+
+    Args:
+        padded: whether the size of a group is its count times its largest cost, or its sum.
     """
-    return _filled(costs, sorted(items, key=lambda i: (-costs[i], i)), budget)
+    return _filled(costs, sorted(items, key=lambda i: (-costs[i], i)), budget, padded)
 
 
-def even_batches(costs: Sequence[int], items: Sequence[int], count: int) -> list[list[int]]:
-    """Group items of like cost into ``count`` groups whose padded sizes are as even as may be.
+def even_batches(
+    costs: Sequence[int], items: Sequence[int], count: int, *, padded: bool = True
+) -> list[list[int]]:
+    """Group items of like cost into ``count`` groups whose sizes are as even as may be.
 
-    The padded size of a group is its count times its largest cost. With fewer items than groups
-    each has its own, and there are fewer groups.
+    Sizes are those of :func:`micro_batches`. With fewer items than groups each has its own, and
+    there are fewer groups.
     """
     order = sorted(items, key=lambda i: (-costs[i], i))
     count = min(count, len(order))
     low, high = 0, sum(costs[i] for i in order[:1]) * len(order)
     while low < high:
         middle = (low + high) // 2
-        if len(_filled(costs, order, middle)) <= count:
+        if len(_filled(costs, order, middle, padded)) <= count:
             high = middle
         else:
             low = middle + 1
-    groups = _filled(costs, order, low)
+    groups = _filled(costs, order, low, padded)
     while len(groups) < count:
         widest = max((g for g in groups if len(g) > 1), key=lambda g: costs[g[0]] * len(g))
         at, half = groups.index(widest), (len(widest) + 1) // 2
@@ -71,13 +78,19 @@ def even_batches(costs: Sequence[int], items: Sequence[int], count: int) -> list
     return groups
 
 
-def _filled(costs: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Items, dearest first, in groups that stay within a padded size; one alone may exceed it."""
+def _filled(
+    costs: Sequence[int], order: Sequence[int], limit: int, padded: bool
+) -> list[list[int]]:
+    """Items, dearest first, in groups that stay within a size; one alone may exceed it."""
     groups: list[list[int]] = []
+    size = 0
     for item in order:
         # Items come in falling cost, so the first of a group is its widest.
-        if groups and costs[groups[-1][0]] * (len(groups[-1]) + 1) <= limit:
+        more = costs[groups[-1][0] if padded else item] if groups else 0
+        if groups and size + more <= limit:
             groups[-1].append(item)
+            size += more
         else:
             groups.append([item])
+            size = costs[item]
     return groups

@@ -203,7 +203,7 @@ class DialogueEnvironment(TextEnvironment):
             room = min(self.config.turn_tokens, episodes.horizon - len(talk.tokens))
             rooms.setdefault(room, []).append(talk)
         for room, part in sorted(rooms.items(), reverse=True):
-            observations.put(_request(episodes, part, room), weight=len(part))
+            observations.put(_request(episodes, part, room))
         waiting = {talk.sample: talk for talk in live}
         while waiting:
             reply = actions.get()

@@ -155,7 +155,7 @@ class GymEnvironment(Environment):
             return
 
         def put(request: Record) -> None:
-            observations.put(request, weight=len(request))
+            observations.put(request)
 
         records = overlapped(self._parts(episodes, samples, self._worlds), put, actions.get)
         observations.close()

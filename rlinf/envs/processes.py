@@ -198,7 +198,7 @@ class _Run:
             request = next(part)
             while not self._failures:
                 self._asked[int(request.steps["sample"][0])] = number
-                self._observations.put(request, weight=len(request))
+                self._observations.put(request)
                 reply = replies.get()
                 if reply is None:
                     return

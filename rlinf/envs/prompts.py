@@ -93,7 +93,6 @@ class PromptEnvironment(TextEnvironment):
                 },
                 info=episodes.settings,
             ),
-            weight=max(1, len(samples)),
         )
         observations.close()
         for reply in actions:

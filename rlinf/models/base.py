@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.errors import DataError
+from rlinf.errors import ConfigError, DataError
 from rlinf.fit import Part
 from rlinf.models.loading import fill
 from rlinf.sharded import local, rows_of
@@ -178,6 +178,18 @@ class Policy(Part, ABC):
     def cost(self, record: Record) -> int:
         """Positions a trajectory occupies in a batch: what a token budget counts."""
         return max(1, len(record))
+
+    def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Collate rows side by side from now on, without padding; outputs stay ``[B, T]``.
+
+        Args:
+            device: that of the network.
+            dtype: that it computes in.
+
+        Raises:
+            ConfigError: the policy cannot.
+        """
+        raise ConfigError(f"trainer.packing: {type(self).__name__} cannot; set it to false")
 
     def group(self, parameter: str) -> str:
         """Which of :attr:`groups` a parameter is in, by its name in the module."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from rlinf.models.logprobs import (
     say_whole,
     token_logprobs,
 )
+from rlinf.models.packed import pack, unpack, use_packing
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
@@ -61,7 +62,6 @@ class CausalLMConfig(Section):
     intermediate: int = Field(default=384, gt=0)
     max_positions: int = Field(default=512, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    gradient_checkpointing: bool = False
 
 
 class CausalLM(Policy):
@@ -74,6 +74,7 @@ class CausalLM(Policy):
     def __init__(self, module: nn.Module, folder: Path) -> None:
         self.module = module
         self._folder = folder
+        self._packing = False
 
     @classmethod
     def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
@@ -151,10 +152,7 @@ class CausalLM(Policy):
 
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
-        module = load_module(folder, config)
-        if config.gradient_checkpointing:
-            module.gradient_checkpointing_enable()
-        return cls(module, folder)
+        return cls(load_module(folder, config), folder)
 
     @classmethod
     def outline(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
@@ -166,8 +164,6 @@ class CausalLM(Policy):
                 folder,
             )
             return cls.load(folder, config)
-        if config.gradient_checkpointing:
-            module.gradient_checkpointing_enable()
         return cls(module, folder)
 
     def fill(self, folder: Path | None = None) -> None:
@@ -190,6 +186,9 @@ class CausalLM(Policy):
             raise DataError("a prompt has no token: nothing stands before the first of its sample")
         actions = [record.steps["actions"] for record in records]
         length = max(len(action) for action in actions)
+        mask = pad([np.ones(len(action), np.float32) for action in actions], length)
+        if self._packing:
+            return {**pack(prompts, actions, length), "mask": mask}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
         ]
@@ -197,10 +196,25 @@ class CausalLM(Policy):
             "tokens": pad(tokens, max(len(row) for row in tokens)),
             "starts": torch.tensor([len(prompt) for prompt in prompts]),
             "actions": pad(actions, length),
-            "mask": pad([np.ones(len(action), np.float32) for action in actions], length),
+            "mask": mask,
         }
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        mask = batch["mask"]
+        if "places" in batch:
+            inputs = {"input_ids": batch["tokens"], "position_ids": batch["positions"]}
+            inputs["logits_to_keep"] = batch["kept"]
+            taken = batch["taken"][None]
+            found = self._logprobs(inputs, lambda features: features, taken, temperature, entropy)
+            parts = [None if x is None else unpack(x[0], batch["places"], mask) for x in found]
+        else:
+            parts = list(self._padded(batch, temperature, entropy))
+        assert parts[0] is not None
+        return StepOutputs(parts[0] * mask, parts[1])
+
+    def _padded(
+        self, batch: Batch, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         tokens, starts, length = batch["tokens"], batch["starts"], batch["mask"].shape[1]
         # Padding stands on the right, where causal attention keeps every real token from seeing
         # it: no mask is needed, and attention takes its quickest path.
@@ -216,7 +230,22 @@ class CausalLM(Policy):
                 return features
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
-        actions = batch["actions"]
+        inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": kept}
+        return self._logprobs(inputs, own, batch["actions"], temperature, entropy)
+
+    def _logprobs(
+        self,
+        inputs: Mapping[str, Any],
+        own: Callable[[Tensor], Tensor],
+        actions: Tensor,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies of tokens ``[B, T]``.
+
+        Args:
+            own: from features of what the network keeps to those that predict the tokens.
+        """
 
         def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             hidden = own(hidden).flatten(0, 1)
@@ -231,20 +260,26 @@ class CausalLM(Policy):
             say_whole(getattr(settings, "model_type", ""))
         in_parts = large and head is not None
         with replaced(head, parts) if head and in_parts else contextlib.nullcontext():
-            out = self.module(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
-        spread: Tensor | None
+            out = self.module(**inputs, use_cache=False).logits
         if in_parts:
-            taken, spread = out[..., 0], out[..., 1] if entropy else None
-        else:
-            taken, spread = token_logprobs(own(out), actions, temperature, entropy)
-        return StepOutputs(taken * batch["mask"], spread)
+            return out[..., 0], out[..., 1] if entropy else None
+        return token_logprobs(own(out), actions, temperature, entropy)
+
+    def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
+        use_packing(self.module, device, dtype)
+        self._packing = True
 
     def cost(self, record: Record) -> int:
         return len(record.context["prompt"]) + len(record)
 
     def blocks(self) -> list[nn.Module]:
         names = set(getattr(self.module, "_no_split_modules", None) or ())
-        return [part for part in self.module.modules() if type(part).__name__ in names]
+        # One that is sharded has a class of its own, derived from that.
+        return [
+            part
+            for part in self.module.modules()
+            if not names.isdisjoint(cls.__name__ for cls in type(part).__mro__)
+        ]
 
 
 def causal_mask(attend: Tensor) -> Tensor:

@@ -7,11 +7,9 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection, Section
-from rlinf.data.packing import Span, balance, even_batches, micro_batches
+from rlinf.data.packing import Span
 from rlinf.data.record import Record
 from rlinf.errors import StageError
 from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights, joined
@@ -29,10 +27,12 @@ from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages, placed
 from rlinf.sharded import gathered, local, memory
 from rlinf.tensors import State
-from rlinf.trainers import shards
+from rlinf.trainers import offload, shards
 from rlinf.trainers.base import LossFunction, Trainer
+from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.optimizer import MOMENTS, choose, make_optimizer
+from rlinf.trainers.recompute import recompute_blocks
 
 
 class FSDPConfig(Section):
@@ -40,6 +40,8 @@ class FSDPConfig(Section):
 
     token_budget: int = Field(default=8192, gt=0)
     """Most padded positions in one micro-batch."""
+    packing: bool = False
+    """Rows of a micro-batch side by side, without padding between them; none sees another."""
     threads: int = Field(default=1, gt=0)
     """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
     processes of a sharded model split every product. Part of the result: the order of sums."""
@@ -47,22 +49,20 @@ class FSDPConfig(Section):
     """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of parameters in forward and backward; gradients are reduced in float32."""
+    """Type of parameters in forward and backward; those that are trained stay as they are."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the processes of a sharded model add up gradients."""
+    replicas: int = Field(default=1, gt=0)
+    """Copies of the model, each shared out over as many of the processes (hybrid sharding): those
+    of a copy have neighbouring ranks, on one node where they can."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the network's blocks for the backward pass and compute the rest
+    again: less memory, a third more work."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory; it comes to the device in parts."""
     reshard_after_forward: bool = True
     unit_mb: int = Field(default=32, ge=0)
     """Least size of the parameters, MiB, that several processes gather at once."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A minibatch cut for one lane of this rank: micro-batches of rows.
-
-    All ranks run the same number of micro-batches, for collectives must match; one with fewer
-    repeats a small row with ``real`` false and weight zero. One process pads nothing.
-    """
-
-    batches: list[list[Span]]
-    real: list[bool]
 
 
 class FSDPTrainer(Storages, Trainer):
@@ -79,12 +79,16 @@ class FSDPTrainer(Storages, Trainer):
         self._spare: dict[str, Tensor] = {}
         """A snapshot that was written."""
         self._root: Any = None
+        self._copy, self._part = 0, (world.rank, world.size)
+        """Which copy of the model it has, and which part of how many."""
         self._closed = False
         self.device = local_device(config.device)
         kind = self.device.type
         if kind == "cuda":
             torch.cuda.set_device(self.device)
         sharded = world.size > 1 or config.param_dtype != "float32"
+        if config.packing:
+            policy.use_packing(self.device, getattr(torch, config.param_dtype))
         if sharded:
             world.connect(kind)
             self._shard(policy)
@@ -92,6 +96,9 @@ class FSDPTrainer(Storages, Trainer):
             placed(policy.module, self.device)
         side_by_side = kind == "cpu" and not sharded
         self._lanes = Lanes(policy, config.threads if side_by_side else 1)
+        if config.activation_checkpointing:
+            for lane in self._lanes.policies:
+                recompute_blocks(lane)
         self._torch_threads = 1 if side_by_side else config.threads
         self._clip = optimizer.clip_grad
         self._moments = MOMENTS[optimizer.name]
@@ -103,59 +110,17 @@ class FSDPTrainer(Storages, Trainer):
     def cut(
         self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
     ) -> list[Cut]:
-        """The micro-batches of each lane of this rank.
-
-        Every rank computes the cuts of all ranks and so knows how many micro-batches they run.
-        """
-        units = [[row] for row in range(len(records))] if together is None else together
-        if sorted(row for unit in units for row in unit) != list(range(len(records))):
-            raise ValueError("each row has to be in one micro-batch")
-        pieces, own = list[list[Span]](), list[list[int]]()
-        for unit in units:
-            found = self._pieces(unit, records)
-            own.append(list(range(len(pieces), len(pieces) + len(found))))
-            pieces += found
-        costs = [self._cost(piece, records) for piece in pieces]
-        lanes = len(self._lanes)
-        budget, speeds = self.config.token_budget, self.world.speeds
-        # All of a trajectory is one process's, which says what it is to others.
-        totals = [sum(costs[piece] for piece in numbers) for numbers in own]
-        given = [
-            [piece for unit in items for piece in own[unit]]
-            for items in balance(totals, [speed for speed in speeds for _ in range(lanes)])
-        ]
-
-        def spans(batches: list[list[int]]) -> list[list[Span]]:
-            return [[span for item in items for span in pieces[item]] for items in batches]
-
-        if self.world.size == 1:
-            cuts = [micro_batches(costs, items, budget) for items in given]
-            return [Cut(spans(mine), [True] * len(mine)) for mine in cuts]
-        count = max(1, *(len(micro_batches(costs, items, budget)) for items in given))
-        out = []
-        for items in given[self.world.rank * lanes :][:lanes]:
-            # Ranks wait for each other at every micro-batch, so each rank's are of one size.
-            mine = even_batches(costs, items, count)
-            missing = count - len(mine)
-            filler = [min(items, key=lambda i: costs[i])] if items else [0]
-            real = [True] * len(mine) + [False] * missing
-            out.append(Cut(spans(mine + [filler] * missing), real))
-        return out
-
-    def _pieces(self, unit: Sequence[int], records: Sequence[Record]) -> list[list[Span]]:
-        """What of a unit is evaluated at once: all of it, or less where its steps stand alone."""
-        whole = [Span(row, 0, len(records[row])) for row in unit]
-        if len(unit) > 1 or not self.policy.stepwise:
-            return [whole]
-        (row, _, length), cost = whole[0], self._cost(whole, records)
-        count = max(1, min(length, -(-cost // self.config.token_budget)))
-        bounds = [length * k // count for k in range(count + 1)]
-        return [[Span(row, *pair)] for pair in itertools.pairwise(bounds)]
-
-    def _cost(self, piece: Sequence[Span], records: Sequence[Record]) -> int:
-        """Padded positions of a piece."""
-        parts = (records[span.row].part(span.start, span.stop) for span in piece)
-        return len(piece) * max(self.policy.cost(part) for part in parts)
+        """The micro-batches of each lane of this rank."""
+        return cut(
+            self.policy,
+            records,
+            together,
+            budget=self.config.token_budget,
+            padded=not self.config.packing,
+            speeds=self.world.speeds,
+            rank=self.world.rank,
+            lanes=len(self._lanes),
+        )
 
     def forward(
         self, records: Sequence[Record], temperature: float
@@ -258,7 +223,10 @@ class FSDPTrainer(Storages, Trainer):
             for parameter in self._parameters(self.policy):
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
-        self.optimizer.step()
+        if self.config.offload_optimizer:
+            offload.step(self.optimizer, self.device)
+        else:
+            self.optimizer.step()
         return {**totals, "grad_norm": norm}
 
     @torch.no_grad()
@@ -274,6 +242,8 @@ class FSDPTrainer(Storages, Trainer):
         for parameter in self._parameters(self.policy):
             to_come = torch.empty_like(local(parameter), device="meta")
             gradients.append(to_come if parameter.grad is None else local(parameter.grad))
+            if self.config.offload_optimizer:
+                continue
             state = self.optimizer.state.get(parameter)
             moments += (
                 [local(t) for t in state.values()] if state else [to_come] * len(self._moments)
@@ -282,14 +252,17 @@ class FSDPTrainer(Storages, Trainer):
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
+        if self._copy:
+            return {}
         # New memory costs far more than the copy: every page of it is cleared first.
         spare, self._spare = self._spare, {}
         return _copied(shards.tensors(self._state()), spare)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        own = self._state() if state is None else state
-        shards.write(folder, own, self.world.rank, self.world.size)
-        self._spare = state or {}
+        # Other copies of the model have nothing that the first one has not.
+        if not self._copy:
+            shards.write(folder, self._state() if state is None else state, *self._part)
+            self._spare = state or {}
 
     def load(self, folder: Path) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -302,6 +275,8 @@ class FSDPTrainer(Storages, Trainer):
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        if self.config.offload_optimizer:
+            offload.move(self.optimizer, set(self._parameters(self.policy)), offload.HOST)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Asked for its state, the module lets go of what it gathered for the last pass.
@@ -345,14 +320,19 @@ class FSDPTrainer(Storages, Trainer):
         # Imported by sharded trainers alone: it takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from rlinf.trainers.sharding import make_mesh, share_out
+        from rlinf.trainers.sharding import make_mesh, place_of, share_out
 
+        size = self.world.size
+        mesh = make_mesh(self.device, size, self.config.replicas if size > 1 else 1)
+        self._copy, *part = place_of(mesh)
+        self._part = (part[0], part[1])
         self._root, self._in_one = share_out(
             policy,
-            make_mesh(self.device, self.world.size, 1),
+            mesh,
             self.device,
             MixedPrecisionPolicy(
-                param_dtype=getattr(torch, self.config.param_dtype), reduce_dtype=torch.float32
+                param_dtype=getattr(torch, self.config.param_dtype),
+                reduce_dtype=getattr(torch, self.config.reduce_dtype),
             ),
             unit_bytes=self.config.unit_mb << 20,
             reshard_after_forward=self.config.reshard_after_forward,

@@ -16,7 +16,7 @@ from rlinf.residency import placed
 
 
 def make_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
-    """Processes in order; with ``replicas`` above one as a table, in whose rows shards are.
+    """Processes in order; with ``replicas`` above one as a table with a copy of the model a row.
 
     Raises:
         ConfigError: the replicas do not divide the processes.
@@ -65,6 +65,12 @@ def share_out(
         _give_memory(module, device)
         policy.fill()
     return root, not units
+
+
+def place_of(mesh: DeviceMesh) -> tuple[int, int, int]:
+    """This process's copy of the model, its part of that, and the number of parts."""
+    copy = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+    return copy, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
 def _give_memory(module: nn.Module, device: torch.device) -> None:

@@ -4,9 +4,6 @@ Two slots take turns, so a version is written while readers use the one before. 
 of its own, and readers hold a shared lock on it, the writer an exclusive one while it writes: no
 reader ever sees half a version, and the kernel drops the lock of a process that dies. Readers map
 a slot read-only and use the tensors in place. A reader that waits checks buckets as they come.
-
-The flat state of a slot is in its segment, or in memory of a GPU that readers open by the handle in
-the segment, only while they hold the lock: CUDA wants such memory to outlive all who have it open.
 """
 
 from __future__ import annotations
@@ -31,28 +28,14 @@ from torch import Tensor
 from rlinf.errors import TransferError
 from rlinf.private import is_private
 from rlinf.weights.buckets import Layout, checksum
-from rlinf.weights.handles import Exported, Handle, finish
 
 _FOLDER = Path("/dev/shm")
-_HEADER = struct.Struct("<8sqqqQQ")
+_HEADER = struct.Struct("<8sqqqQ")
 """Magic; version (-1: none, or being written); version that is being, or was, written and how many
-of its buckets are there; lengths of the layout's JSON, which follows, and of the handle's behind it
-(0: the flat state is here)."""
+of its buckets are there; length of the layout's JSON, which follows."""
 _VERSION, _PROGRESS = 8, 16
-_MAGIC = b"rlinfwt2"
+_MAGIC = b"rlinfwt3"
 _PAGE = 4096
-
-
-@dataclass
-class _WrittenSlot:
-    memory: SharedMemory
-    exported: Exported | None
-    """The flat state, where it is in memory of a GPU."""
-
-    def parts(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Checksums and flat state, in place."""
-        sums, flat = _parts(_buffer(self.memory), layout)
-        return sums, flat if self.exported is None else self.exported.flat
 
 
 class SharedWriter:
@@ -62,24 +45,15 @@ class SharedWriter:
         name: of the shared memory, unique on the node; readers need it.
         layout: of the state; it cannot change.
         timeout_s: how long to wait for readers that still use the version before the last.
-        device: where the flat states are, ``"cpu"`` or a GPU of this process. Readers of a GPU's
-            memory are other processes that see this GPU, and lose it with this process.
 
     Raises:
-        TransferError: no room for two states, or no such GPU.
+        TransferError: no room for two states.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: Layout,
-        timeout_s: float = 60,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, name: str, layout: Layout, timeout_s: float = 60) -> None:
         self._layout, self._timeout_s, self._name = layout, timeout_s, name
-        self._device = torch.device(device)
         self._newest = -1
-        self._slots: list[_WrittenSlot] = []
+        self._slots: list[SharedMemory] = []
         try:
             for slot in (0, 1):
                 self._make(f"{name}-{slot}")
@@ -104,48 +78,32 @@ class SharedWriter:
                     f"shared memory {self._name!r}: {entry.name!r} is missing or not of shape "
                     f"{entry.shape}; a state of another layout needs another writer"
                 )
-        slot = min(self._slots, key=lambda slot: _version(slot.memory))
-        with self._alone(slot.memory):
-            buffer = _buffer(slot.memory)
+        slot = min(self._slots, key=_version)
+        with self._alone(slot):
+            buffer = _buffer(slot)
             struct.pack_into("<qqq", buffer, _VERSION, -1, version, 0)
-            sums, flat = slot.parts(self._layout)
+            sums, flat = _parts(buffer, self._layout)
             for bucket in range(self._layout.buckets):
                 part = flat[self._layout.span(bucket)]
                 self._layout.pack(bucket, tensors, part)
                 sums[bucket : bucket + 1] = checksum(part)
                 struct.pack_into("<qq", buffer, _PROGRESS, version, bucket + 1)
-            finish(flat.device)
             struct.pack_into("<q", buffer, _VERSION, version)
         self._newest = version
 
     def close(self) -> None:
-        """Free the memory; readers keep what they have mapped of the host's.
-
-        Raises:
-            TransferError: readers did not let go of memory of a GPU. It stays; close again.
-        """
+        """Free the memory; readers keep what they have mapped."""
         while self._slots:
-            memory, exported = self._slots[-1].memory, self._slots[-1].exported
-            if exported is not None:
-                with self._alone(memory):
-                    # For readers that know the slot: its memory will hold something else.
-                    struct.pack_into("<qqq", _buffer(memory), _VERSION, -1, -1, 0)
-                    exported.free()
-            self._slots.pop()
+            memory = self._slots.pop()
             memory.unlink()
             # Where a tensor still points into it, it goes with the last one.
             with suppress(BufferError):
                 memory.close()
 
     def _make(self, name: str) -> None:
-        text, state = self._layout.to_json().encode(), self._layout.nbytes
-        exported, handle = None, b""
+        text = self._layout.to_json().encode()
+        size = _data_start(len(text), self._layout.buckets) + self._layout.nbytes
         with ExitStack() as undo:
-            if self._device.type != "cpu":
-                exported, state = Exported(max(1, state), self._device), 0
-                undo.callback(exported.free)
-                handle = exported.handle.to_json().encode()
-            size = _data_start(len(text) + len(handle), self._layout.buckets) + state
             try:
                 memory = SharedMemory(name, create=True, size=size)
                 undo.callback(memory.unlink)
@@ -158,9 +116,9 @@ class SharedWriter:
                     f"{_FOLDER} ({error}); enlarge it, or send weights another way"
                 ) from None
             buffer = _buffer(memory)
-            _HEADER.pack_into(buffer, 0, _MAGIC, -1, -1, 0, len(text), len(handle))
-            buffer[_HEADER.size : _HEADER.size + len(text) + len(handle)] = text + handle
-            self._slots.append(_WrittenSlot(memory, exported))
+            _HEADER.pack_into(buffer, 0, _MAGIC, -1, -1, 0, len(text))
+            buffer[_HEADER.size : _HEADER.size + len(text)] = text
+            self._slots.append(memory)
             undo.pop_all()
 
     @contextmanager
@@ -184,29 +142,20 @@ class SharedWriter:
 class SharedView:
     """A version in shared memory, kept from being overwritten until released.
 
-    ``tensors`` are in place, on the device of the memory. Do not write to them: on a CPU that ends
-    the process, on a GPU other readers would see it. The writer can publish one further version
-    while this one is held, not two.
+    ``tensors`` are in place. Do not write to them: that ends the process. The writer can publish
+    one further version while this one is held, not two.
     """
 
     version: int
     tensors: dict[str, Tensor]
     _lock: int
-    _device: torch.device
 
     def release(self) -> None:
-        """Let the writer have the slot; the tensors must not be used any more.
-
-        Finish copies of them first. Those that were started on the GPU are waited for here, on all
-        its streams; memory of a GPU stays open until no tensor points into it, so keep none.
-        """
+        """Let the writer have the slot; the tensors must not be used any more."""
         if self._lock >= 0:
-            try:
-                finish(self._device)
-                self.tensors = {}
-            finally:
-                os.close(self._lock)
-                self._lock = -1
+            self.tensors = {}
+            os.close(self._lock)
+            self._lock = -1
 
     def __enter__(self) -> SharedView:
         return self
@@ -221,11 +170,10 @@ class SharedView:
 
 
 class SharedReader:
-    """A reading end, of host memory or a GPU's.
+    """A reading end.
 
     Raises:
-        TransferError: no writer made memory of this name on this node, it is not ours, or it is a
-            GPU's that this process does not see.
+        TransferError: no writer made memory of this name on this node, or it is not ours.
     """
 
     def __init__(self, name: str) -> None:
@@ -240,7 +188,8 @@ class SharedReader:
         """
         for slot in self._slots:
             if slot.version() == -1:
-                slot.check_ahead()
+                # A bucket may just be about to change: a damaged one is looked at again.
+                slot.check()
         while (slot := max(self._slots, key=_MappedSlot.version)).version() > after:
             try:
                 lock = os.open(slot.path, os.O_RDONLY)
@@ -251,13 +200,12 @@ class SharedReader:
             try:
                 # A slot that is locked, or has changed since, is being written anew: look again.
                 if _locked(lock, fcntl.LOCK_SH) and (version := slot.version()) > after:
-                    flat, tensors = slot.state()
-                    if (damaged := slot.check(flat)) is not None:
+                    if (damaged := slot.check()) is not None:
                         raise TransferError(
                             f"shared memory {self._name!r}: bucket {damaged} of version {version} "
                             "is damaged; it is not served"
                         )
-                    view = SharedView(version, tensors, lock, flat.device)
+                    view = SharedView(version, slot.tensors, lock)
                     lock = -1
                     return view
             finally:
@@ -286,52 +234,27 @@ class _MappedSlot:
             ) from None
         if len(self._map) < _HEADER.size or self._map[:8] != _MAGIC:
             raise TransferError(f"shared memory {name!r} holds no weights")
-        *_, length, more = _HEADER.unpack_from(self._map)
-        text = self._map[_HEADER.size : _HEADER.size + length + more]
-        self._layout = Layout.from_json(text[:length])
-        self._handle = Handle.from_json(text[length:]) if more else None
-        room = len(self._map) - _data_start(length + more, self._layout.buckets)
-        if self._handle is not None and room >= 0:
-            room = self._handle.nbytes
-            self._handle.index()  # else only the first version would show that the GPU is hidden
+        *_, length = _HEADER.unpack_from(self._map)
+        self._layout = Layout.from_json(self._map[_HEADER.size : _HEADER.size + length])
+        room = len(self._map) - _data_start(length, self._layout.buckets)
         if room < self._layout.nbytes:
             raise TransferError(f"shared memory {name!r} is smaller than its layout")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._sums, self._flat = _parts(self._map, self._layout)
-        self._tensors = {} if self._handle else self._layout.views(self._flat)
+        self.tensors = self._layout.views(self._flat)
         self._seen, self._good = -1, 0
 
     def version(self) -> int:
         return _number(self._map, _VERSION)
 
-    def state(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The flat state and its tensors; to be called with the lock.
-
-        Raises:
-            TransferError: memory of a GPU cannot be opened.
-        """
-        if self._handle is None:
-            return self._flat, self._tensors
-        flat = self._handle.open()
-        return flat, self._layout.views(flat)
-
-    def check_ahead(self) -> None:
-        """Check what is there of a version that is being written; without the lock.
-
-        A bucket may just be about to change: a damaged one is looked at again. Memory of a GPU may
-        be gone without the lock, and is checked too fast for this to matter.
-        """
-        if self._handle is None:
-            self.check(self._flat)
-
-    def check(self, flat: Tensor) -> int | None:
+    def check(self) -> int | None:
         """Check the buckets that came since the last look; the first damaged one."""
         version, ready = struct.unpack_from("<qq", self._map, _PROGRESS)
         if version != self._seen:
             self._seen, self._good = version, 0
         for bucket in range(self._good, ready):
-            if checksum(flat[self._layout.span(bucket)]) != self._sums[bucket]:
+            if checksum(self._flat[self._layout.span(bucket)]) != self._sums[bucket]:
                 return bucket
             self._good = bucket + 1
         return None
@@ -351,14 +274,14 @@ def _number(buffer: memoryview | mmap.mmap, offset: int) -> int:
 
 
 def _data_start(text: int, buckets: int) -> int:
-    """Where the flat state begins: after header, texts and checksums, at a page."""
+    """Where the flat state begins: after header, text and checksums, at a page."""
     return math.ceil((_HEADER.size + text + 7 + 8 * buckets) / _PAGE) * _PAGE
 
 
 def _parts(buffer: memoryview | mmap.mmap, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]`` if here, in place."""
-    *_, length, handle = _HEADER.unpack_from(buffer)
-    start = _data_start(length + handle, layout.buckets)
+    """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
+    *_, length = _HEADER.unpack_from(buffer)
+    start = _data_start(length, layout.buckets)
     whole = torch.frombuffer(buffer, dtype=torch.uint8)
     sums = whole[start - 8 * layout.buckets : start].view(torch.int64)
     return sums, whole[start : start + layout.nbytes]

@@ -180,7 +180,7 @@ class Generator:
                 rest.append(trajectory)
             else:
                 marked = replace(trajectory, info={**trajectory.info, **mark})
-                sender.put(marked, weight=len(trajectory))
+                sender.put(marked)
                 ctx.progress(done, total, "samples")
         if not sender.flush():
             raise InputFailed(f"{to} did not take all trajectories")
@@ -189,7 +189,7 @@ class Generator:
         heir = self._heirs[claim]
         sender = self._outbox.writer(f"{out}:{unfinished(claim)}", [heir], 0, 1)
         for trajectory in rest:
-            sender.put(trajectory, weight=len(trajectory))
+            sender.put(trajectory)
         return rest, heir if sender.flush() else ""
 
     def _take_weights(self, ctx: Context, order: Mapping[str, Any]) -> None:

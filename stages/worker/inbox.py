@@ -16,9 +16,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlinf.channels.base import Channel, ChannelClosed, ChannelFailed
-from rlinf.channels.shared_memory import SharedMemoryChannel
-from rlinf.channels.socket import SocketChannel
+from rlinf.channels.base import ChannelClosed, ChannelFailed, Sink
+from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import DataError, InputError, RlinfError, StorageError
 from rlinf.threads import Malformed, serve
@@ -60,15 +60,10 @@ class Inbox:
         self._board, self._takers, self._passing = board, takers or {}, passing
         self.failure: str | None = None
         """Why nothing comes any more: its worker is of no use then."""
-        self._channels: list[SocketChannel | SharedMemoryChannel] = [
-            SocketChannel.create(folder, name)
-        ]
+        self._channels: list[SocketSource | SharedMemorySource] = [SocketSource(folder, name)]
         if shared:
             try:
-                shared_memory = SharedMemoryChannel.create(
-                    folder, name, size=SHARED_BYTES, hosted=True
-                )
-                self._channels.append(shared_memory)
+                self._channels.append(SharedMemorySource(folder, name, size=SHARED_BYTES))
             except StorageError as error:
                 log.warning("records come by socket: %s", error)
         self._malformed = Malformed(f"inbox of {name}")
@@ -77,18 +72,14 @@ class Inbox:
     @property
     def malformed(self) -> int:
         """Records and messages that were dropped because they made no sense."""
-        hubs = [c.hub for c in self._channels if isinstance(c, SocketChannel)]
-        dropped = sum(channel.malformed for channel in self._channels)
-        return self._malformed.count + dropped + sum(hub.malformed for hub in hubs if hub)
+        return self._malformed.count + sum(channel.malformed for channel in self._channels)
 
     def close(self) -> None:
         for channel, thread in zip(self._channels, self._threads, strict=True):
-            with contextlib.suppress(ChannelFailed):
-                channel.close()
+            channel.close()
             thread.join(5)
-            channel.leave()
 
-    def _work(self, channel: Channel) -> None:
+    def _work(self, channel: SocketSource | SharedMemorySource) -> None:
         failures, heard = 0, time.monotonic()
         while failures * AGAIN_S < PATIENCE_S:
             try:
@@ -98,7 +89,7 @@ class Inbox:
                     self._take(copied(record) if channel is not self._channels[0] else record)
                 return
             except ChannelFailed as error:
-                # A process that rested hears nothing of its own host for a while.
+                # One that writes may have been stopped in the middle, and go on or end.
                 failures = failures + 1 if time.monotonic() - heard < 2 * AGAIN_S else 1
                 heard, reason = time.monotonic(), str(error)
                 time.sleep(AGAIN_S)
@@ -152,7 +143,7 @@ class Outbox:
         self, folder: Path, cut: Callable[[str], None] = lambda _: None, name: str = ""
     ) -> None:
         self._folder, self._cut, self.name = folder, cut, name
-        self._open: dict[tuple[str, str], Channel] = {}
+        self._open: dict[tuple[str, str], Sink] = {}
         """By worker and way."""
         self._wanted: dict[str, dict[str, str]] = {}
         self._senders: dict[str, Sender] = {}
@@ -198,19 +189,19 @@ class Outbox:
         sender.admit(dict.fromkeys(workers, SOCKET))
         return sender
 
-    def open(self, name: str, way: str) -> Channel | None:
+    def open(self, name: str, way: str) -> Sink | None:
         """The inbox of a worker, its socket where it has no shared memory here.
 
         None: it has no inbox, or none that answers.
         """
-        kind = SharedMemoryChannel if way == SHARED_MEMORY else SocketChannel
+        kind = SharedMemorySink if way == SHARED_MEMORY else SocketSink
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
             if (name, way) not in self._open:
-                self._open[name, way] = kind.open(self._folder, name)
+                self._open[name, way] = kind(self._folder, name)
             return self._open[name, way]
         return self.open(name, SOCKET) if way == SHARED_MEMORY else None
 
-    def drop(self, name: str, channel: Channel | None) -> None:
+    def drop(self, name: str, channel: Sink | None) -> None:
         """Forget a connection to a worker that does not answer."""
         with self._lock:
             keys = [key for key, known in self._open.items() if known is channel]
@@ -223,7 +214,7 @@ class Outbox:
         left = channel if keys else None
         threading.Thread(target=self._parted, args=(name, left, tell), daemon=True).start()
 
-    def _parted(self, name: str, channel: Channel | None, tell: bool) -> None:
+    def _parted(self, name: str, channel: Sink | None, tell: bool) -> None:
         try:
             if channel is not None:
                 _leave(channel)
@@ -241,12 +232,12 @@ class Outbox:
             _leave(channel)
 
 
-def _leave(channel: Channel) -> None:
+def _leave(channel: Sink) -> None:
     """Leave once all that was put is there, or at once if the channel has failed."""
     with contextlib.suppress(ChannelClosed, ChannelFailed):
         channel.flush()
-    with contextlib.suppress(ChannelClosed, ChannelFailed):
-        channel.leave()
+    with contextlib.suppress(ChannelFailed):
+        channel.close()
 
 
 class Sender:
@@ -264,7 +255,7 @@ class Sender:
         made: Callable[[], list[Record]] = list,
     ) -> None:
         self._to, self._outbox, self._made = to, outbox, made
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, Sink] = {}
         # No record may come between those made before and the next one, or after the end.
         self._lock = threading.Lock()
         self._whole = True
@@ -287,13 +278,13 @@ class Sender:
                 before = [self._addressed(record) for record in self._made()]
                 self._send(name, before if self._end is None else [*before, self._end])
 
-    def put(self, record: Record, weight: int = 1) -> None:
+    def put(self, record: Record) -> None:
         with self._lock:
             self._put.add(record.identity.sample)
             if self._channels:
                 addressed = self._addressed(record)
                 for name in list(self._channels):
-                    self._send(name, [addressed], weight)
+                    self._send(name, [addressed])
 
     def close(self) -> None:
         with self._lock:
@@ -313,11 +304,11 @@ class Sender:
         # What is passed on says already who made it.
         return replace(record, info={FROM: self._outbox.name, **record.info, TO: self._to})
 
-    def _send(self, name: str, records: Sequence[Record], weight: int = 1) -> None:
+    def _send(self, name: str, records: Sequence[Record]) -> None:
         with self._leaving_out(name):
             for record in records:
                 try:
-                    self._channels[name].put(record, weight)
+                    self._channels[name].put(record)
                 except DataError as error:
                     raise DataError(
                         f"{self._to}: {error}; where records are that large, leave shared_memory "

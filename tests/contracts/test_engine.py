@@ -22,7 +22,7 @@ import torch
 from scipy import stats
 
 from rlinf.channels.base import ChannelClosed
-from rlinf.channels.reference import ReferenceChannel
+from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
 from rlinf.engines.base import (
@@ -86,13 +86,13 @@ class Tried:
 
     def answers(self, *requests: Record, seed: int = 7, hooks: Hooks = NO_HOOKS) -> Rows:
         """Replies to requests that are there from the beginning, by sample."""
-        channel = ReferenceChannel()
+        channel = LocalChannel()
         for request in requests:
             channel.put(request)
         channel.close()
         return self.read(channel, seed, hooks)
 
-    def read(self, channel: ReferenceChannel, seed: int = 7, hooks: Hooks = NO_HOOKS) -> Rows:
+    def read(self, channel: LocalChannel, seed: int = 7, hooks: Hooks = NO_HOOKS) -> Rows:
         found: Rows = {}
         for reply in self.engine.generate(channel, seed=seed, stage="rollout", hooks=hooks):
             check_columns(reply, TOKEN_REPLY if self.kind == "tokens" else ACTION_REPLY)
@@ -326,7 +326,7 @@ def test_a_sample_does_not_depend_on_the_requests_around_it(tried: Tried) -> Non
 def test_seeds_stages_iterations_and_samples_differ(tried: Tried) -> None:
     def drawn(**changes: Any) -> bytes:
         asked = tried.request([changes.pop("sample", 0)], same=True, **changes.pop("info", {}))
-        channel = ReferenceChannel()
+        channel = LocalChannel()
         channel.put(Record(Identity(changes.pop("iteration", 0), 0), asked.steps, info=asked.info))
         channel.close()
         address = {"seed": 7, "stage": "rollout", **changes}
@@ -404,7 +404,7 @@ def test_a_stop_string_ends_a_sample_wherever_its_tokens_divide_it(talker: Tried
 
 def test_requests_that_arrive_late_join(tried: Tried) -> None:
     """One comes while the first is under way, and is done before what was there before it."""
-    channel, steps = ReferenceChannel(), 0
+    channel, steps = LocalChannel(), 0
     first = tried.request(range(8), horizon=60)
     late = tried.request([20, 21], horizon=3)
 
@@ -470,7 +470,7 @@ def test_what_a_hook_raises_ends_it(tried: Tried) -> None:
 
 def test_a_channel_that_closes_empty_is_answered_with_nothing(tried: Tried) -> None:
     assert tried.answers() == {}
-    channel = ReferenceChannel()
+    channel = LocalChannel()
     channel.fail("the environment failed")
     with pytest.raises(Exception, match="the environment failed") as error:
         tried.read(channel)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.channels.reference import ReferenceChannel
+from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
 from rlinf.fit import ACTS, LANGUAGE_MODEL
@@ -126,7 +126,7 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
         "prompt": np.array([np.pad(prompt, (0, 9 - len(prompt))) for prompt in prompts]),
         "prompt_length": np.array([len(prompt) for prompt in prompts]),
     }
-    channel, records = ReferenceChannel(), []
+    channel, records = LocalChannel(), []
     channel.put(Record(Identity(0, 0), steps, info={"horizon": 6, "temperature": temperature}))
     channel.close()
     for reply in engine.generate(channel, seed=1, stage="rollout"):

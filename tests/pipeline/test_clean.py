@@ -18,19 +18,19 @@ from pipeline.commands.cli import app
 from pipeline.commands.experiment import prepare
 from rlinf import leftovers
 from rlinf.alive import space
-from rlinf.channels import shared_memory
+from rlinf.channels import segment
 from rlinf.leftovers import SHM, segment_name, sweep
 
 WRITE = """
 import sys, time, torch
 from pathlib import Path
-from rlinf.channels.shared_memory import SharedMemoryChannel
+from rlinf.channels.shared_memory import SharedMemorySource
 from rlinf.leftovers import segment_name
 from rlinf.weights.buckets import Layout
 from rlinf.weights.shared import SharedWriter
 name = segment_name()
 writer = SharedWriter(name, Layout.of({"w": torch.zeros(100_000)}))
-channel = SharedMemoryChannel.create(Path(sys.argv[1]), "x", size=1 << 20)
+channel = SharedMemorySource(Path(sys.argv[1]), "x", size=1 << 20)
 print(name, channel._segment.name, flush=True)
 time.sleep(60)
 """
@@ -56,8 +56,8 @@ def killed(tmp_path: Path) -> Iterator[tuple[list[Path], Callable[[], None]]]:
     yield segments, kill
     if child.poll() is None:
         kill()
-    for segment in segments:
-        segment.unlink(missing_ok=True)
+    for path in segments:
+        path.unlink(missing_ok=True)
 
 
 def test_memory_of_a_killed_group_is_swept_by_the_next_process(
@@ -65,7 +65,7 @@ def test_memory_of_a_killed_group_is_swept_by_the_next_process(
 ) -> None:
     segments, kill = killed
     sweep()
-    shared_memory.sweep(older_than_s=0)
+    segment.sweep(older_than_s=0)
     assert [path.exists() for path in segments] == [True] * 3, "its process lives"
     kill()
     done = subprocess.run(
@@ -74,7 +74,7 @@ def test_memory_of_a_killed_group_is_swept_by_the_next_process(
         check=False,
     )
     assert done.returncode == 65
-    shared_memory.sweep(older_than_s=0)
+    segment.sweep(older_than_s=0)
     assert [path.exists() for path in segments] == [False] * 3
 
 

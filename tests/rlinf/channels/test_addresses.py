@@ -27,7 +27,7 @@ from rlinf.channels.curve import (
     own_addresses,
     reachable,
 )
-from rlinf.channels.socket import SocketChannel
+from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 from rlinf.errors import ConfigError
 
@@ -35,17 +35,17 @@ NODE = """
 import sys
 from pathlib import Path
 from rlinf.channels.control import Link
-from rlinf.channels.socket import SocketChannel
+from rlinf.channels.socket import SocketSink, SocketSource
 folder = Path(sys.argv[1])
-mine = SocketChannel.create(folder, "node")
+mine = SocketSource(folder, "node")
 link = Link(folder, "w", {})
-(record,) = list(SocketChannel.open(folder, "outside"))
-mine.put(record)
+outside = SocketSink(folder, "outside")
+outside.put(mine.get())
+outside.close()
 while not link.orders(0.2):
     pass
-mine.close()
 link.close()
-mine.leave()
+mine.close()
 """
 RANK = """
 import os, sys
@@ -103,21 +103,20 @@ def test_addresses_of_this_node_come_last() -> None:
 
 def test_a_node_without_a_way_out_serves_and_is_served(tmp_path: Path) -> None:
     with namespace() as name, closing(Controller(tmp_path)) as controller:
-        outside = SocketChannel.create(tmp_path, "outside")
-        outside.put(Record(Identity(0, 1, 2), {"actions": np.arange(3)}))
-        outside.close()
+        outside = SocketSource(tmp_path, "outside")
         command = ["ip", "netns", "exec", name, sys.executable, "-c", NODE, str(tmp_path)]
         with subprocess.Popen(command) as node:
             events = []
             while not events and node.poll() is None:
                 events = controller.events(1)
             assert isinstance(events[0], Joined)
-            channel = open_soon(tmp_path, "node")
-            assert channel.get().identity == Identity(0, 1, 2)
+            inside = open_soon(tmp_path, "node")
+            inside.put(Record(Identity(0, 1, 2), {"actions": np.arange(3)}))
+            assert outside.get().identity == Identity(0, 1, 2)
+            inside.close()
             controller.send("w", {"do": "leave"})
             assert node.wait(30) == 0
-        channel.leave()
-        outside.leave()
+        outside.close()
 
 
 def test_the_interface_is_the_one_that_leads_there(tmp_path: Path) -> None:
@@ -137,10 +136,10 @@ def test_ranks_on_nodes_of_which_one_has_no_way_out_form_a_group(tmp_path: Path)
         assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
 
 
-def open_soon(folder: Path, name: str) -> SocketChannel:
+def open_soon(folder: Path, name: str) -> SocketSink:
     while not (folder / f"{name}.socket.json").exists():
         time.sleep(0.05)
-    return SocketChannel.open(folder, name)
+    return SocketSink(folder, name)
 
 
 @contextmanager

@@ -204,7 +204,7 @@ def test_a_new_controller_takes_over_the_workers_and_what_was_not_handled(tmp_pa
         assert line(child) == "Joined"
         link.report({"i": 0})
         assert numbers(link, 1)[:1] == [0]
-        assert eventually(lambda: len(link._reports) == 0), "the first report was handled"
+        assert eventually(lambda: len(link._outbox) == 0), "the first report was handled"
         link.report({"i": 1})
         assert [line(child), line(child)] == ["Report", "Report"]
         old = pointer(tmp_path)
@@ -242,7 +242,7 @@ def test_orders_not_taken_go_with_their_driver(tmp_path: Path) -> None:
     with closing(Controller(tmp_path, interface="127.0.0.1")) as first:
         events(first, 1)
         first.send("w", {"i": 0})
-        assert eventually(lambda: len(link._orders) == 1)
+        assert eventually(lambda: len(link._items) == 1)
     with closing(Controller(tmp_path, interface="127.0.0.1")) as second:
         second.send("w", {"i": 1})
         assert len(events(second, 1)) == 1
@@ -258,20 +258,22 @@ def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) 
     stale.curve_secretkey = keys.host_secret.encode()
     stale.bind("tcp://127.0.0.1:*")
     address = stale.getsockopt_string(zmq.LAST_ENDPOINT)
-    write_pointer(tmp_path / POINTER, {"addresses": [address], "token": "present"})
+    known = {"timeout_s": 10.0, "max_bytes": 1 << 20}
+    write_pointer(tmp_path / POINTER, {"addresses": [address], "token": "present", **known})
     link = Link(tmp_path, "w", {})
     assert stale.poll(int(WAIT_S * 1000))
     name, hello = stale.recv_multipart()
     assert msgpack.unpackb(hello)[:3] == ["hello", "present", "w"]
 
     def say(token: str, number: int) -> None:
-        word = ("word", token, 0, 0, 0, number, [msgpack.packb({"i": number})])
-        stale.send_multipart([name, msgpack.packb(word)])
+        item = msgpack.packb({"i": number})
+        word = ("word", token, 0, 0, False, 0, number, [len(item)])
+        stale.send_multipart([name, msgpack.packb(word), item])
 
     say("former", 0)
     stale.send_multipart([name, msgpack.packb(("retired", "former"))])
     stale.send_multipart([name, b"\xc1"])
-    stale.send_multipart([name, msgpack.packb(("word", "present", 1, 1, 0, 0, []))])
+    stale.send_multipart([name, msgpack.packb(("word", "present", 1, 1, False, 0, 0, []))])
     say("present", 0)
     assert numbers(link, 1) == [0]
     assert link.malformed == 2
@@ -465,7 +467,7 @@ def test_messages_that_make_no_sense_are_dropped_and_counted(
         [packed(7)],
         [packed({"hello": 1})],
         [packed(("unknown", token))],
-        [packed(("word", token, 0, 0, 0, [], None))],
+        [packed(("word", token, 0, False, 0, 0, None, []))],
         [packed(("bye", token))],
         [packed(("hello", token, "", empty, empty))],
         [packed(("hello", token, 5, empty, empty))],
@@ -480,25 +482,28 @@ def test_messages_that_make_no_sense_are_dropped_and_counted(
     assert eventually(lambda: controller.malformed == len(bad))
     broken.send(packed(("hello", token, "b", empty, empty)))
     assert isinstance(events(controller, 1)[0], Joined)
-    worse: list[tuple[Any, ...]] = [
-        ("word", token, 1, 0, 0, [], None),
-        ("word", token, -1, 0, 0, [], None),
-        ("word", token, "0", 0, 0, [], None),
-        ("word", token, 0, 1, 0, [], None),
-        ("word", token, 0, 0, 0, [empty, b"\xc1"], None),
-        ("word", token, 0, 0, 0, [empty, 5], None),
-        ("word", token, 0, 0, 0, 5, None),
-        ("word", token, 0, 0, 0, [], b"\xc1"),
-        ("hello", token, "w", empty, empty),
+    worse: list[list[bytes]] = [
+        [packed(("word", token, 1, False, 0, 0, None, []))],
+        [packed(("word", token, -1, False, 0, 0, None, []))],
+        [packed(("word", token, "0", False, 0, 0, None, []))],
+        [packed(("word", token, 0, False, 1, 0, None, []))],
+        [packed(("word", token, 0, False, 0, 0, None, [1, 1])), empty],
+        [packed(("word", token, 0, False, 0, 0, None, [-1, 2])), empty],
+        [packed(("word", token, 0, False, 0, 0, None, [1])), empty, empty],
+        [packed(("word", token, 0, False, 0, 0, None, [1]))],
+        [packed(("word", token, 0, False, 0, 0, None, 5))],
+        [packed(("word", token, 0, False, 0, 0, b"\xc1", []))],
+        [packed(("hello", token, "w", empty, empty))],
+        [packed(("word", token, 0, False, 0, 0, None, [1])), b"\xc1"],
     ]
-    for message in worse:
-        broken.send(packed(message))
+    for frames in worse:
+        broken.send_multipart(frames)
     assert eventually(lambda: controller.malformed == len(bad) + len(worse))
     randomness = random.Random(0)
     for _ in range(300):
-        noise = bytearray(packed(("word", token, 0, 0, 0, [empty], empty)))
+        noise = bytearray(packed(("word", token, 0, False, 0, 0, empty, [1])))
         noise[randomness.randrange(len(noise))] = randomness.randrange(256)
-        broken.send(bytes(noise))
+        broken.send_multipart([bytes(noise), empty])
     controller.send("w", {"i": 0})
     assert numbers(link, 1) == [0]
     link.report({"i": 0})

@@ -87,7 +87,7 @@ def test_a_file_that_is_no_channel_is_refused(tmp_path: Path) -> None:
         read_records(path)
 
 
-def test_batches_by_weight_and_the_end(tmp_path: Path) -> None:
+def test_nothing_is_put_after_the_end_and_nothing_read_beyond_it(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path, "t")
     for i, n in enumerate([4, 4, 9]):
         writer.put(Record(Identity(0, i), {"x": np.zeros(n)}))
@@ -95,8 +95,7 @@ def test_batches_by_weight_and_the_end(tmp_path: Path) -> None:
     with pytest.raises(ChannelClosed):
         writer.put(Record(Identity(0, 9), {"x": np.zeros(1)}))
     reader = FileReader(tmp_path.glob("*.h5"))
-    assert [r.identity.sample for r in reader.get_batch(8)] == [0, 1]
-    assert [r.identity.sample for r in reader.get_batch(8)] == [2]
+    assert [r.identity.sample for r in reader] == [0, 1, 2]
     with pytest.raises(ChannelClosed):
         reader.get()
 

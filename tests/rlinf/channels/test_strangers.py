@@ -37,16 +37,16 @@ def files():
     return len(os.listdir("/proc/self/fd"))
 """
 CHANNEL = """
-from rlinf.channels.socket import SocketChannel
+from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
-mine = SocketChannel.create(folder, "c")
-host, address = mine.hub, pointed("c.socket.json")
+host = SocketSource(folder, "c")
+address = pointed("c.socket.json")
 def exchange():
-    other = SocketChannel.open(folder, "c")
+    other = SocketSink(folder, "c")
     other.put(Record(Identity(0, 1)))
     other.flush()
-    assert mine.get().identity.sample == 1
-    other.leave()
+    assert host.get().identity.sample == 1
+    other.close()
 """
 CONTROL = """
 from rlinf.channels.control import Controller, Link

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +35,12 @@ def test_micro_batches_stay_within_the_budget(items: list[int], budget: int) -> 
     assert sorted(i for group in groups for i in group) == list(range(len(items)))
     for group in groups:
         assert len(group) == 1 or max(items[i] for i in group) * len(group) <= budget
+    groups = micro_batches(items, range(len(items)), budget, padded=False)
+    assert sorted(i for group in groups for i in group) == list(range(len(items)))
+    assert all(len(group) == 1 or sum(items[i] for i in group) <= budget for group in groups)
+    # Nothing is padded: no group ends before it is full.
+    for one, after in itertools.pairwise(groups):
+        assert sum(items[i] for i in [*one, after[0]]) > budget
 
 
 @settings(deadline=None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.channels.reference import ReferenceChannel
+from rlinf.channels.local import LocalChannel
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.engines.base import NO_HOOKS, Hooks
@@ -57,7 +57,7 @@ def ask(
         {"sample": np.asarray(samples), "observation": observations},
         info={"time": time, "horizon": 5, "temperature": temperature},
     )
-    channel = ReferenceChannel()
+    channel = LocalChannel()
     channel.put(wanted)
     channel.close()
     (reply,) = engine.generate(channel, seed=seed, stage=stage, hooks=hooks)
@@ -230,7 +230,7 @@ def test_a_policy_of_pictures_text_and_chunks_needs_no_engine_of_its_own(tmp_pat
     }
 
     def answer(rows: list[int], temperature: float = 1.0) -> dict[str, np.ndarray]:
-        channel = ReferenceChannel()
+        channel = LocalChannel()
         info = {"time": 1, "horizon": 3, "temperature": temperature}
         channel.put(Record(Identity(0, 0), {n: c[rows] for n, c in steps.items()}, info=info))
         channel.close()

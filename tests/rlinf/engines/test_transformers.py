@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.channels.reference import ReferenceChannel
+from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.data.sampling import Sampling
 from rlinf.engines.base import NO_HOOKS, Hooks
@@ -54,8 +54,8 @@ def request(lengths: list[int], horizon: int = 10, temperature: float = 1.0) -> 
     )
 
 
-def asked(*requests: Record) -> ReferenceChannel:
-    channel = ReferenceChannel()
+def asked(*requests: Record) -> LocalChannel:
+    channel = LocalChannel()
     for wanted in requests:
         channel.put(wanted)
     channel.close()

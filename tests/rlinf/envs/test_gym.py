@@ -14,7 +14,7 @@ import pytest
 from pipeline.check import check
 from pipeline.commands.experiment import execute
 from rlinf.channels.base import Channel
-from rlinf.channels.reference import ReferenceChannel
+from rlinf.channels.local import LocalChannel
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
@@ -144,7 +144,7 @@ def played(
     horizon: int = 40,
 ) -> list[Record]:
     """Three starts, simulated against a scripted engine."""
-    asked, answers = ReferenceChannel(), ReferenceChannel()
+    asked, answers = LocalChannel(), LocalChannel()
     worker = threading.Thread(target=script(act), args=(asked, answers))
     worker.start()
     episodes = Episodes(1, iteration, split, range(3), 3, group_size, horizon, 1.0)
@@ -278,7 +278,7 @@ def test_whatever_a_policy_says_of_its_actions_is_in_the_trajectory(processes: i
         return {"chain": seen[:, None, :2] * np.arange(3, dtype=np.float32)[None, :, None]}
 
     task = GymEnvironment(GymConfig(id="CartPole-v1", processes=processes), None)
-    asked, answers = ReferenceChannel(), ReferenceChannel()
+    asked, answers = LocalChannel(), LocalChannel()
     worker = threading.Thread(target=script(balance, chain), args=(asked, answers))
     worker.start()
     try:

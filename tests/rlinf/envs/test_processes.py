@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.channels.base import ChannelClosed
-from rlinf.channels.reference import ReferenceChannel
+from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
@@ -167,14 +167,14 @@ def test_an_error_of_the_policy_is_raised_and_ends_the_processes(tmp_path: Path)
 
 
 def test_a_policy_that_answers_no_more_is_not_taken_for_a_dead_simulator() -> None:
-    actions = ReferenceChannel()
+    actions = LocalChannel()
     actions.close()
     episodes = Episodes(1, 2, "train", range(4), 4, 1, 30, 1.0)
     with (
         simulators(CARTPOLE, processes=2) as environment,
         pytest.raises(ChannelClosed, match="answers no more"),
     ):
-        list(environment.simulate(episodes, ReferenceChannel(), actions))
+        list(environment.simulate(episodes, LocalChannel(), actions))
 
 
 def test_what_a_simulator_refuses_is_not_tried_again(tmp_path: Path) -> None:

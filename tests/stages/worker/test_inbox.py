@@ -291,9 +291,9 @@ def test_an_inbox_that_broke_for_good_says_so(
     """Its worker must be replaced: what others send would never reach a stage."""
     monkeypatch.setattr("stages.worker.inbox.PATIENCE_S", 1.0)
     board = Board()
-    inbox = Inbox(tmp_path, "a", board)
+    inbox = Inbox(tmp_path, "a", board, shared=True)
     output = board.output("it/0000/rollout")
-    inbox._channels[0].fail("broken")
+    inbox._channels[1]._fail("broken")  # type: ignore[union-attr]
     assert until(lambda: inbox.failure is not None)
     assert "broken" in str(inbox.failure)
     with pytest.raises(InputFailed, match="no longer arrive"):
