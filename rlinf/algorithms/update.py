@@ -153,10 +153,8 @@ def engine_gap(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
     """How far engine and trainer differ on the steps that both chose with equal weights."""
     if batch.fresh is None:
         return {}
-    gap, fresh = (
-        (logprobs.detach() - batch.require("rollout_logprobs")).abs(),
-        batch.fresh * batch.mask,
-    )
+    gap = (logprobs.detach() - batch.require("rollout_logprobs")).abs()
+    fresh = batch.fresh * batch.mask
     return {GAP: (fresh * gap).sum(), STEPS: fresh.sum()}
 
 
