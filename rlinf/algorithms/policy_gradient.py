@@ -80,6 +80,10 @@ class PolicyGradient(Algorithm):
     def minibatches(self) -> int:
         return int(self.config.minibatches)
 
+    @property
+    def streams(self) -> bool:
+        return self.by_group and self.config.epochs == self.config.minibatches == 1
+
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         by_minibatches(self, learner, parts)
 

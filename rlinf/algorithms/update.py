@@ -35,14 +35,9 @@ def by_minibatches(
     algorithm: PolicyGradient, learner: Learner, parts: Iterable[list[Sample]]
 ) -> None:
     """The whole update."""
-    update, settings = _Update(algorithm, learner), algorithm.config
+    update = _Update(algorithm, learner)
     # Whether a part of the batch has a gradient of its own, whatever the others hold.
-    streams = (
-        learner.accumulates
-        and algorithm.by_group
-        and settings.epochs == settings.minibatches == 1
-        and not learner.policy.observes
-    )
+    streams = algorithm.streams and learner.accumulates and not learner.policy.observes
     every: list[Sample] = []
     for part in parts:
         every += part
@@ -158,10 +153,8 @@ def engine_gap(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
     """How far engine and trainer differ on the steps that both chose with equal weights."""
     if batch.fresh is None:
         return {}
-    gap, fresh = (
-        (logprobs.detach() - batch.require("rollout_logprobs")).abs(),
-        batch.fresh * batch.mask,
-    )
+    gap = (logprobs.detach() - batch.require("rollout_logprobs")).abs()
+    fresh = batch.fresh * batch.mask
     return {GAP: (fresh * gap).sum(), STEPS: fresh.sum()}
 
 

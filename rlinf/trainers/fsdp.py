@@ -7,11 +7,9 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection, Section
-from rlinf.data.packing import Span, balance, even_batches, micro_batches
+from rlinf.data.packing import Span
 from rlinf.data.record import Record
 from rlinf.errors import StageError
 from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights, joined
@@ -31,6 +29,7 @@ from rlinf.sharded import gathered, local, memory
 from rlinf.tensors import State
 from rlinf.trainers import offload, shards
 from rlinf.trainers.base import LossFunction, Trainer
+from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.optimizer import MOMENTS, choose, make_optimizer
 from rlinf.trainers.recompute import recompute_blocks
@@ -64,18 +63,6 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = True
     unit_mb: int = Field(default=32, ge=0)
     """Least size of the parameters, MiB, that several processes gather at once."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A minibatch cut for one lane of this rank: micro-batches of rows.
-
-    All ranks run the same number of micro-batches, for collectives must match; one with fewer
-    repeats a small row with ``real`` false and weight zero. One process pads nothing.
-    """
-
-    batches: list[list[Span]]
-    real: list[bool]
 
 
 class FSDPTrainer(Storages, Trainer):
@@ -123,61 +110,17 @@ class FSDPTrainer(Storages, Trainer):
     def cut(
         self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
     ) -> list[Cut]:
-        """The micro-batches of each lane of this rank.
-
-        Every rank computes the cuts of all ranks and so knows how many micro-batches they run.
-        """
-        units = [[row] for row in range(len(records))] if together is None else together
-        if sorted(row for unit in units for row in unit) != list(range(len(records))):
-            raise ValueError("each row has to be in one micro-batch")
-        pieces, own = list[list[Span]](), list[list[int]]()
-        for unit in units:
-            found = self._pieces(unit, records)
-            own.append(list(range(len(pieces), len(pieces) + len(found))))
-            pieces += found
-        costs = [self._cost(piece, records) for piece in pieces]
-        lanes = len(self._lanes)
-        budget, speeds = self.config.token_budget, self.world.speeds
-        # All of a trajectory is one process's, which says what it is to others.
-        totals = [sum(costs[piece] for piece in numbers) for numbers in own]
-        given = [
-            [piece for unit in items for piece in own[unit]]
-            for items in balance(totals, [speed for speed in speeds for _ in range(lanes)])
-        ]
-
-        def spans(batches: list[list[int]]) -> list[list[Span]]:
-            return [[span for item in items for span in pieces[item]] for items in batches]
-
-        padded = not self.config.packing
-        cuts = [micro_batches(costs, items, budget, padded=padded) for items in given]
-        if self.world.size == 1:
-            return [Cut(spans(mine), [True] * len(mine)) for mine in cuts]
-        count = max(1, *map(len, cuts))
-        out = []
-        for items in given[self.world.rank * lanes :][:lanes]:
-            # Ranks wait for each other at every micro-batch, so each rank's are of one size.
-            mine = even_batches(costs, items, count, padded=padded)
-            missing = count - len(mine)
-            filler = [min(items, key=lambda i: costs[i])] if items else [0]
-            real = [True] * len(mine) + [False] * missing
-            out.append(Cut(spans(mine + [filler] * missing), real))
-        return out
-
-    def _pieces(self, unit: Sequence[int], records: Sequence[Record]) -> list[list[Span]]:
-        """What of a unit is evaluated at once: all of it, or less where its steps stand alone."""
-        whole = [Span(row, 0, len(records[row])) for row in unit]
-        if len(unit) > 1 or not self.policy.stepwise:
-            return [whole]
-        (row, _, length), cost = whole[0], self._cost(whole, records)
-        count = max(1, min(length, -(-cost // self.config.token_budget)))
-        bounds = [length * k // count for k in range(count + 1)]
-        return [[Span(row, *pair)] for pair in itertools.pairwise(bounds)]
-
-    def _cost(self, piece: Sequence[Span], records: Sequence[Record]) -> int:
-        """Positions of a piece, padded ones too unless rows are packed."""
-        parts = (records[span.row].part(span.start, span.stop) for span in piece)
-        costs = [self.policy.cost(part) for part in parts]
-        return sum(costs) if self.config.packing else len(piece) * max(costs)
+        """The micro-batches of each lane of this rank."""
+        return cut(
+            self.policy,
+            records,
+            together,
+            budget=self.config.token_budget,
+            padded=not self.config.packing,
+            speeds=self.world.speeds,
+            rank=self.world.rank,
+            lanes=len(self._lanes),
+        )
 
     def forward(
         self, records: Sequence[Record], temperature: float
