@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -18,9 +19,12 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from rlinf.channels.world import GROUP, SHARES
 from rlinf.errors import EXIT_REQUEUE, PlanError
+from slurm.client import WARNINGS
 from slurm.ids import COMPONENT, own_id
 from slurm.requeue import requeue
 
@@ -58,7 +62,11 @@ class ModuleCall:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
         os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
         rank = set_rank_variables(self.shares)
+        # A warning while the module and its libraries are still read, which takes long on a shared
+        # filesystem, is no failure: nothing was begun.
+        _on_warning(_asked_to_stop)
         code = run_module(self.module, self.argv)
+        _on_warning(signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
         if code == EXIT_REQUEUE and self.requeues:
@@ -80,6 +88,15 @@ class ModuleCall:
             temporary.replace(note)
         else:
             temporary.unlink()
+
+
+def _on_warning(handler: Any) -> None:
+    for number in WARNINGS:
+        signal.signal(number, handler)
+
+
+def _asked_to_stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_REQUEUE)
 
 
 def run_module(module: str, argv: tuple[str, ...]) -> int:

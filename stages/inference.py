@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf.data.counted import counted
+from rlinf.data.counted import counted_choices
 from rlinf.data.record import Record
 from stages.context import Context
 from stages.parts import held_policy, held_reference, make_algorithm
@@ -27,7 +27,7 @@ def run(ctx: Context) -> None:
                     column = columns.setdefault(row, {})
                     logprobs = outputs.logprobs.numpy()
                     gap = logprobs - trajectories[row].steps["logprobs"]
-                    gaps.append(gap[counted(trajectories[row])])
+                    gaps.append(counted_choices(trajectories[row], gap))
                     if algorithm.needs_old_logprobs:
                         column["logprobs"] = logprobs
                     if outputs.values is not None:

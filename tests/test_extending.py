@@ -33,7 +33,7 @@ ACTING = ["rollout.batch=4", "rollout.horizon=16", "evaluate.samples=2"]
 WRITING = [
     word.removeprefix("++")
     for word in TINY
-    if not word.startswith(("++run.name", "iterations", "++algorithm.drop_equal_groups"))
+    if not word.startswith(("++run.name", "iterations", "++algorithm."))
 ]
 MOST_LINES = 60
 
@@ -47,7 +47,7 @@ def test_the_page_shows_the_files_as_they_are(path: Path) -> None:
 
 
 def test_the_page_names_every_kind_and_every_grain() -> None:
-    assert len(HERE) == 8
+    assert len(HERE) == 9
     assert len(JOBS) == 2
 
 

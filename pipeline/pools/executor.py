@@ -8,13 +8,13 @@ memory any more (a pool was lost, or came late) is read from disk once it is com
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from launchers.base import Launcher
 from pipeline.driver import Outcome
@@ -35,6 +35,7 @@ from rlinf.channels.control import Controller, Joined, Lost, Report
 from rlinf.errors import (
     EXIT_BAD_INPUT,
     EXIT_REQUEUE,
+    DataError,
     InputError,
     RequeueRequested,
     StageError,
@@ -43,6 +44,18 @@ from slurm.jobs import State, Status
 from stages.layout import CHANNELS, POOLS, STATUS
 from stages.names import CLAIM
 from stages.runner import StageCall
+from stages.worker.messages import (
+    ClaimEnded,
+    Cut,
+    Drop,
+    Gathered,
+    HasWeights,
+    Leave,
+    Order,
+    Said,
+    StageEnded,
+    read_report,
+)
 
 PROGRESS = ("stage", "done", "total", "what")
 EVENTS_S = 0.25
@@ -96,8 +109,8 @@ class PoolExecutor:
         assert self._controller is not None
         return self._controller
 
-    def _send(self, worker: str, order: dict[str, Any]) -> None:
-        self._control.send(worker, order)
+    def _send(self, worker: str, order: Order) -> None:
+        self._control.send(worker, order.packed())
 
     def start(self, node: Node, call: StageCall) -> None:
         if self._controller is None:
@@ -118,12 +131,13 @@ class PoolExecutor:
         for event in self._control.events(EVENTS_S):
             if isinstance(event, Report):
                 try:
-                    self._reported(event, ended)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    said = read_report(event.content)
+                except DataError as error:
                     raise StageError(
-                        f"{event.worker} sent a report that makes no sense ({error!r}): its "
+                        f"{event.worker} sent a report that makes no sense ({error}): its "
                         f"program is broken or of another version; its log says more"
-                    ) from error
+                    ) from None
+                self._reported(event.worker, said, ended)
             elif isinstance(event, Joined):
                 self._joined(event)
             elif isinstance(event, Lost):
@@ -166,13 +180,15 @@ class PoolExecutor:
         try:
             for member in members:
                 for worker in member.workers(member.size):
-                    self._control.send(worker, {"do": "leave"})
+                    self._send(worker, Leave())
             deadline = time.monotonic() + LEAVE_S
             while any(m.joined for m in members) and time.monotonic() < deadline:
                 for event in self._control.events(EVENTS_S):
                     found = self._member(event.worker)
-                    if isinstance(event, Report) and "claim" in event.content:
-                        self._generators.reported(event.worker, event.content)
+                    if isinstance(event, Report):
+                        with contextlib.suppress(DataError):
+                            if isinstance(said := read_report(event.content), ClaimEnded):
+                                self._generators.reported(event.worker, said)
                     elif isinstance(event, Lost) and found is not None:
                         found[1].joined.pop(rank_of(event.worker), None)
         finally:
@@ -190,7 +206,7 @@ class PoolExecutor:
         members = [m for pool in self._slots() if (m := pool.active) is not None]
         workers = [m.workers(1)[0] for m in members if not m.given]
         for worker, order in self._generators.orders(workers, self._helpers()):
-            self._control.send(worker, order)
+            self._send(worker, order)
 
     def _helpers(self) -> dict[str, int]:
         """Workers that generate beside their stages, and the earliest iteration these are of."""
@@ -216,7 +232,7 @@ class PoolExecutor:
     def _drop(self, worker: str) -> None:
         """Have a generator forget its claims; others get them, and it gets new ones."""
         self._generators.lost(worker)
-        self._control.send(worker, {"do": "drop"})
+        self._send(worker, Drop())
 
     def _slots(self) -> list[PoolState]:
         return [pool for pool in self._pools if pool.slot is not None]
@@ -268,38 +284,43 @@ class PoolExecutor:
                 self._drop(event.worker)
         else:
             # A lease that an earlier driver had already renewed.
-            self._control.send(event.worker, {"do": "leave"})
+            self._send(event.worker, Leave())
 
-    def _reported(self, event: Report, ended: dict[Node, Outcome]) -> None:
-        found = self._member(event.worker)
-        if "claim" in event.content:
-            done = self._generators.reported(event.worker, event.content)
-            if found is not None and done:
-                found[0].failures, found[1].finished = 0, found[1].finished + 1
-            return
-        if "weights" in event.content:
-            weights = (event.content[key] for key in ("weights", "attempt", "iteration"))
-            self._generators.has(event.worker, *weights)
-            return
-        if "cut" in event.content:
-            taker = self._member(str(event.content["cut"]))
-            if found is not None and taker is not None:
-                self._orders.renew(found[1], taker[1])
-            return
-        stage, _, iteration = str(event.content["node"]).partition("/")
-        node = Node(stage, int(iteration))
-        if found is None or node not in found[1].given:
-            return
-        pool, member = found
-        if "there" in event.content:
-            self._generators.arrived(node, event.content["there"])
-            return
-        code = int(event.content["code"])
-        if code == 0 and rank_of(event.worker):
-            return  # rank 0 speaks for all when a stage went well
+    def _reported(self, worker: str, said: Said, ended: dict[Node, Outcome]) -> None:
+        found = self._member(worker)
+        match said:
+            case ClaimEnded():
+                done = self._generators.reported(worker, said)
+                if found is not None and done:
+                    found[0].failures, found[1].finished = 0, found[1].finished + 1
+            case HasWeights():
+                self._generators.has(worker, said.out, said.attempt, said.iteration)
+            case Cut():
+                taker = self._member(said.worker)
+                if found is not None and taker is not None:
+                    self._orders.renew(found[1], taker[1])
+            case Gathered() | StageEnded():
+                stage, _, iteration = said.node.partition("/")
+                node = Node(stage, int(iteration))
+                if found is None or node not in found[1].given:
+                    return
+                if isinstance(said, Gathered):
+                    self._generators.arrived(node, said.starts)
+                elif said.code or not rank_of(worker):
+                    # Rank 0 speaks for all when a stage went well.
+                    self._stage_ended(*found, node, said, ended)
+
+    def _stage_ended(
+        self,
+        pool: PoolState,
+        member: Member,
+        node: Node,
+        said: StageEnded,
+        ended: dict[Node, Outcome],
+    ) -> None:
         member.given.discard(node)
         self._over(node)
-        if code == 0:
+        if said.code == 0:
             member.finished += 1
             pool.failures = 0
             if node.stage == self._flow.stages[self._flow.publishes].like:
@@ -308,7 +329,7 @@ class PoolExecutor:
             # The other ranks may wait for this one in the middle of a collective, or for its next
             # attempt with the files of this one. The driver counts it, as the stage's failure.
             self._give_up(pool, member, f"{node.name} failed on one rank", ended, counts=False)
-        ended[node] = Outcome(code, str(event.content["reason"]))
+        ended[node] = Outcome(said.code, said.reason)
 
     def _lost(self, event: Lost, ended: dict[Node, Outcome]) -> None:
         found = self._member(event.worker)

@@ -32,6 +32,8 @@ from rlinf.errors import EXIT_REQUEUE, ArtifactError, StageError
 from stages.board import keep_newest
 from stages.layout import POOLS
 from stages.names import unfinished
+from stages.worker import messages
+from stages.worker.messages import Order
 
 CLAIMS = "claims.jsonl"
 PREPARES = -1
@@ -41,8 +43,10 @@ log = logging.getLogger("rlinf")
 
 @dataclass
 class _Rollout:
-    order: dict[str, Any]
-    """What all claims say."""
+    out: str
+    weights: str
+    to: str
+    """The gatherer."""
     claims: Claims | None = None
     """None until the gatherer has told what it has already."""
     there: bool = False
@@ -70,8 +74,7 @@ class _Left(NamedTuple):
     node: Node
     heir: str
     claim: Claim
-    begun: dict[str, Any]
-    """Where these samples are, how many, of which claim and weights, for the order."""
+    begun: messages.Begun
 
 
 @dataclass
@@ -104,8 +107,7 @@ class Generators:
 
     def begin(self, node: Node, out: str, weights: str, to: str) -> None:
         """A rollout was ordered from the gatherer ``to``."""
-        order = {"do": "claim", "iteration": node.iteration}
-        self._rollouts[node] = _Rollout({**order, "out": out, "weights": weights, "to": to})
+        self._rollouts[node] = _Rollout(out, weights, to)
 
     def arrived(self, node: Node, starts: Sequence[int]) -> None:
         """What the gatherer of a rollout has already."""
@@ -152,52 +154,54 @@ class Generators:
             if rollout.claims is not None:
                 rollout.claims.lost(worker)
 
-    def reported(self, worker: str, content: dict[str, Any]) -> bool:
+    def reported(self, worker: str, said: messages.ClaimEnded) -> bool:
         """A worker is through with a claim; whether it did it.
 
         Raises:
             StageError: a claim failed more often than is allowed.
         """
-        name = str(content["claim"])
+        name = said.claim
         given = self._given.get(name)
         self._forget(name)
         rollout = self._rollouts.get(given.node) if given is not None else None
-        code = int(content["code"])
         if given is None or rollout is None or rollout.claims is None:
             late = self._over.pop(name, None)
-            if late is not None and not code and late.claim.starts:
-                self._note(late, late.claim, content)
+            if late is not None and not said.code and late.claim.starts:
+                self._note(late, late.claim, said)
             return False
         node, number = given.node, given.claim.number
-        if number == PREPARES and not code:
+        if number == PREPARES and not said.code:
             self._prepared.add(worker)
             return False
-        if code:
+        if said.code:
             rollout.claims.back(worker, number)
             # Maybe it has its weights no more, or no engine that takes them.
-            self._weights.get(rollout.order["weights"], {}).pop(worker, None)
-            self._failures[node.name] += code != EXIT_REQUEUE
-            log.warning("%s on %s: %s", node.name, worker, content["reason"])
+            self._weights.get(rollout.weights, {}).pop(worker, None)
+            self._failures[node.name] += said.code != EXIT_REQUEUE
+            log.warning("%s on %s: %s", node.name, worker, said.reason)
             if self._failures[node.name] > self.retries:
-                raise StageError(f"{node.name} failed on {worker}: {content['reason']}")
+                raise StageError(f"{node.name} failed on {worker}: {said.reason}")
             return False
         claim = rollout.claims.finished(worker, number)
         if claim is None:
             return True
-        if "rest" in content:
-            heir, samples = str(content["heir"]), int(content["samples"])
-            rest = rollout.claims.handed_over(claim, content["rest"], heir)
-            begun = {"claim": number, "channel": unfinished(name), "samples": samples}
-            begun["attempt"] = given.attempt
-            self._left.append(_Left(node, heir, rest, begun))
+        if said.rest:
+            rest = rollout.claims.handed_over(claim, said.rest, said.heir)
+            begun = messages.Begun(
+                claim=number,
+                channel=unfinished(name),
+                samples=said.samples,
+                attempt=given.attempt,
+            )
+            self._left.append(_Left(node, said.heir, rest, begun))
             claim = Claim(number, tuple(s for s in claim.starts if s not in rest.starts))
-        if content["spans"]:
-            self._note(given, claim, content)
+        if said.spans:
+            self._note(given, claim, said)
         return True
 
     def orders(
         self, workers: Sequence[str], helpers: Mapping[str, int] = MappingProxyType({})
-    ) -> list[tuple[str, dict[str, Any]]]:
+    ) -> list[tuple[str, Order]]:
         """Orders for those who are about to have nothing to do, or something better.
 
         No claim to one whose weights are still to come: it would stand in the way of others, which
@@ -238,9 +242,9 @@ class Generators:
 
     def _hand_over(
         self, helpers: Mapping[str, int], heirs: Sequence[str]
-    ) -> list[tuple[str, dict[str, Any]]]:
+    ) -> list[tuple[str, Order]]:
         """Name a generator that goes on with what a helper has begun when nothing is left."""
-        orders = []
+        orders: list[tuple[str, Order]] = []
         for name, given in self._given.items():
             claims = (rollout := self._rollouts[given.node]).claims
             if given.worker not in helpers or name in self._heirs or given.claim.number == PREPARES:
@@ -251,18 +255,18 @@ class Generators:
                 held = Counter(given.worker for given in self._given.values())
                 held.update(self._heirs.values())
                 self._heirs[name] = min(able, key=lambda worker: held[worker])
-                order = {"do": "hand_over", "claim": name, "to": self._heirs[name]}
+                order = messages.HandOver(claim=name, to=self._heirs[name])
                 orders.append((given.worker, order))
         return orders
 
-    def _wills(self, workers: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    def _wills(self, workers: Sequence[str]) -> list[tuple[str, Order]]:
         """Have heirs go on with what was left to them; of those who are gone others begin anew."""
-        orders = []
+        orders: list[tuple[str, Order]] = []
         for node, heir, claim, begun in self._left:
             claims = self._rollouts[node].claims
             if claims is None or claim not in claims.held(heir):
                 continue
-            if heir in workers and begun["samples"]:
+            if heir in workers and begun.samples:
                 orders.append((heir, self._order(node, heir, claim, begun)))
             else:
                 claims.back(heir, claim.number)
@@ -287,23 +291,26 @@ class Generators:
         return Load(claims * fixed, each * starts, rest_s, overlap)
 
     def _order(
-        self, node: Node, worker: str, claim: Claim, begun: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, node: Node, worker: str, claim: Claim, begun: messages.Begun | None = None
+    ) -> messages.Claim:
         name, rollout = secrets.token_hex(6), self._rollouts[node]
         attempt, number = None, None
         if begun is not None:
-            attempt, number = begun["attempt"], begun["claim"]
+            attempt, number = begun.attempt, begun.claim
         elif not rollout.there:
-            attempt = self._weights[rollout.order["weights"]][worker]
+            attempt = self._weights[rollout.weights][worker]
         self._given[name] = _Given(node, worker, claim, attempt, number)
-        return {
-            **rollout.order,
-            "claim": name,
-            "attempt": attempt,
-            "name": node.name if claim.number == PREPARES else f"{node.name} claim {claim.number}",
-            "starts": list(claim.starts),
-            "begun": begun,
-        }
+        return messages.Claim(
+            claim=name,
+            name=node.name if claim.number == PREPARES else f"{node.name} claim {claim.number}",
+            iteration=node.iteration,
+            out=rollout.out,
+            weights=rollout.weights,
+            attempt=attempt,
+            to=rollout.to,
+            starts=claim.starts,
+            begun=begun,
+        )
 
     def _forget(self, name: str) -> None:
         self._given.pop(name, None)
@@ -313,24 +320,23 @@ class Generators:
         """Whether anybody has them."""
         if not rollout.there:
             with contextlib.suppress(ArtifactError):  # seen by whoever reads it
-                rollout.there = read_manifest(self.run / rollout.order["weights"]) is not None
-        return rollout.there or bool(self._weights.get(rollout.order["weights"]))
+                rollout.there = read_manifest(self.run / rollout.weights) is not None
+        return rollout.there or bool(self._weights.get(rollout.weights))
 
     def _has(self, worker: str, node: Node) -> bool:
         """Whether a worker has the weights of a rollout, or can read them."""
         rollout = self._rollouts[node]
-        return rollout.there or worker in self._weights.get(rollout.order["weights"], ())
+        return rollout.there or worker in self._weights.get(rollout.weights, ())
 
     def _reach(self, worker: str, nodes: Iterable[Node]) -> int:
         """How many rollouts of these, from the first on, it has the weights of."""
         return len(list(takewhile(lambda node: self._has(worker, node), nodes)))
 
-    def _note(self, given: _Given, claim: Claim, said: dict[str, Any]) -> None:
-        """Keep who did what, when and where."""
-        spans, node, worker = said["spans"], given.node, given.worker
+    def _note(self, given: _Given, claim: Claim, said: messages.ClaimEnded) -> None:
+        """Keep which worker did what, when and where."""
+        spans, rest, node, worker = said.spans, said.rest, given.node, given.worker
         times = [(start, end) for name, start, end in spans if name == "generate"]
         seconds = sum(end - start for start, end in times)
-        rest = said.get("rest", [])
         if given.begun is None and not rest:
             self._pace.seen(worker, len(claim.starts), seconds)
         self._made[node][worker] += 1
@@ -338,7 +344,7 @@ class Generators:
         for kept in (self._made, self._starts):
             while len(kept) > REMEMBERED:
                 del kept[next(iter(kept))]
-        about = {"node": node.name, "worker": worker, "host": said["host"], "claim": claim.number}
+        about = {"node": node.name, "worker": worker, "host": said.host, "claim": claim.number}
         row = {**about, "starts": claim.starts, "rest": rest, "begun": given.begun, "spans": spans}
         with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")

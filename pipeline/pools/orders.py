@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pipeline.flow import Graph, Node
 from pipeline.plan import FOR_WEIGHTS, Plan
@@ -17,11 +16,13 @@ from pipeline.pools.leases import Member, PoolState
 from pipeline.pools.routes import tree
 from pipeline.run import Run
 from stages.flow import WEIGHTS
+from stages.worker import messages
 from stages.worker.inbox import SHARED_MEMORY, SOCKET
+from stages.worker.messages import Order, StageOrder
 
 HOLD_S = 0.5
 """How long orders of an iteration wait for the rest of it."""
-Send = Callable[[str, dict[str, Any]], None]
+Send = Callable[[str, Order], None]
 """Sends a worker an order."""
 
 
@@ -143,8 +144,9 @@ class Orders:
                 to = {w: host for m in takers for w, host in self._hosts(target, m).items()}
                 out = self._relative(self._graph.folder(self._run.folder, source))
                 for source_rank, worker, ways in self._routes(source, target, name, maker, to):
-                    order = {"do": "send", "out": out, "channel": name, "to": ways}
-                    self._send_to(worker, {**order, "maker": source_rank})
+                    self._send_to(
+                        worker, messages.Send(out=out, channel=name, to=ways, maker=source_rank)
+                    )
 
     def _takers(self, source: Node, target: Node) -> list[Member]:
         """Who computes a stage; of a rollout in claims all those that may generate."""
@@ -202,7 +204,7 @@ class Orders:
     def _send(self, pool: PoolState, member: Member) -> None:
         """Order all stages whose inputs are settled."""
         nodes = [node for node in sorted(pool.waiting, key=self.position) if node in self._live]
-        orders: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        orders: dict[str, list[StageOrder]] = defaultdict(list)
         if pool.slot is not None:
             # A generator that waited for weights could not generate what they are made from.
             nodes = [node for node in nodes if not self._to_come(node)]
@@ -210,32 +212,32 @@ class Orders:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
             gathers = self._gathers(node)
-            order = {
-                "node": node.name,
-                "stage": node.stage,
-                "iteration": node.iteration,
-                "position": self._turn(node),
-                "out": self._relative(call.out),
-                "attempt": secrets.token_hex(6),
-                "ranks": ranks,
-                "inputs": {
-                    # Who gathers needs of the weights only that they are committed.
-                    name: [self._relative(folder), name in self._live[node] and not gathers]
+            order = StageOrder(
+                node=node.name,
+                stage=node.stage,
+                iteration=node.iteration,
+                position=self._turn(node),
+                out=self._relative(call.out),
+                attempt=secrets.token_hex(6),
+                ranks=ranks,
+                inputs={
+                    # The gatherer needs of the weights only that they are committed.
+                    name: (self._relative(folder), name in self._live[node] and not gathers)
                     for name, folder in call.inputs.items()
                 },
-                "gathers": gathers,
-                "queued": pool.slot is not None,
-            }
+                gathers=gathers,
+                queued=pool.slot is not None,
+            )
             if node.stage == self._flow.publishes:
-                self._generators.gone(str(order["out"]))
+                self._generators.gone(order.out)
             if gathers:
                 weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
-                self._generators.begin(node, str(order["out"]), weights, gatherer)
+                self._generators.begin(node, order.out, weights, gatherer)
             member.given.add(node)
             for worker in member.workers(ranks):
                 orders[worker].append(order)
         for worker, stages in orders.items():
-            self._send_to(worker, {"do": "run", "stages": stages})
+            self._send_to(worker, messages.Run(stages=tuple(stages)))
 
     def _to_come(self, node: Node) -> bool:
         """Whether an input of a stage is still being made."""

@@ -17,6 +17,7 @@ from pipeline.run import Run
 from rlinf.channels.control import Controller
 from slurm.ids import whole_of
 from slurm.jobs import Status
+from stages.worker.messages import Leave
 
 
 class Renewal:
@@ -163,7 +164,7 @@ class Renewal:
         """Have workers leave, which may take so long to end what they are writing."""
         member.leaving = True
         for worker in member.workers(member.size):
-            self._send_to(worker, {"do": "leave", "commits_s": commits_s})
+            self._send_to(worker, Leave(commits_s=commits_s))
 
     def _submit(self, pools: Sequence[PoolState]) -> None:
         jobs = [pool_job(self._run, self._plan, self._cluster, pool) for pool in pools]

@@ -45,9 +45,13 @@ class Algorithm(Part, ABC):
 
     @property
     def minibatches(self) -> int:
-        """Equal parts that a batch is cut into; 1: its update is one sum, which can begin before
-        all of it is there."""
+        """Equal parts that a batch is cut into."""
         return 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether its update is one sum over the batch, which begins before all of it is there."""
+        return False
 
     def keep(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Which samples take part in the update: bool ``[N]`` from scores and group numbers."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.levels import Level, by_unit
 from rlinf.algorithms.losses import behaviour_weights, clipped_surrogate, kl_estimate
 from rlinf.algorithms.shares import Aggregation
 from rlinf.algorithms.update import by_minibatches, engine_gap
@@ -38,6 +39,9 @@ class PolicyGradientConfig(Section):
     """Largest mean difference, nats, between the log-probabilities that the engine gave to the
     steps of an iteration and those of the trainer before its first step, where both have the same
     weights; above it the run stops. null: 0.02, or 0.2 where either computes in half precision."""
+    logprob_level: Level = "chunk"
+    """What has one ratio where a step is several choices, and is one of what ``aggregation`` calls
+    tokens: each choice (``token``), each action of a chunk (``action``), or the whole step."""
     aggregation: Aggregation = "token_mean"
     clip_low: float = Field(default=0.2, gt=0, le=1)
     clip_high: float = Field(default=0.2, gt=0)
@@ -76,6 +80,10 @@ class PolicyGradient(Algorithm):
     def minibatches(self) -> int:
         return int(self.config.minibatches)
 
+    @property
+    def streams(self) -> bool:
+        return self.by_group and self.config.epochs == self.config.minibatches == 1
+
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         by_minibatches(self, learner, parts)
 
@@ -88,7 +96,8 @@ class PolicyGradient(Algorithm):
         """Sum over steps of ``weights`` times the loss, and metrics summed the same way.
 
         ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
-        micro-batches (and ranks) are the minibatch's however it was cut.
+        micro-batches (and ranks) are the minibatch's however it was cut. Where a step is several
+        choices, its units stand in place of the step (:mod:`rlinf.algorithms.levels`).
         """
 
     def objective(
@@ -108,6 +117,7 @@ class PolicyGradient(Algorithm):
             entropy: whether it is wanted.
         """
         outputs = policy.evaluate(inputs, temperature, entropy=entropy)
+        outputs, batch, weights = by_unit(outputs, batch, weights, self.config.logprob_level)
         loss, metrics = self.loss(outputs, batch, weights)
         return loss, {**metrics, **engine_gap(outputs.logprobs, batch)}
 

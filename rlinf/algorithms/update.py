@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.levels import at_level
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import Sample, StepBatch, assemble, taken
 from rlinf.data.packing import Span
@@ -34,14 +35,9 @@ def by_minibatches(
     algorithm: PolicyGradient, learner: Learner, parts: Iterable[list[Sample]]
 ) -> None:
     """The whole update."""
-    update, settings = _Update(algorithm, learner), algorithm.config
+    update = _Update(algorithm, learner)
     # Whether a part of the batch has a gradient of its own, whatever the others hold.
-    streams = (
-        learner.accumulates
-        and algorithm.by_group
-        and settings.epochs == settings.minibatches == 1
-        and not learner.policy.observes
-    )
+    streams = algorithm.streams and learner.accumulates and not learner.policy.observes
     every: list[Sample] = []
     for part in parts:
         every += part
@@ -69,7 +65,7 @@ class _Update:
         """Add the gradient of one part of the batch, not yet divided by the weight of the whole."""
         if samples:
             batch = self._with_advantages(samples)
-            weights, mass = step_shares(batch.mask, self._algorithm.config.aggregation)
+            weights, mass = self._shares(batch.require("units"))
             self._mass = (self._mass or 0.0) + mass
             self._add(batch, samples, list(range(len(samples))), weights, entropy=True)
 
@@ -84,7 +80,7 @@ class _Update:
         batch = self._with_advantages(samples)
         cuts = minibatches(learner, len(samples), settings.epochs, settings.minibatches)
         for done, chosen in enumerate(cuts):
-            weights, mass = step_shares(batch.mask[chosen], settings.aggregation)
+            weights, mass = self._shares(batch.require("units")[chosen])
             entropy = settings.entropy_bonus > 0 or done == 0
             self._add(batch, samples, chosen, weights, entropy=entropy)
             self._finish(1 / max(1.0, mass))
@@ -93,8 +89,12 @@ class _Update:
             value = explained_variance(batch.values, batch.returns, batch.mask)
             learner.metric("explained_variance", value)
 
+    def _shares(self, units: Tensor) -> tuple[Tensor, float]:
+        weights, mass = step_shares(units.flatten(1), self._algorithm.config.aggregation)
+        return weights.view(units.shape), mass
+
     def _with_advantages(self, samples: list[Sample]) -> StepBatch:
-        batch = assemble(samples)
+        batch = at_level(assemble(samples), self._algorithm.config.logprob_level)
         advantages, returns = self._algorithm.advantages(batch)
         return replace(batch, advantages=advantages, returns=returns)
 
@@ -154,7 +154,8 @@ def engine_gap(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
     if batch.fresh is None:
         return {}
     gap = (logprobs.detach() - batch.require("rollout_logprobs")).abs()
-    return {GAP: (batch.fresh * gap).sum(), STEPS: batch.fresh.sum()}
+    fresh = batch.fresh * batch.mask
+    return {GAP: (fresh * gap).sum(), STEPS: fresh.sum()}
 
 
 def same_version(trajectories: list[Record], version: int) -> Tensor:

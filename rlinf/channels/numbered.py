@@ -55,6 +55,10 @@ class Outbox:
         self.size += len(item)
         return self._sent - self._base == len(self._items) - 1
 
+    def full(self, nbytes: int, limit: int) -> bool:
+        """Whether so many bytes more are to wait; never where there is nothing else."""
+        return bool(self._items) and (len(self._items) >= WINDOW or self.size + nbytes > limit)
+
     def take(self, now: float) -> Part:
         """What to send next; empty when there is nothing new or enough is under way."""
         start = self._sent - self._base

@@ -131,13 +131,13 @@ class Peer:
         """Send an item; they arrive in order, and are kept until a host has handled them.
 
         Args:
-            wait: until no more than ``WINDOW_BYTES`` are under way, or nothing else.
+            wait: until no more than ``WINDOW`` items and ``WINDOW_BYTES`` are under way, if any.
 
         Raises:
             ChannelFailed: as for :meth:`take`.
         """
         with self._changed:
-            while wait and self._outbox and self._outbox.size + len(item) > WINDOW_BYTES:
+            while wait and self._outbox.full(len(item), WINDOW_BYTES):
                 self._check()
                 self._changed.wait(HEARTBEAT_S)
             self._check()

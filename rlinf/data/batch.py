@@ -41,7 +41,8 @@ class StepBatch:
     groups: Tensor
     """``[N]`` int64."""
     old_logprobs: Tensor
-    """``[N, T]`` of the policy before the update."""
+    """``[N, T]`` of the policy before the update. Where a step is several choices, this and other
+    log-probabilities have more dimensions; see :mod:`rlinf.algorithms.levels`."""
     terminated: Tensor
     """``[N, T]`` 1 where the episode ended by itself."""
     truncated: Tensor
@@ -58,6 +59,10 @@ class StepBatch:
     """``[N, T]``."""
     returns: Tensor | None = None
     """``[N, T]``."""
+    submask: Tensor | None = None
+    """``[N, T, ...]`` 1 where a choice of a step counts; None: all do."""
+    units: Tensor | None = None
+    """``[N, T]`` or ``[N, T, K]`` 1 where what the loss compares counts."""
     fresh: Tensor | None = None
     """``[N, T]`` 1 where a step counts and was chosen by the weights that are to be updated; in
     the first update of an iteration."""
@@ -76,25 +81,28 @@ class StepBatch:
             raise ValueError(f"the batch has no {column}; did the inference stage provide them?")
         return value
 
-    def rows(self, index: Sequence[int], length: int, device: torch.device) -> StepBatch:
-        """The given samples, cut to ``length`` steps, on a device."""
-        where = torch.as_tensor(index, dtype=torch.int64)
-        cut = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                value = value[where]
-                cut[field.name] = (value[:, :length] if value.ndim > 1 else value).to(device)
-        return replace(self, **cut)
-
     def spans(self, spans: Sequence[Span], length: int, device: torch.device) -> StepBatch:
         """The given steps, padded on the right to ``length``, on a device."""
-        return self.rows([span.row for span in spans], length, device)
+        columns = {
+            field.name: taken(value, spans, length).to(device)
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+        return replace(self, **columns)
 
 
 def taken(column: Tensor, spans: Sequence[Span], length: int) -> Tensor:
-    """The given steps of ``[N, T, ...]``, padded on the right: ``[B, length, ...]``."""
-    return column[[span.row for span in spans], :length]
+    """The given steps of ``[N, T, ...]``, padded on the right with 0: ``[B, length, ...]``.
+
+    Of ``[N]`` the given samples: ``[B]``.
+    """
+    rows, start, stop = torch.tensor(spans).T
+    if column.ndim == 1:
+        return column[rows]
+    places = start[:, None] + torch.arange(length)
+    inside = places < stop[:, None]
+    values = column[rows[:, None], places.clamp(max=column.shape[1] - 1)]
+    return torch.where(inside.view(*inside.shape, *[1] * (values.ndim - 2)), values, 0)
 
 
 def join(trajectories: Iterable[Record], *columns: Iterable[Record]) -> list[tuple[Record, ...]]:
@@ -160,6 +168,7 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         groups=torch.tensor([int(trajectory.info["group"]) for trajectory in trajectories]),
         old_logprobs=optional(0, "logprobs") if old is None else old,
         rollout_logprobs=column(0, "logprobs"),
+        submask=column(0, "submask"),
         terminated=optional(0, "terminated"),
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),

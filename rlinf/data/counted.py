@@ -1,7 +1,8 @@
 """The steps of a trajectory that count: those the policy chose and is to be judged by.
 
 A trajectory may hold other steps too (what a tool said, what came after the end of an episode).
-Its step column ``mask`` is 0 there; without that column all steps count.
+Its step column ``mask`` is 0 there; without that column all steps count. Where a step is several
+choices (tokens of an action, actions of a chunk), ``submask`` says which of them count.
 """
 
 from __future__ import annotations
@@ -13,9 +14,20 @@ from rlinf.data.record import Record
 
 def counted(trajectory: Record) -> np.ndarray:
     """Which steps count, bool ``[T]``."""
-    if "mask" not in trajectory.steps:
-        return np.ones(len(trajectory), dtype=bool)
-    return np.asarray(trajectory.steps["mask"]) != 0
+    counts = np.ones(len(trajectory), dtype=bool)
+    if "mask" in trajectory.steps:
+        counts &= np.asarray(trajectory.steps["mask"]) != 0
+    if "submask" in trajectory.steps:
+        counts &= trajectory.steps["submask"].reshape(len(trajectory), -1).any(1)
+    return counts
+
+
+def counted_choices(trajectory: Record, column: np.ndarray) -> np.ndarray:
+    """What of a column of log-probabilities, ``[T]`` or ``[T, ...]``, counts, one after another."""
+    values: np.ndarray = column[counted(trajectory)]
+    if "submask" in trajectory.steps:
+        values = values[trajectory.steps["submask"][counted(trajectory)] != 0]
+    return values.ravel()
 
 
 def credited(rewards: np.ndarray, counts: np.ndarray) -> np.ndarray:

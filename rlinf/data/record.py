@@ -47,6 +47,13 @@ class Record:
         if len(set(lengths.values())) > 1:
             raise ValueError(f"steps of one record must have one length, got {lengths}")
 
+    def part(self, start: int, stop: int) -> Record:
+        """Its steps from ``start`` up to ``stop``, as views, with all else."""
+        if (start, stop) == (0, len(self)):
+            return self
+        steps = {name: column[start:stop] for name, column in self.steps.items()}
+        return Record(self.identity, steps, self.context, self.info)
+
     def digest(self) -> int:
         """64 bits of all it holds but the attempt, as it was when this was first asked."""
         if self._digest is None:

@@ -26,7 +26,10 @@ from rlinf.residency import Size
 
 @dataclass(frozen=True)
 class Column:
-    """One of ``steps``: element type, shape after the leading ``B``, and whether it may lack."""
+    """One of ``steps``: element type, shape after the leading ``B``, and whether it may lack.
+
+    ``...`` is any shape.
+    """
 
     dtype: str
     shape: str = ""
@@ -60,7 +63,7 @@ ACTION_REQUEST = {"sample": Column("int64")}
 ``horizon``, and ``temperature``."""
 ACTION_REPLY = {
     "sample": Column("int64"),  # as asked, in one reply
-    "logprob": Column("float32"),
+    "logprob": Column("float32", "..."),  # [B], or of each choice of the action: [B, K], [B, C, D]
     "version": Column("int64", optional=True),
 }
 """And ``action`` ``[B]`` or ``[B, ...]``, with whatever else the policy says, such as ``value``.
@@ -82,8 +85,9 @@ def check_columns(record: Record, columns: Mapping[str, Column]) -> None:
             raise DataError(f"record {tuple(record.identity)} has no column {name!r}")
         shape = array.shape[1:]
         named = zip(column.shape, shape, strict=False)
-        fits = len(shape) == len(column.shape) and all(
-            sizes.setdefault(letter, size) == size for letter, size in named
+        fits = column.shape == "..." or (
+            len(shape) == len(column.shape)
+            and all(sizes.setdefault(letter, size) == size for letter, size in named)
         )
         if array.dtype != np.dtype(column.dtype) or not fits:
             raise DataError(

@@ -32,7 +32,12 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class StepOutputs:
-    """What a policy says about the steps of a batch, each ``[B, T]`` float32."""
+    """What a policy says about the steps of a batch, each ``[B, T]`` float32.
+
+    Where a step is several choices, log-probabilities and entropies may be theirs: ``[B, T, K]``
+    for the tokens of an action, ``[B, T, C, D]`` for a chunk of ``C`` actions of ``D`` tokens or
+    dimensions; the step column ``submask`` of a trajectory says which of them count.
+    """
 
     logprobs: Tensor
     """Log-probability of the action taken."""
@@ -42,6 +47,16 @@ class StepOutputs:
     """Value estimate of the state the action was taken in."""
 
 
+def joined(parts: Sequence[StepOutputs]) -> StepOutputs:
+    """What was said of parts of a trajectory, ``[T]`` each, as that of the whole."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = (
+        [getattr(part, name) for part in parts] for name in ("logprobs", "entropy", "values")
+    )
+    return StepOutputs(*(None if c[0] is None else torch.cat(c) for c in columns))  # type: ignore[arg-type]
+
+
 class Policy(Part, ABC):
     """A trainable network with a folder format of its own."""
 
@@ -49,6 +64,9 @@ class Policy(Part, ABC):
     groups: ClassVar[tuple[str, ...]] = ("policy",)
     """Names of the groups that its parameters are in: an update can be of some alone, and each
     can have a learning rate of its own (``optimizer.group_lr``)."""
+    stepwise: ClassVar[bool] = False
+    """Whether what it says of a step follows from that step alone: a trajectory can be cut then, to
+    be evaluated in parts."""
     module: nn.Module
 
     @classmethod
@@ -147,9 +165,9 @@ class Policy(Part, ABC):
             temperature: 0 takes the most likely action.
 
         Returns:
-            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``: what :meth:`evaluate`
-            says of it at this temperature) and whatever is to be part of the trajectory. A row
-            follows from its observation and noise alone.
+            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``, or ``[n, ...]`` of each
+            choice: what :meth:`evaluate` says of it at this temperature) and whatever is to be part
+            of the trajectory. A row follows from its observation and noise alone.
         """
         raise NotImplementedError
 

@@ -88,6 +88,7 @@ class MLPPolicy(Policy):
     needs = frozenset({OBSERVATIONS})
     offers = frozenset({ACTS, VALUES})
     groups = ("policy", "value")
+    stepwise = True
     module: ActorCritic
     observes = True
 

@@ -8,8 +8,8 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection, Section
-from rlinf.data.packing import Span, balance, even_batches, micro_batches
+from rlinf.data.packing import Span
 from rlinf.data.record import Record
 from rlinf.errors import StageError
-from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights
+from rlinf.models.base import Batch, Policy, StepOutputs, copy_weights, joined
 from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages, placed
 from rlinf.sharded import gathered, local, memory
 from rlinf.tensors import State
 from rlinf.trainers import offload, shards
 from rlinf.trainers.base import LossFunction, Trainer
+from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.optimizer import MOMENTS, choose, make_optimizer
 from rlinf.trainers.recompute import recompute_blocks
@@ -62,18 +63,6 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = True
     unit_mb: int = Field(default=32, ge=0)
     """Least size of the parameters, MiB, that several processes gather at once."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A minibatch cut for one lane of this rank: micro-batches of rows.
-
-    All ranks run the same number of micro-batches, for collectives must match; one with fewer
-    repeats a small row with ``real`` false and weight zero. One process pads nothing.
-    """
-
-    batches: list[list[Span]]
-    real: list[bool]
 
 
 class FSDPTrainer(Storages, Trainer):
@@ -121,40 +110,17 @@ class FSDPTrainer(Storages, Trainer):
     def cut(
         self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
     ) -> list[Cut]:
-        """The micro-batches of each lane of this rank.
-
-        Every rank computes the cuts of all ranks and so knows how many micro-batches they run.
-        """
-        own = [self.policy.cost(record) for record in records]
-        units = [[row] for row in range(len(records))] if together is None else together
-        if sorted(row for unit in units for row in unit) != list(range(len(records))):
-            raise ValueError("each row has to be in one micro-batch")
-        padded = not self.config.packing
-        costs = [
-            len(unit) * max(own[i] for i in unit) if padded else sum(own[i] for i in unit)
-            for unit in units
-        ]
-
-        def spans(batches: list[list[int]]) -> list[list[Span]]:
-            rows = ([row for item in items for row in units[item]] for items in batches)
-            return [[Span(row, 0, len(records[row])) for row in batch] for batch in rows]
-
-        lanes = len(self._lanes)
-        budget, speeds = self.config.token_budget, self.world.speeds
-        given = balance(costs, [speed for speed in speeds for _ in range(lanes)])
-        cuts = [micro_batches(costs, items, budget, padded=padded) for items in given]
-        if self.world.size == 1:
-            return [Cut(spans(mine), [True] * len(mine)) for mine in cuts]
-        count = max(1, *map(len, cuts))
-        out = []
-        for items in given[self.world.rank * lanes :][:lanes]:
-            # Ranks wait for each other at every micro-batch, so each rank's are of one size.
-            mine = even_batches(costs, items, count, padded=padded)
-            missing = count - len(mine)
-            filler = [min(items, key=lambda i: costs[i])] if items else [0]
-            real = [True] * len(mine) + [False] * missing
-            out.append(Cut(spans(mine + [filler] * missing), real))
-        return out
+        """The micro-batches of each lane of this rank."""
+        return cut(
+            self.policy,
+            records,
+            together,
+            budget=self.config.token_budget,
+            padded=not self.config.packing,
+            speeds=self.world.speeds,
+            rank=self.world.rank,
+            lanes=len(self._lanes),
+        )
 
     def forward(
         self, records: Sequence[Record], temperature: float
@@ -162,18 +128,23 @@ class FSDPTrainer(Storages, Trainer):
         torch.set_num_threads(self._torch_threads)
 
         @torch.no_grad()
-        def lane(policy: Policy, cut: Cut) -> list[tuple[int, StepOutputs]]:
+        def lane(policy: Policy, cut: Cut) -> list[tuple[Span, StepOutputs]]:
             policy.module.eval()
-            out: list[tuple[int, StepOutputs]] = []
+            out: list[tuple[Span, StepOutputs]] = []
             for spans, real in zip(cut.batches, cut.real, strict=True):
                 outputs = policy.evaluate(self._inputs(policy, records, spans), temperature)
-                for i, (row, _, length) in enumerate(spans) if real else ():
+                for i, span in enumerate(spans) if real else ():
+                    length = span.stop - span.start
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
-                    out.append((row, StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)))
+                    said = StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)
+                    out.append((span, said))
             return out
 
-        parts = self._lanes.map(lane, self.cut(records))
-        return sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])
+        found: dict[int, list[StepOutputs]] = defaultdict(list)
+        every = (pair for part in self._lanes.map(lane, self.cut(records)) for pair in part)
+        for span, outputs in sorted(every, key=lambda pair: pair[0]):
+            found[span.row].append(outputs)
+        return [(row, joined(parts)) for row, parts in found.items()]
 
     def accumulate(
         self,
@@ -382,7 +353,7 @@ class FSDPTrainer(Storages, Trainer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _inputs(self, policy: Policy, records: Sequence[Record], spans: Sequence[Span]) -> Batch:
-        batch = policy.collate([records[span.row] for span in spans])
+        batch = policy.collate([records[row].part(start, stop) for row, start, stop in spans])
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:

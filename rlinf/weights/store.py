@@ -189,19 +189,8 @@ class WeightStore:
             raise self._error(version, f"no such version; {known}")
         raise damage or self._error(version, "no full version to start from is left")
 
-    def catch_up(self, held: State | None = None) -> State | None:
-        """The newest version that is intact; ``held`` where there is none newer, or none at all."""
-        for version in reversed(self.versions()):
-            if held is not None and version <= held.version:
-                break
-            try:
-                return self.load(version, held)
-            except ArtifactError as error:
-                log.warning("version %d is not served: %s", version, error)
-        return held
-
     def prune(self, keep: int) -> None:
-        """Remove versions that neither the newest ``keep`` nor a catch-up to them need.
+        """Remove versions that neither are among the newest ``keep`` nor lead to them.
 
         A damaged full version is not relied on: what leads to it another way stays.
         """

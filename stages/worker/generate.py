@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from stages.rollout import collected
 from stages.runner import withdrawing
 from stages.turns import Turns
 from stages.worker.inbox import MADE_OF, Outbox
+from stages.worker.messages import Claim, ClaimEnded
 
 TAIL = 0.25
 """A claim is handed over once this share of its samples, or less, is unfinished."""
@@ -54,7 +55,7 @@ class Generator:
         turns: Turns,
         resident: Resident,
         activity: Activity,
-        report: Callable[[dict[str, Any]], None],
+        report: Callable[[ClaimEnded], None],
         stopping: Callable[[], bool],
     ) -> None:
         self._run, self._config, self._resident = run, config, resident
@@ -63,27 +64,27 @@ class Generator:
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
         """Claims that are to be done; one that is dropped is not."""
-        self._queue: list[Mapping[str, Any]] = []
+        self._queue: list[Claim] = []
         self._lock = threading.Lock()
         self._heirs: dict[str, str] = {}
         """Workers that are to go on with the tails of claims."""
 
-    def claim(self, order: Mapping[str, Any]) -> None:
+    def claim(self, order: Claim) -> None:
         """Do a claim after those of earlier iterations, and those that came before it."""
         with self._lock:
-            self._waiting.add(str(order["claim"]))
+            self._waiting.add(order.claim)
             self._queue.append(order)
         self._thread.submit(self._next)
 
     def hand_over(self, claim: str, heir: str) -> None:
         """Let another worker go on with a claim once little is left of it; at once if it waits."""
         with self._lock:
-            waits = [order for order in self._queue if order["claim"] == claim]
-            self._queue = [order for order in self._queue if order["claim"] != claim]
+            waits = [order for order in self._queue if order.claim == claim]
+            self._queue = [order for order in self._queue if order.claim != claim]
             if not waits and claim in self._waiting:
                 self._heirs[claim] = heir
         for order in waits:
-            self._ended(claim, rest=list(order["starts"]))
+            self._ended(claim, rest=order.starts)
 
     def drop(self) -> None:
         """Nobody wants the claims of until now any more."""
@@ -102,22 +103,23 @@ class Generator:
             with self._lock:
                 if not self._queue:
                     return
-                order = min(self._queue, key=lambda order: int(order["iteration"]))
+                order = min(self._queue, key=lambda order: order.iteration)
                 self._queue.remove(order)
-            if str(order["claim"]) in self._waiting:
+            if order.claim in self._waiting:
                 self._do(order)
 
-    def _do(self, order: Mapping[str, Any]) -> None:
-        claim, code, reason, spans = str(order["claim"]), 0, "", []
+    def _do(self, order: Claim) -> None:
+        claim, code, reason = order.claim, 0, ""
+        spans: tuple[tuple[str, float, float], ...] = ()
         rest, heir = list[Record](), ""
         ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
-        name = str(order["name"])
+        name = order.name
         self._activity.ordered(name, ctx.stage)
         try:
             with withdrawing():
                 self._activity.begins(name, lambda: ctx.doing)
                 rest, heir = self._send(ctx, order)
-            spans = [[s["name"], s["start"], s["end"]] for s in ctx.spans]
+            spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
         except (RequeueRequested, InputFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
         except RlinfError as error:
@@ -129,12 +131,16 @@ class Generator:
         self._heirs.pop(claim, None)
         if code:
             log.warning("%s: %s", name, reason)
-        said: dict[str, Any] = {"code": code, "reason": reason[-8000:], "spans": spans}
-        if rest:
-            size = self._config.rollout.group_size
-            said["rest"] = sorted({record.identity.sample // size for record in rest})
-            said |= {"heir": heir, "samples": len(rest) if heir else 0}
-        self._ended(claim, **said)
+        size = self._config.rollout.group_size
+        self._ended(
+            claim,
+            code=code,
+            reason=reason[-8000:],
+            spans=spans,
+            rest=tuple(sorted({record.identity.sample // size for record in rest})),
+            heir=heir,
+            samples=len(rest) if heir else 0,
+        )
 
     def _ended(self, claim: str, **said: Any) -> None:
         """Say what became of a claim that is still wanted, or that was done all the same.
@@ -144,10 +150,9 @@ class Generator:
         done = not said.get("code") and bool(said.get("spans"))
         if claim in self._waiting or done:
             self._waiting.discard(claim)
-            usual = {"code": 0, "reason": "", "spans": [], "heir": "", "samples": 0}
-            self._report({"claim": claim, "host": gethostname(), **usual, **said})
+            self._report(ClaimEnded(claim=claim, host=gethostname(), **said))
 
-    def _send(self, ctx: Context, order: Mapping[str, Any]) -> tuple[list[Record], str]:
+    def _send(self, ctx: Context, order: Claim) -> tuple[list[Record], str]:
         """Send trajectories to who gathers them.
 
         Returns:
@@ -158,12 +163,12 @@ class Generator:
         """
         self._take_weights(ctx, order)
         # Who gathers sees whether the weights were committed in the end.
-        mark = {} if order["attempt"] is None else {MADE_OF: str(order["attempt"])}
-        to, claim, out = str(order["to"]), str(order["claim"]), str(order["out"])
+        mark = {} if order.attempt is None else {MADE_OF: order.attempt}
+        to, claim, out = order.to, order.claim, order.out
         sender = self._outbox.writer(f"{out}:trajectories", [to], 0, 1)
-        total, begun = len(order["starts"]) * self._config.rollout.group_size, None
-        if order["begun"]:
-            channel, total = str(order["begun"]["channel"]), int(order["begun"]["samples"])
+        total, begun = len(order.starts) * self._config.rollout.group_size, None
+        if order.begun:
+            channel, total = order.begun.channel, order.begun.samples
             output = self._board.output(out)
             there = output.arriving(channel, total, ctx.stopping)
             begun = {record.identity.sample: record for record in there}
@@ -175,7 +180,7 @@ class Generator:
             return claim in self._heirs and left <= TAIL * of
 
         rest = []
-        for done, trajectory in enumerate(collected(ctx, order["starts"], begun, gives_up), 1):
+        for done, trajectory in enumerate(collected(ctx, order.starts, begun, gives_up), 1):
             if trajectory.info["stop_reason"] == UNFINISHED:
                 rest.append(trajectory)
             else:
@@ -192,7 +197,7 @@ class Generator:
             sender.put(trajectory)
         return rest, heir if sender.flush() else ""
 
-    def _take_weights(self, ctx: Context, order: Mapping[str, Any]) -> None:
+    def _take_weights(self, ctx: Context, order: Claim) -> None:
         """Take the claim's weights from the board where they are there, else from the disk.
 
         It must not wait for weights that are still to be committed: those that fail are made again
@@ -201,26 +206,26 @@ class Generator:
         Raises:
             InputFailed: those it was to take are in neither place.
         """
-        entry, folder = ctx.inputs["weights"], str(order["weights"])
+        entry, folder = ctx.inputs["weights"], order.weights
         manifest = read_manifest(entry.folder)
         committed = None if manifest is None else manifest.data
-        attempt = order["attempt"] or committed
+        attempt = order.attempt or committed
         if attempt is not None and ctx.resident.engine_weights is not None:
             output = self._board.output(folder)
             if (tensors := output.held(WEIGHTS, attempt)) is not None:
                 entry.output = Output()
                 entry.output.bring(attempt, WEIGHTS, tensors)
                 return
-        if order["attempt"] not in (None, committed):
+        if order.attempt not in (None, committed):
             raise InputFailed(f"weights of {folder} by {attempt} are neither here nor committed")
 
-    def _context(self, order: Mapping[str, Any], stopping: Callable[[], bool]) -> Context:
-        out = self._run / str(order["out"])
-        weights = Input(self._run / str(order["weights"]), None, None, stopping)
+    def _context(self, order: Claim, stopping: Callable[[], bool]) -> Context:
+        out = self._run / order.out
+        weights = Input(self._run / order.weights, None, None, stopping)
         return Context(
             config=self._config,
             stage=CLAIM,
-            iteration=int(order["iteration"]),
+            iteration=order.iteration,
             run=self._run,
             out=out,
             data=out,

@@ -19,10 +19,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlinf import leftovers, machine
 from rlinf.artifacts import MANIFEST
@@ -44,6 +43,22 @@ from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
 from stages.worker.generate import Generator
 from stages.worker.inbox import Inbox, Outbox
+from stages.worker.messages import (
+    Claim,
+    ClaimEnded,
+    Cut,
+    Drop,
+    Gathered,
+    HandOver,
+    HasWeights,
+    Leave,
+    Run,
+    Said,
+    Send,
+    StageEnded,
+    StageOrder,
+    read_order,
+)
 from stages.worker.relays import Relays
 from stages.worker.versions import Versions
 from stages.worker.weights import Arrivals, Publisher
@@ -170,26 +185,27 @@ class Worker:
                     break
                 if self._inbox.failure is not None:
                     raise ChannelFailed(self._inbox.failure)
-                orders = self._link.orders(0.2)
-                leave = next((order for order in orders if order["do"] == "leave"), None)
+                orders = [read_order(content) for content in self._link.orders(0.2)]
+                leave = next((order for order in orders if isinstance(order, Leave)), None)
                 if leave is not None:
-                    commits_s = float(leave.get("commits_s", 0.0))
+                    commits_s = leave.commits_s
                     break
                 for order in orders:
-                    if order["do"] == "send":
+                    if isinstance(order, Send):
                         self._wanted(order)
                 # All places are taken before any stage begins: all ranks see the same order.
-                begun = [stage for order in orders for stage in order.get("stages", ())]
+                begun = [stage for o in orders if isinstance(o, Run) for stage in o.stages]
                 for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
                     if thread is not None:
-                        (self._generator.submit(thread.run) if stage["queued"] else thread.start())
+                        (self._generator.submit(thread.run) if stage.queued else thread.start())
                 for order in orders:
-                    if order["do"] == "claim":
-                        self._generator.claim(order)
-                    elif order["do"] == "hand_over":
-                        self._generator.hand_over(str(order["claim"]), str(order["to"]))
-                    elif order["do"] == "drop":
-                        self._generator.drop()
+                    match order:
+                        case Claim():
+                            self._generator.claim(order)
+                        case HandOver():
+                            self._generator.hand_over(order.claim, order.to)
+                        case Drop():
+                            self._generator.drop()
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
@@ -234,11 +250,14 @@ class Worker:
     def _cut(self, worker: str) -> None:
         """Another worker does not take records any more: the driver knows what that means."""
         with contextlib.suppress(ChannelClosed, ChannelFailed):
-            self._link.report({"cut": worker})
+            self._tell_driver(Cut(worker=worker))
 
-    def _wanted(self, order: Mapping[str, Any]) -> None:
+    def _tell_driver(self, said: Said) -> None:
+        self._link.report(said.packed())
+
+    def _wanted(self, order: Send) -> None:
         """Other workers wait for something that is made here, or is to be passed on."""
-        out, channel, maker, ways = (order[key] for key in ("out", "channel", "maker", "to"))
+        out, channel, maker, ways = order.out, order.channel, order.maker, order.to
         self._board.output(out)  # what is kept for it goes with it
         if channel == WEIGHTS:
             self._publisher.want(out, ways)
@@ -247,58 +266,58 @@ class Worker:
         else:
             self._relays.want(f"{out}:{channel}", maker, ways)
 
-    def _enter(self, order: Mapping[str, Any]) -> threading.Thread | None:
+    def _enter(self, order: StageOrder) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
-        node = str(order["node"])
-        if order["gathers"]:
+        node = order.node
+        if order.gathers:
             self._tell_what_arrived(order)
         with self._lock:
             if node in self._busy:
                 return None
-            aside = order["gathers"] or order["queued"]
-            turn = Aside() if aside else self._turns.enter(tuple(order["position"]))
+            aside = order.gathers or order.queued
+            turn = Aside() if aside else self._turns.enter(order.position)
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
             self._moved = time.monotonic()
-        live = [folder for folder, live in order["inputs"].values() if live]
-        self._board.hold(node, [str(order["out"]), *live])
-        self._activity.ordered(node, str(order["stage"]))
-        output = self._board.output(str(order["out"]))
+        live = [folder for folder, live in order.inputs.values() if live]
+        self._board.hold(node, [order.out, *live])
+        self._activity.ordered(node, order.stage)
+        output = self._board.output(order.out)
         output.retried()
         self._tell()
         return thread
 
-    def _work(self, order: Mapping[str, Any], turn: Turn | Aside) -> None:
-        output = self._board.output(str(order["out"]))
+    def _work(self, order: StageOrder, turn: Turn | Aside) -> None:
+        output = self._board.output(order.out)
         try:
             with withdrawing():
                 with turn:
                     attempt = self._attempt(order, output, turn)
-                    self._activity.begins(str(order["node"]), lambda: attempt.ctx.doing)
+                    self._activity.begins(order.node, lambda: attempt.ctx.doing)
                     attempt.compute()
-                    self._activity.computed(str(order["node"]))
+                    self._activity.computed(order.node)
                     name = attempt.ctx.data.name
                     output.done(name)
-                    made = (str(order["out"]), name, int(order["iteration"]))
+                    made = (order.out, name, order.iteration)
                     self._publisher.publish(*made, output.objects)
                     if WEIGHTS in output.objects:
                         self._tell_of_weights(*made)
                     self._board.trim(2 + self._config.rollout.staleness)
-                    self._commits.add(str(order["node"]))
+                    self._commits.add(order.node)
                 time.sleep(GIVE_WAY_S)
                 # It may wait for an input whose stage has to run here once more.
                 manifest = attempt.commit()
             if manifest.data != attempt.ctx.data.name:
-                log.warning("%s: another attempt was first", order["node"])
+                log.warning("%s: another attempt was first", order.node)
             self._report(order, 0, "")
         except BaseException as error:
             self._failed(order, output, error)
 
-    def _attempt(self, order: Mapping[str, Any], output: Output, turn: Turn | Aside) -> Attempt:
-        world = self._world if order["ranks"] > 1 else World()
-        out = str(order["out"])
+    def _attempt(self, order: StageOrder, output: Output, turn: Turn | Aside) -> Attempt:
+        world = self._world if order.ranks > 1 else World()
+        out = order.out
         inputs = {}
-        for name, (folder, live) in order["inputs"].items():
+        for name, (folder, live) in order.inputs.items():
             source = self._board.output(folder) if live else None
             inputs[name] = Input(self._run / folder, None, source, self._stopping)
 
@@ -309,10 +328,10 @@ class Worker:
         now = time.time()
         return Attempt(
             StageCall(
-                str(order["stage"]),
+                order.stage,
                 self._run / CONFIG,
                 self._run / out,
-                int(order["iteration"]),
+                order.iteration,
                 {name: entry.folder for name, entry in inputs.items()},
             ),
             self._config,
@@ -322,14 +341,14 @@ class Worker:
             self._stopping,
             began=now,
             start=now,
-            name=str(order["attempt"]),
+            name=order.attempt,
             live=Live(output, turn, sinks, self._parts),
             worker=self._name,
-            gathers=bool(order["gathers"]),
+            gathers=order.gathers,
         )
 
-    def _failed(self, order: Mapping[str, Any], output: Output, error: BaseException) -> None:
-        node = str(order["node"])
+    def _failed(self, order: StageOrder, output: Output, error: BaseException) -> None:
+        node = order.node
         code, reason = 1, "".join(traceback.format_exception(error))
         if not isinstance(error, RlinfError):
             error = storage_error(error) or error
@@ -339,15 +358,15 @@ class Worker:
         log.warning("%s: %s", node, reason)
         self._report(order, code, reason)
 
-    def _report(self, order: Mapping[str, Any], code: int, reason: str) -> None:
-        node = str(order["node"])
+    def _report(self, order: StageOrder, code: int, reason: str) -> None:
+        node = order.node
         with self._lock:
             self._busy.pop(node, None)
             self._commits.discard(node)
             self._board.release(node)
         self._moved = time.monotonic()
         self._activity.ended(node)
-        self._link.report({"node": node, "code": code, "reason": reason[-8000:]})
+        self._tell_driver(StageEnded(node=node, code=code, reason=reason[-8000:]))
         self._tell()
         self._let_go()
 
@@ -365,20 +384,20 @@ class Worker:
             # A filesystem that fails now is asked again when the next stage ends.
             return False
 
-    def _tell_what_arrived(self, order: Mapping[str, Any]) -> None:
+    def _tell_what_arrived(self, order: StageOrder) -> None:
         """The starts of a rollout that need not be generated again."""
         size = self._config.rollout.group_size
-        records = self._board.output(str(order["out"])).arrived("trajectories")
+        records = self._board.output(order.out).arrived("trajectories")
         count = Counter(record.identity.sample // size for record in records)
         there = sorted(start for start, samples in count.items() if samples == size)
-        self._link.report({"node": str(order["node"]), "there": there})
+        self._tell_driver(Gathered(node=order.node, starts=tuple(there)))
 
     def _tell_of_weights(self, out: str, attempt: str, iteration: int) -> None:
         """These are on the board: claims need not wait for their commit."""
-        self._link.report({"weights": out, "attempt": attempt, "iteration": iteration})
+        self._tell_driver(HasWeights(out=out, attempt=attempt, iteration=iteration))
 
-    def _tell_of_claim(self, content: dict[str, Any]) -> None:
-        self._link.report(content)
+    def _tell_of_claim(self, said: ClaimEnded) -> None:
+        self._tell_driver(said)
         self._let_go()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:

@@ -7,7 +7,10 @@ import sys
 from rlinf import tree
 from rlinf.registry import Registry
 
-EXAMPLES = {"algorithm": "mylab.algorithm:LeaveOneOut", "model": "mylab.policy:Linear"}
+EXAMPLES = {
+    "algorithm": ["mylab.algorithm:LeaveOneOut", "mylab.preferences:Preferences"],
+    "model": ["mylab.policy:Linear"],
+}
 
 
 def parts(registry: Registry) -> list[str]:
@@ -15,4 +18,4 @@ def parts(registry: Registry) -> list[str]:
     folder = str(tree.ROOT / "docs" / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
-    return [*registry.names(), EXAMPLES[registry.kind]]
+    return [*registry.names(), *EXAMPLES[registry.kind]]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,34 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlinf.algorithms import algorithms
+from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.policy_gradient import PolicyGradient
 from rlinf.algorithms.shares import step_shares
-from rlinf.data.batch import StepBatch
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.data.batch import Sample, StepBatch
+from rlinf.data.packing import Span
+from rlinf.data.record import Identity, Record
+from rlinf.fit import VALUES
 from rlinf.models.base import StepOutputs
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.own import parts
 
-NAMES = parts(algorithms)
+EVERY = parts(algorithms)
+NAMES = [name for name in EVERY if issubclass(algorithms.get(name), PolicyGradient)]
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
 each = pytest.mark.parametrize("name", NAMES)
 seeds = st.integers(0, 2**16)
 CPU = torch.device("cpu")
+SPEC = {"observation": 4, "action": {"kind": "discrete", "size": 3}}
+SMALL = CausalLMConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=32)
 
 
-def made(name: str, **settings: Any) -> PolicyGradient:
+def made(name: str, **settings: Any) -> Any:
     cls = algorithms.get(name)
-    algorithm: PolicyGradient = cls(cls.Config(**settings))
-    return algorithm
+    return cls(cls.Config(**settings))
 
 
 def batch_of(seed: int, groups: int = 3, size: int = 4, longest: int = 7) -> StepBatch:
@@ -82,6 +94,11 @@ def judged(algorithm: PolicyGradient, batch: StepBatch) -> StepBatch:
     return replace(batch, advantages=advantages, returns=returns)
 
 
+def chosen(batch: StepBatch, index: Sequence[int]) -> StepBatch:
+    length = batch.mask.shape[1]
+    return batch.spans([Span(row, 0, length) for row in index], length, CPU)
+
+
 def rows(outputs: StepOutputs, index: Sequence[int]) -> StepOutputs:
     columns = (outputs.logprobs, outputs.entropy, outputs.values)
     return StepOutputs(*(None if column is None else column[list(index)] for column in columns))  # type: ignore[arg-type]
@@ -110,7 +127,7 @@ def test_padding_changes_no_advantage(name: str, seed: int, more: int) -> None:
 def test_the_order_of_the_samples_does_not_matter(name: str, seed: int) -> None:
     batch, algorithm = batch_of(seed), made(name)
     order = np.random.default_rng(seed).permutation(len(batch)).tolist()
-    moved = batch.rows(order, batch.mask.shape[1], CPU)
+    moved = chosen(batch, order)
     torch.testing.assert_close(
         judged(algorithm, moved).advantages,
         judged(algorithm, batch).require("advantages")[order],
@@ -191,7 +208,7 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     total, totals = torch.zeros(()), dict.fromkeys(metrics, torch.zeros(()))
     for part in np.split(order, cuts):
         index = part.tolist()
-        local = batch.rows(index, batch.mask.shape[1], CPU)
+        local = chosen(batch, index)
         loss, found = algorithm.loss(rows(said, index), local, weights[index])
         total = total + loss
         assert found.keys() == metrics.keys()
@@ -213,7 +230,92 @@ def test_what_is_said_to_be_by_group_is(name: str, seed: int) -> None:
     scores, groups = batch.rewards.sum(-1).numpy(), batch.groups.numpy()
     for group in np.unique(groups):
         index = np.flatnonzero(groups == group).tolist()
-        alone = judged(algorithm, batch.rows(index, batch.mask.shape[1], CPU))
+        alone = judged(algorithm, chosen(batch, index))
         torch.testing.assert_close(alone.advantages, every[index])
         kept = algorithm.keep(scores, groups)[index]
         assert np.array_equal(algorithm.keep(scores[index], groups[index]), kept)
+
+
+class Update:
+    """Updates of a policy that offers what the algorithm needs, from the same weights each time."""
+
+    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
+        self.algorithm = made(name, **settings)
+        self.valued, self.folder = VALUES in self.algorithm.needs, folder / "model"
+        self.folder.mkdir()
+        if self.valued:
+            MLPPolicy.create(MLPConfig(hidden=(8,)), SPEC, 0, self.folder)
+        else:
+            CausalLM.create(SMALL, {"alphabet": "0123456789+="}, 0, self.folder)
+        self.samples = self._samples()
+
+    def trainer(self) -> FSDPTrainer:
+        policy = MLPPolicy.load(self.folder, MLPConfig()) if self.valued else None
+        return FSDPTrainer(
+            policy or CausalLM.load(self.folder, SMALL),
+            FSDPConfig(device="cpu", token_budget=40),
+            OptimizerSection(),
+            World(),
+        )
+
+    def weights(self, batch: Iterable[list[Sample]]) -> dict[str, Tensor]:
+        """The weights after an update by samples that come in these parts."""
+        trainer = self.trainer()
+        rates = dict.fromkeys(trainer.policy.groups, 1e-2)
+        self.algorithm.update(Learner(trainer, rates, seed=3), batch)
+        return {name: tensor.clone() for name, tensor in trainer.full_state().items()}
+
+    def _samples(self, groups: int = 3, size: int = 4) -> list[Sample]:
+        random, found = np.random.default_rng(1), []
+        for number in range(groups * size):
+            length = int(random.integers(1, 7))
+            steps: dict[str, Any] = {"actions": random.integers(2, 14, length)}
+            if self.valued:
+                steps["actions"] = random.integers(0, 3, length)
+                steps["observations"] = random.normal(size=(length, 4)).astype(np.float32)
+            info: dict[str, Any] = {"group": number // size, "policy_version": 0}
+            context = {} if self.valued else {"prompt": random.integers(2, 14, 3)}
+            found.append(Record(Identity(0, number), steps, context, info))
+        samples = []
+        for row, said in self.trainer().forward(found, 1.0):
+            record, old = found[row], said.logprobs.numpy()
+            record.steps["logprobs"] = old
+            record.steps["terminated"] = (np.arange(len(old)) == len(old) - 1).astype(np.float32)
+            rewards = random.normal(size=len(old)).astype(np.float32)
+            columns = {"logprobs": old, "reference_logprobs": old - 0.1}
+            if said.values is not None:
+                columns["values"] = said.values.numpy()
+            reward = Record(record.identity, {"rewards": rewards}, info={"keep": 1})
+            samples.append(Sample(record, reward, Record(record.identity, columns)))
+        return samples
+
+
+def alike(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> None:
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_update_follows_from_the_samples_alone(name: str, tmp_path: Path) -> None:
+    """Again it gives the same bytes; in parts, as they arrive, the same weights to rounding."""
+    update = Update(name, tmp_path)
+    samples = update.samples
+    whole, again = update.weights([samples]), update.weights([samples])
+    alike(whole, again)
+    untouched = update.trainer().full_state()
+    assert any(not torch.equal(untouched[name], tensor) for name, tensor in whole.items())
+    # The first steps of Adam are as long as the rate whatever the gradient: rounding shows there.
+    alike(whole, update.weights([samples[:4], samples[4:8], samples[8:]]), 1e-2 / 50)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_samples_that_are_not_kept_teach_nothing(name: str, tmp_path: Path) -> None:
+    update = Update(name, tmp_path)
+    dropped = []
+    for sample in update.samples[4:]:
+        assert sample.reward is not None
+        reward = replace(sample.reward, info={"keep": 0})
+        dropped.append(sample._replace(reward=reward))
+    alike(update.trainer().full_state(), update.weights([dropped]))
+    some, alone = update.samples[:4], update.weights([update.samples[:4]])
+    alike(alone, update.weights([[*some, *dropped]]))

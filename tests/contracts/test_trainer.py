@@ -223,7 +223,6 @@ def test_rows_that_belong_together_are_in_one_micro_batch(name: str, folder: Pat
 RANKS = """
 import sys
 from pathlib import Path
-from typing import Any
 from rlinf.channels.world import World
 from tests.contracts.test_trainer import Halves, assert_alike, make, streamed, weights, LR
 from tests.rlinf.trainers.test_lanes import loss, records

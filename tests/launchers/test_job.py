@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launchers.job import ModuleCall, set_rank_variables
+from rlinf import tree
 from rlinf.channels.world import GROUP
+from rlinf.errors import EXIT_REQUEUE
 
 
 @given(
@@ -44,3 +50,30 @@ def test_ranks_agree_on_a_name_that_no_other_processes_have(
                     names.append(os.environ[GROUP])
     assert names[::2] == names[1::2]
     assert len(set(names)) == 8
+
+
+SLOW = """
+import os, signal, time
+os.kill(os.getpid(), signal.{number})
+time.sleep(20)
+"""
+CALL = """
+import sys
+from launchers.job import ModuleCall
+ModuleCall("slow", (), tuple(sys.path), sys.argv[1], requeues=False)()
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGUSR2", "SIGTERM"])
+def test_a_warning_while_libraries_are_still_read_asks_for_another_start(
+    tmp_path: Path, number: str
+) -> None:
+    """It used to be a failure, which counts: on a busy filesystem that takes half a minute."""
+    (tmp_path / "slow.py").write_text(SLOW.format(number=number))
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(tree.ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", CALL, str(tmp_path)], env=env, timeout=15, check=False
+    )
+    assert done.returncode == EXIT_REQUEUE
+    assert json.loads((tmp_path / "7.exit").read_text())["code"] == EXIT_REQUEUE

@@ -200,8 +200,7 @@ def test_added_iterations_run_at_the_last_rate_of_the_schedule(
 ) -> None:
     before = contents(finished)
     run = prepare(compose("iterations=3"))
-    assert run.config.algorithm.model_extra is not None
-    assert run.config.algorithm.model_extra["schedule_iterations"] == 2
+    assert run.config.optimizer.schedule_iterations == 2
     drive(run)
     after = contents(finished)
     assert {name: after[name] for name in before} == before, "byte for byte"

@@ -149,4 +149,4 @@ def test_composed_values_are_those_of_the_mapping() -> None:
     values = compose(["experiment=arithmetic_grpo", *words])
     assert values["run"]["name"] == "it's"
     assert values["task"]["digits"] == [1, 3]
-    assert values["algorithm"]["lr"] == 1e-5
+    assert values["optimizer"]["lr"] == 1e-5

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -18,64 +16,12 @@ from rlinf.config import Section
 from rlinf.data.batch import Sample, assemble, taken
 from rlinf.data.packing import Span
 from rlinf.data.record import Record
-from rlinf.fit import GROUPS, VALUES
-from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.fit import VALUES
+from rlinf.models.base import StepOutputs
 from rlinf.rewards.base import Reward
 from rlinf.trainers.base import Loss, of_steps
 from stages.flow import Flow, Source, on_policy
 from stages.train import CHANNELS
-
-
-class PreferencesConfig(Section):
-    beta: float = Field(default=0.1, gt=0)
-    steps: int = Field(default=2, gt=0)
-
-
-class Preferences(Algorithm):
-    """DPO (arXiv 2305.18290, eq. 7) on the best and the worst sample of each group."""
-
-    Config = PreferencesConfig
-    needs = frozenset({GROUPS})
-
-    @property
-    def needs_reference(self) -> bool:
-        return True
-
-    def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
-        pairs = self._pairs([sample for part in parts for sample in part if sample.kept])
-        if not pairs:
-            return
-        samples = [sample for pair in pairs for sample in pair]
-        reference = torch.tensor(
-            [_sum(sample.inference, "reference_logprobs") for sample in samples]
-        )
-
-        def loss(policy: Policy, inputs: Batch, spans: Sequence[Span]) -> Loss:
-            logprobs = policy.evaluate(inputs, learner.temperature).logprobs.sum(-1)
-            gain = logprobs - reference[[span.row for span in spans]]
-            margin = self.config.beta * (gain[0::2] - gain[1::2])
-            right = (margin.detach() > 0).float().sum() / len(pairs)
-            return -F.logsigmoid(margin).sum() / len(pairs), {"right": right}
-
-        together = [[2 * k, 2 * k + 1] for k in range(len(pairs))]
-        for _ in range(self.config.steps):
-            learner.step([sample.trajectory for sample in samples], loss, together=together)
-
-    def _pairs(self, samples: list[Sample]) -> list[tuple[Sample, Sample]]:
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(int(sample.trajectory.info["group"]), []).append(sample)
-        ends = []
-        for group in groups.values():
-            order = sorted(group, key=lambda sample: _sum(sample.reward, "rewards"))
-            if _sum(order[0].reward, "rewards") < _sum(order[-1].reward, "rewards"):
-                ends.append((order[-1], order[0]))
-        return ends
-
-
-def _sum(record: Record | None, column: str) -> float:
-    assert record is not None
-    return float(record.steps[column].sum())
 
 
 class Favourite(Reward):

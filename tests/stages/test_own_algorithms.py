@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.commands.experiment import execute
 from pipeline.metrics import collect
+from rlinf import tree
 
 Compose = Callable[..., dict[str, Any]]
 OWN = "tests.stages.own_algorithms"
@@ -22,12 +23,15 @@ def own(compose: Compose, algorithm: dict[str, Any], *words: str, **how: str) ->
     return {**compose(*words, **how), "algorithm": algorithm}
 
 
-def test_preferences_within_groups_are_learned(compose: Compose, tmp_path: Path) -> None:
+def test_preferences_within_groups_are_learned(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DPO: pairs in one micro-batch, the reference's log-probabilities, no advantages."""
+    monkeypatch.syspath_prepend(tree.ROOT / "docs" / "examples")
     execute(
         own(
             compose,
-            {"name": f"{OWN}:Preferences", "beta": 1.0, "steps": 4},
+            {"name": "mylab.preferences:Preferences", "beta": 1.0, "steps": 4},
             f"reward.name={OWN}:Favourite",
             "trainer.token_budget=60",
             "iterations=8",

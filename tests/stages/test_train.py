@@ -67,3 +67,33 @@ def test_the_first_step_sees_observations_as_the_old_log_probs_did(
     for row in collect(tmp_path / "seen"):
         assert row["train/kl_old"] == pytest.approx(0, abs=1e-9)
         assert row["train/engine_gap"] < 1e-5
+
+
+def reached(compose: Compose, folder: Path, name: str, *words: str) -> list[dict[str, float]]:
+    """Metrics of a short run on vectors of three numbers."""
+    usual = ["iterations=2", "rollout.batch=4", "rollout.horizon=24", "evaluate.every=0"]
+    usual += ["task.id=tests.stages.reaching:Reaching-v0", "task.observation=3", "run.name=" + name]
+    usual += ["task.action.kind=box", "task.action.size=3", "evaluate.samples=2"]
+    execute(compose(*usual, *words, experiment="cartpole_ppo"))
+    return collect(folder / name)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_step_of_several_choices_has_the_ratio_that_its_level_says(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """Through rollout, inference and training: the whole step's is that of a policy which says no
+    more than that."""
+    own = "model.name=tests.stages.reaching:PerNumber"
+    plain = reached(compose, tmp_path, "plain")
+    chunk = reached(compose, tmp_path, "chunk", own)
+    token = reached(compose, tmp_path, "token", own, "algorithm.logprob_level=token")
+    for one, other, each in zip(plain, chunk, token, strict=True):
+        names = [name for name in one if name.startswith(("train/", "inference/", "reward/"))]
+        names = [name for name in names if not name.endswith(("_s", "_gap", "_max", "gap_mean"))]
+        for name in names:
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+        assert other["train/engine_gap"] < 1e-5
+        assert each["train/engine_gap"] < 1e-5
+    assert 3 * token[0]["train/entropy"] == pytest.approx(chunk[0]["train/entropy"], rel=0.02)
+    assert token[1]["train/loss"] != pytest.approx(chunk[1]["train/loss"], rel=1e-3)

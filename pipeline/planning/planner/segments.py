@@ -30,8 +30,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
         PlanError: a stage can run on none of the devices.
     """
     devices = {name: own for name, own in request.priced().items() if own.same_as is None}
-    # An update over the whole batch is a sum that can begin; several are choices among all of it.
-    whole = make_algorithm(request.config).minibatches == 1
+    begins = make_algorithm(request.config).streams
     stages, tables = [], Tables()
     flow = flow_of(request.config)
     held = flow.after()
@@ -50,7 +49,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 name,
                 {kind: table.rates for kind, table in found.items()},
                 after,
-                streams=flow.table[name].streams is not None or whole,
+                streams=flow.table[name].streams is not None or begins,
                 divisible=flow.table[name].device,
                 switch_s=_switches(devices) if flow.table[name].loads == "trainer" else {},
             )

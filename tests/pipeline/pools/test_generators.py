@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +15,13 @@ from pipeline.pools.generators import CLAIMS, Generators
 from rlinf.artifacts import Manifest, content_digest
 from rlinf.errors import EXIT_REQUEUE
 from stages.layout import POOLS
+from stages.worker import messages
 
 BATCH = 12
 ROLLOUTS = (Node("rollout", 3), Node("rollout", 4))
 GENERATORS, HELPER = ("pool-0w0-0-r0", "pool-0w1-0-r0"), "pool-1-0-r0"
 WORKERS = (*GENERATORS, HELPER)
+SPANS = (("generate", 0.0, 1.0),)
 
 
 class Cluster:
@@ -36,7 +37,7 @@ class Cluster:
         for node in ROLLOUTS:
             self.generators.begin(node, node.name, "weights", HELPER)
             self.generators.arrived(node, [])
-        self.queues: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.queues: dict[str, list[messages.Claim]] = defaultdict(list)
         self.heirs: dict[str, str] = {}
 
     def tick(self) -> None:
@@ -45,30 +46,30 @@ class Cluster:
         helpers = {HELPER: 3} if HELPER in self.there else {}
         for worker, order in self.generators.orders(present, helpers):
             assert worker in self.there
-            if order["do"] == "hand_over":
+            if isinstance(order, messages.HandOver):
                 assert worker == HELPER
-                assert order["to"] in present
-                self.heirs[order["claim"]] = order["to"]
+                assert order.to in present
+                self.heirs[order.claim] = order.to
                 continue
-            assert worker != HELPER or order["iteration"] == 3, "training comes first"
-            if order["begun"]:
-                assert self.heirs[order["begun"]["channel"].rpartition("-")[2]] == worker
+            assert isinstance(order, messages.Claim)
+            assert worker != HELPER or order.iteration == 3, "training comes first"
+            if order.begun:
+                assert self.heirs[order.begun.channel.rpartition("-")[2]] == worker
             self.queues[worker].append(order)
 
-    def orders(self) -> list[tuple[str, dict[str, Any]]]:
-        """Of claims, to the generators that are there."""
-        return self.generators.orders([w for w in GENERATORS if w in self.there])
+    def orders(self) -> list[tuple[str, messages.Claim]]:
+        """To the generators that are there."""
+        orders = self.generators.orders([w for w in GENERATORS if w in self.there])
+        return [(worker, order) for worker, order in orders if isinstance(order, messages.Claim)]
 
     def end(self, worker: str, code: int = 0, rest: int = 0) -> None:
         """A worker is through with its next claim; ``rest`` starts of it go to its heir."""
         if worker in self.there and self.queues[worker]:
             order = self.queues[worker].pop(0)
-            name = order["claim"]
-            spans = [["generate", 0.0, 1.0]]
-            said = {"claim": name, "code": code, "reason": "", "spans": spans, "host": "h"}
-            if rest and not code and name in self.heirs and order["starts"]:
-                said |= {"rest": order["starts"][-rest:], "samples": rest}
-                said |= {"heir": self.heirs[name]}
+            said = messages.ClaimEnded(claim=order.claim, host="h", code=code, spans=SPANS)
+            if rest and not code and order.claim in self.heirs and order.starts:
+                left = {"rest": order.starts[-rest:], "samples": rest}
+                said = said.model_copy(update={**left, "heir": self.heirs[order.claim]})
             self.generators.reported(worker, said)
 
     def until_an_heir_is_named(self) -> tuple[str, str]:
@@ -77,7 +78,7 @@ class Cluster:
             self.tick()
             for worker in GENERATORS:
                 self.end(worker)
-            if self.queues[HELPER] and not self.queues[HELPER][0]["starts"]:
+            if self.queues[HELPER] and not self.queues[HELPER][0].starts:
                 self.end(HELPER)
         return next(iter(self.heirs.items()))
 
@@ -144,14 +145,15 @@ def test_a_helper_hands_over_when_nothing_is_left_to_give_out(tmp_path: Path) ->
         for worker in GENERATORS:
             cluster.end(worker)
         cluster.tick()
-    heir = cluster.heirs[held["claim"]]
+    heir = cluster.heirs[held.claim]
     cluster.end(HELPER, rest=1)
     cluster.lose(next(worker for worker in GENERATORS if worker != heir))
     cluster.tick()
     assert not cluster.queues[HELPER][1:], "starts that come back are for generators"
-    (order,) = [order for order in cluster.queues[heir] if order["begun"]]
-    assert order["starts"] == held["starts"][-1:]
-    assert order["begun"]["samples"] == 1
+    (order,) = [order for order in cluster.queues[heir] if order.begun]
+    assert order.starts == held.starts[-1:]
+    assert order.begun is not None
+    assert order.begun.samples == 1
 
 
 def test_another_heir_is_named_when_one_is_lost_before_it_inherits(tmp_path: Path) -> None:
@@ -166,15 +168,15 @@ def test_another_heir_is_named_when_one_is_lost_before_it_inherits(tmp_path: Pat
 def test_what_was_left_to_a_generator_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     name, heir = cluster.until_an_heir_is_named()
-    held = next(order for order in cluster.queues[HELPER] if order["claim"] == name)
+    held = next(order for order in cluster.queues[HELPER] if order.claim == name)
     while cluster.queues[HELPER][0] is not held:
         cluster.end(HELPER)
     cluster.end(HELPER, rest=1)
     cluster.lose(heir)
     cluster.tick()
     orders = [order for queue in cluster.queues.values() for order in queue]
-    assert not any(order["begun"] for order in orders)
-    assert held["starts"][-1] in [s for o in orders if o["iteration"] == 3 for s in o["starts"]]
+    assert not any(order.begun for order in orders)
+    assert held.starts[-1] in [s for o in orders if o.iteration == 3 for s in o.starts]
 
 
 def test_claims_go_to_those_who_have_the_weights_until_they_are_committed(tmp_path: Path) -> None:
@@ -192,18 +194,18 @@ def test_claims_go_to_those_who_have_the_weights_until_they_are_committed(tmp_pa
     assert not cluster.orders(), "nobody has the weights"
     cluster.generators.has(first, "later", "data-a", 4)
     orders = cluster.orders()
-    assert {(worker, order["attempt"]) for worker, order in orders} == {(first, "data-a")}
+    assert {(worker, order.attempt) for worker, order in orders} == {(first, "data-a")}
     cluster.generators.gone("later")
     cluster.lose(first)
     assert not cluster.orders(), "they are made again"
     cluster.generators.has(second, "later", "data-b", 4)
-    assert {order["attempt"] for _, order in cluster.orders()} == {"data-b"}
+    assert {order.attempt for _, order in cluster.orders()} == {"data-b"}
     (tmp_path / "later").symlink_to("weights")
     cluster.lose(second)
     cluster.there.add(first)
     orders = cluster.orders()
-    assert {(worker, order["attempt"]) for worker, order in orders} == {(first, None)}
-    assert not orders[0][1]["starts"], "it loads an engine first"
+    assert {(worker, order.attempt) for worker, order in orders} == {(first, None)}
+    assert not orders[0][1].starts, "it loads an engine first"
 
 
 def test_a_claim_that_found_no_weights_in_memory_waits_for_their_commit(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_a_claim_that_found_no_weights_in_memory_waits_for_their_commit(tmp_path
     cluster.generators.arrived(live, [])
     cluster.generators.has(worker, "later", "data-a", 4)
     for _, order in cluster.orders():
-        said = {"claim": order["claim"], "code": EXIT_REQUEUE, "reason": ""}
+        said = messages.ClaimEnded(claim=order.claim, host="h", code=EXIT_REQUEUE)
         cluster.generators.reported(worker, said)
     assert not cluster.orders()
 
@@ -247,5 +249,5 @@ def test_an_heir_goes_on_with_the_weights_that_the_tail_was_begun_with(tmp_path:
     (tmp_path / "later").symlink_to("weights")
     cluster.end(HELPER, rest=1)
     cluster.tick()
-    (order,) = [order for order in cluster.queues[GENERATORS[1]] if order["begun"]]
-    assert order["attempt"] == "data-a"
+    (order,) = [order for order in cluster.queues[GENERATORS[1]] if order.begun]
+    assert order.attempt == "data-a"

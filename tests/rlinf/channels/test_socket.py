@@ -23,6 +23,7 @@ import zmq
 from rlinf.channels import wire
 from rlinf.channels.base import ChannelFailed
 from rlinf.channels.keys import run_keys
+from rlinf.channels.numbered import WINDOW
 from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 from rlinf.errors import DataError, InputError
@@ -265,6 +266,23 @@ def test_what_was_put_arrives_though_the_writer_leaves_at_once(
         sink.put(Record(Identity(0, i), {"x": np.zeros(1 << 20)}))
     sink.close()
     assert samples(host, 3) == [0, 1, 2]
+
+
+def test_a_writer_waits_while_much_is_under_way(tmp_path: Path, host: SocketSource) -> None:
+    sink, put = SocketSink(tmp_path, "c"), []
+
+    def produce() -> None:
+        for i in range(6 * WINDOW):
+            sink.put(record(i))
+            put.append(i)
+
+    with host._changed:  # the host neither hears nor answers
+        producer = threading.Thread(target=produce, daemon=True)
+        producer.start()
+        time.sleep(1)
+        assert len(put) <= WINDOW
+    assert samples(host, 6 * WINDOW) == list(range(6 * WINDOW))
+    sink.close()
 
 
 def test_files_of_a_channel_are_the_owners_alone(tmp_path: Path, host: SocketSource) -> None:

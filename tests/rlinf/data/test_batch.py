@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlinf.data.batch import Sample, assemble, join
+from rlinf.data.batch import Sample, assemble, join, taken
+from rlinf.data.packing import Span
 from rlinf.data.record import Identity, Record
 from rlinf.errors import InputError
 
@@ -76,3 +80,20 @@ def test_trajectories_with_and_without_a_mask_stand_side_by_side() -> None:
         samples([whole, masked(2, [1, 0])], given, [Record(Identity(4, s)) for s in (1, 2)])
     )
     assert batch.mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@given(data=st.data())
+def test_steps_of_trajectories_are_taken_and_padded(data: st.DataObject) -> None:
+    shape = (4, 6, *data.draw(st.sampled_from([(), (3,), (2, 2)])))
+    column = torch.arange(1.0, 1 + np.prod(shape)).view(shape)
+    ends = st.lists(st.integers(0, 6), min_size=2, max_size=2).map(sorted)
+    drawn = data.draw(st.lists(st.tuples(st.integers(0, 3), ends), min_size=1, max_size=5))
+    spans = [Span(row, *pair) for row, pair in drawn]
+    length = max(span.stop - span.start for span in spans) + data.draw(st.integers(0, 2))
+    found = taken(column, spans, length)
+    assert found.shape == (len(spans), length, *shape[2:])
+    for row, span in zip(found, spans, strict=True):
+        inside = span.stop - span.start
+        assert torch.equal(row[:inside], column[span.row, span.start : span.stop])
+        assert not row[inside:].any()
+    assert taken(torch.arange(4), spans, length).tolist() == [span.row for span in spans]

@@ -26,6 +26,7 @@ from stages.runner import load_config
 from stages.turns import Turns
 from stages.worker.generate import Generator
 from stages.worker.inbox import MADE_OF, Inbox, Outbox
+from stages.worker.messages import Begun, Claim, ClaimEnded
 from tests.conftest import QUIET, TINY
 
 OUT = "it/0000/rollout"
@@ -39,7 +40,7 @@ class Bench:
         folder = run / "channels"
         self.board, self.turns = Board(), Turns()
         self.inbox, self.outbox = Inbox(folder, "w", self.board), Outbox(folder)
-        self.reports: Queue[dict[str, Any]] = Queue()
+        self.reports: Queue[ClaimEnded] = Queue()
         self.resident = Resident()
         self.generator = self._make(self.config)
 
@@ -57,22 +58,13 @@ class Bench:
         )
 
     def claim(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
-        order = {
-            "claim": name,
-            "name": name,
-            "iteration": iteration,
-            "out": OUT,
-            "weights": "warm_start",
-            "attempt": None,
-            "to": "w",
-            "starts": starts,
-            "begun": None,
-        }
-        self.generator.claim({**order, **more})
+        usual = {"out": OUT, "weights": "warm_start", "attempt": None, "to": "w", "starts": starts}
+        about = {"claim": name, "name": name, "iteration": iteration}
+        self.generator.claim(Claim(**{**about, **usual, **more}))
 
-    def report(self, code: int = 0) -> dict[str, Any]:
+    def report(self, code: int = 0) -> ClaimEnded:
         said = self.reports.get(timeout=60)
-        assert said["code"] == code, said["reason"]
+        assert said.code == code, said.reason
         return said
 
     def weights(self, out: str, attempt: str) -> None:
@@ -114,7 +106,7 @@ def test_claims_are_done_by_iteration_whatever_came_first(bench: Bench) -> None:
     with bench.turns.enter((0, 0, 0)):
         bench.claim("late", 0, iteration=2)
         bench.claim("early", 1)
-    assert [bench.report()["claim"] for _ in range(2)] == ["early", "late"]
+    assert [bench.report().claim for _ in range(2)] == ["early", "late"]
 
 
 def test_claims_fill_the_time_in_which_stages_wait(bench: Bench) -> None:
@@ -125,7 +117,7 @@ def test_claims_fill_the_time_in_which_stages_wait(bench: Bench) -> None:
         bench.claim("wanted", 1)
         assert bench.reports.empty(), "the stage computes"
         with stage.resting():
-            assert bench.report()["claim"] == "wanted"
+            assert bench.report().claim == "wanted"
     size = bench.config.rollout.group_size
     there = bench.texts(OUT, size)
     assert there.keys() == set(range(size, 2 * size)), "dropped ones are not generated"
@@ -136,7 +128,7 @@ def test_a_claim_that_was_not_begun_is_handed_over_whole(bench: Bench) -> None:
         bench.claim("waits", 0, 1)
         bench.generator.hand_over("waits", "w")
         said = bench.report()
-    assert (said["rest"], said["samples"], said["heir"]) == ([0, 1], 0, "")
+    assert (said.rest, said.samples, said.heir) == ((0, 1), 0, "")
 
 
 def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) -> None:
@@ -149,13 +141,12 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
         time.sleep(0)
     bench.generator.hand_over("cut", "w")
     said = bench.report()
-    assert 1 <= said["samples"] <= len(whole) // 4, "a quarter or less is handed over"
-    assert set(said["rest"]) <= {0, 1}
+    assert 1 <= said.samples <= len(whole) // 4, "a quarter or less is handed over"
+    assert set(said.rest) <= {0, 1}
     channel = unfinished("cut")
-    bench.claim(
-        "heir", *said["rest"], out=out, begun={"channel": channel, "samples": said["samples"]}
-    )
-    assert "rest" not in bench.report()
+    begun = Begun(claim=0, channel=channel, samples=said.samples, attempt=None)
+    bench.claim("heir", *said.rest, out=out, begun=begun)
+    assert not bench.report().rest
     assert bench.texts(out, len(whole)) == whole
 
 
@@ -173,7 +164,7 @@ def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Benc
     bench.report()
     bench.weights(SYNC, "data-a")
     bench.claim("live", 0, iteration=1, weights=SYNC, attempt="data-a")
-    assert [name for name, *_ in bench.report()["spans"]] == ["load", "generate"]
+    assert [name for name, *_ in bench.report().spans] == ["load", "generate"]
     made_of(bench, "data-a")
     with pytest.raises(InputFailed):
         made_of(bench, "data-b")
@@ -192,7 +183,7 @@ def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench:
         bench.resident.engine_weights = "older ones"
         bench.weights(SYNC, attempt)
         bench.claim(attempt, 0, iteration=1, weights=SYNC)
-        names = [name for name, *_ in bench.report()["spans"]]
+        names = [name for name, *_ in bench.report().spans]
         assert [name for name in names if name == "verify"] == spans
 
 
@@ -205,4 +196,4 @@ def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
     bench.claim("prepares")
     bench.report()
     bench.claim("another attempt", 0, **live, attempt="data-b")
-    assert "data-b" in bench.report(EXIT_REQUEUE)["reason"]
+    assert "data-b" in bench.report(EXIT_REQUEUE).reason

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +24,10 @@ from slurm.signals import StopFlag
 from stages.board import Board
 from stages.context import Context
 from stages.layout import CONFIG
+from stages.worker import messages
 from stages.worker.inbox import SOCKET, Inbox, Outbox
 from stages.worker.main import CHANNELS, Worker
+from stages.worker.messages import StageEnded, StageOrder, read_report
 from tests.conftest import QUIET, TINY
 
 NAME, SAMPLES = "pool-0-1-r0", 16
@@ -52,24 +53,25 @@ class Bench:
         self.worker = Worker(run, config, "pool-0-1", 1, self.stop, shared=False, uncast=False)
         self._thread = threading.Thread(target=self.worker.serve, args=(600.0,), daemon=True)
         self._thread.start()
-        self.reports: dict[str, dict[str, Any]] = {}
+        self.reports: dict[str, StageEnded] = {}
 
-    def order(self, *orders: dict[str, Any]) -> None:
-        self.controller.send(NAME, {"do": "run", "stages": list(orders)})
+    def order(self, *orders: StageOrder) -> None:
+        self.controller.send(NAME, messages.Run(stages=orders).packed())
 
-    def ended(self, node: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    def ended(self, node: str, timeout_s: float = 20.0) -> StageEnded:
         """What the worker said of a stage in the end."""
         deadline = time.monotonic() + timeout_s
         while node not in self.reports and time.monotonic() < deadline:
             for event in self.controller.events(0.1):
-                if isinstance(event, Report) and "code" in event.content:
-                    self.reports[event.content["node"]] = event.content
+                said = read_report(event.content) if isinstance(event, Report) else None
+                if isinstance(said, StageEnded):
+                    self.reports[said.node] = said
         said = self.reports[node]
-        assert not said["code"], said["reason"]
+        assert not said.code, said.reason
         return said
 
     def close(self) -> None:
-        self.controller.send(NAME, {"do": "leave"})
+        self.controller.send(NAME, messages.Leave().packed())
         self._thread.join(30)
         self.controller.close()
 
@@ -81,23 +83,22 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
-def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> dict[str, Any]:
+def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> StageOrder:
     """To make a stage of some of the same iteration, which are under way here."""
-    live = {name: [f"it/{iteration:04d}/{source}", True] for name, source in map(split, inputs)}
+    live = {name: (f"it/{iteration:04d}/{source}", True) for name, source in map(split, inputs)}
     if gathers:
-        live["weights"] = ["warm_start", False]
-    return {
-        "node": f"{stage}/{iteration}",
-        "stage": stage,
-        "iteration": iteration,
-        "position": [iteration, 0, ["rollout", "reward", "inference"].index(stage)],
-        "out": f"it/{iteration:04d}/{stage}",
-        "attempt": f"{stage}{iteration}",
-        "ranks": 1,
-        "inputs": live,
-        "gathers": gathers,
-        "queued": False,
-    }
+        live["weights"] = ("warm_start", False)
+    return StageOrder(
+        node=f"{stage}/{iteration}",
+        stage=stage,
+        iteration=iteration,
+        position=(iteration, 0, ["rollout", "reward", "inference"].index(stage)),
+        out=f"it/{iteration:04d}/{stage}",
+        attempt=f"{stage}{iteration}",
+        ranks=1,
+        inputs=live,
+        gathers=gathers,
+    )
 
 
 def split(word: str) -> tuple[str, str]:
@@ -154,8 +155,9 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     taker = Board()
     inbox = Inbox(bench.run / CHANNELS, "taker", taker)
     for iteration in range(3):
-        send = {"out": f"it/{iteration:04d}/rollout", "channel": "trajectories", "maker": NAME}
-        bench.controller.send(NAME, {"do": "send", **send, "to": {"taker": SOCKET}})
+        out, to = f"it/{iteration:04d}/rollout", {"taker": SOCKET}
+        send = messages.Send(out=out, channel="trajectories", maker=NAME, to=to)
+        bench.controller.send(NAME, send.packed())
     bench.order(
         *(order("rollout", i) for i in range(3)),
         *(order("reward", i, "trajectories<rollout") for i in range(3)),

@@ -18,7 +18,6 @@ from pipeline.planning.profile.trial import Case, Task, load_trial
 from rlinf.artifacts import Manifest
 from rlinf.config import RunConfig, validate
 from stages.layout import CONFIG, stage_folder
-from stages.parts import make_algorithm
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -50,16 +49,16 @@ def test_a_case_changes_the_size_and_stills_the_weights_alone(
     made = adapted(config, Case(starts=16, token_budget=100))
     check(made)
     assert made.rollout.batch == 16
-    assert make_algorithm(made).config.lr < 1e-20
+    assert made.optimizer.lr < 1e-20
     before, after = config.semantic(), made.semantic()
     assert {key for key in before if before[key] != after[key]} <= {
         "rollout",
         "trainer",
-        "algorithm",
+        "optimizer",
     }
     assert after["trainer"] == {**before["trainer"], "token_budget": 100}
     assert before["rollout"] == {**after["rollout"], "batch": before["rollout"]["batch"]}
-    changed = {k for k in after["algorithm"] if after["algorithm"][k] != before["algorithm"].get(k)}
+    changed = {k for k in after["optimizer"] if after["optimizer"][k] != before["optimizer"][k]}
     assert changed <= {"lr", "lr_warmup", "schedule"}
 
 

@@ -1,0 +1,99 @@
+"""How a minibatch is cut over processes, their lanes, and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlinf.data.packing import Span, balance, even_batches, micro_batches
+from rlinf.data.record import Record
+from rlinf.models.base import Policy
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A minibatch cut for one lane of this rank: micro-batches of rows.
+
+    All ranks run the same number of micro-batches, for collectives must match; one with fewer
+    repeats a small row with ``real`` false and weight zero. One process pads nothing.
+    """
+
+    batches: list[list[Span]]
+    real: list[bool]
+
+
+def cut(
+    policy: Policy,
+    records: Sequence[Record],
+    together: Sequence[Sequence[int]] | None,
+    *,
+    budget: int,
+    padded: bool,
+    speeds: Sequence[float],
+    rank: int,
+    lanes: int,
+) -> list[Cut]:
+    """The micro-batches of each lane of a rank.
+
+    Every rank computes the shares of all ranks and so knows how many micro-batches they run.
+
+    Args:
+        together: rows that are to be in one micro-batch; None: each may be by itself, and in parts
+            where the policy's steps stand alone.
+        budget: most positions of a micro-batch.
+        padded: whether rows are padded to the longest of their micro-batch.
+        speeds: of the ranks, relative.
+
+    Raises:
+        ValueError: a row is missing in ``together``, or twice there.
+    """
+    units = [[row] for row in range(len(records))] if together is None else together
+    if sorted(row for unit in units for row in unit) != list(range(len(records))):
+        raise ValueError("each row has to be in one micro-batch")
+    pieces, own = list[list[Span]](), list[list[int]]()
+    for unit in units:
+        found = _pieces(policy, records, unit, budget)
+        own.append(list(range(len(pieces), len(pieces) + len(found))))
+        pieces += found
+    widest = max(map(len, pieces), default=1)
+    costs = []
+    for piece in pieces:
+        sizes = [policy.cost(records[row].part(start, stop)) for row, start, stop in piece]
+        # Of padded ones so many times the largest cost are no less than what they take together.
+        costs.append(widest * max(sizes) if padded else sum(sizes))
+    # All of a trajectory is one process's, which says what it is to others.
+    totals = [sum(costs[piece] for piece in numbers) for numbers in own]
+    given = [
+        [piece for unit in items for piece in own[unit]]
+        for items in balance(totals, [speed for speed in speeds for _ in range(lanes)])
+    ]
+
+    def spans(batches: list[list[int]]) -> list[list[Span]]:
+        return [[span for item in items for span in pieces[item]] for items in batches]
+
+    cuts = [micro_batches(costs, items, budget, padded=padded) for items in given]
+    if len(speeds) == 1:
+        return [Cut(spans(mine), [True] * len(mine)) for mine in cuts]
+    count = max(1, *map(len, cuts))
+    out = []
+    for items in given[rank * lanes :][:lanes]:
+        # Ranks wait for each other at every micro-batch, so each rank's are of one size.
+        mine = even_batches(costs, items, count, padded=padded)
+        missing = count - len(mine)
+        filler = [min(items, key=lambda i: costs[i])] if items else [0]
+        real = [True] * len(mine) + [False] * missing
+        out.append(Cut(spans(mine + [filler] * missing), real))
+    return out
+
+
+def _pieces(
+    policy: Policy, records: Sequence[Record], unit: Sequence[int], budget: int
+) -> list[list[Span]]:
+    """What of a unit is evaluated at once: all of it, or less where its steps stand alone."""
+    if len(unit) > 1 or not policy.stepwise:
+        return [[Span(row, 0, len(records[row])) for row in unit]]
+    row, length = unit[0], len(records[unit[0]])
+    count = max(1, min(length, -(-policy.cost(records[row]) // budget)))
+    bounds = [length * k // count for k in range(count + 1)]
+    return [[Span(row, *pair)] for pair in itertools.pairwise(bounds)]

@@ -1,0 +1,195 @@
+"""What a driver and its resident workers say to each other (:mod:`rlinf.channels.control`).
+
+Orders go to a worker, reports to the driver; both travel as maps, and ``what`` says which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from rlinf.errors import DataError
+
+
+class Message(BaseModel):
+    """An order or a report. Folders are relative to the run's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def packed(self) -> dict[str, Any]:
+        """As it travels."""
+        return self.model_dump()
+
+
+class StageOrder(Message):
+    """A stage instance to compute."""
+
+    node: str
+    stage: str
+    iteration: int
+    position: tuple[int, int, int]
+    """Its place in the order of turns (:mod:`stages.turns`)."""
+    out: str
+    attempt: str
+    ranks: int
+    inputs: dict[str, tuple[str, bool]]
+    """By name: the folder, and whether it comes by memory."""
+    gathers: bool = False
+    """Others generate; this worker gathers their trajectories."""
+    queued: bool = False
+    """It waits for its turn in the thread of the engine."""
+
+
+class Run(Message):
+    """Compute stages; all of them take their places before any begins."""
+
+    what: Literal["run"] = "run"
+    stages: tuple[StageOrder, ...]
+
+
+class Send(Message):
+    """Send what an output holds, made or still to be made, to other workers."""
+
+    what: Literal["send"] = "send"
+    out: str
+    channel: str
+    to: dict[str, str]
+    """By worker: which way it gets it."""
+    maker: str
+    """The worker that makes it; another one passes it on."""
+
+
+class Begun(Message):
+    """Samples of a claim that another worker has begun."""
+
+    claim: int
+    channel: str
+    """Where they come in."""
+    samples: int
+    attempt: str | None
+    """By which their weights were made, while these were not committed."""
+
+
+class Claim(Message):
+    """Generate some starts of a rollout."""
+
+    what: Literal["claim"] = "claim"
+    claim: str
+    name: str
+    """For people."""
+    iteration: int
+    out: str
+    weights: str
+    attempt: str | None
+    """By which the weights were made, while they are not committed."""
+    to: str
+    """The worker that gathers the trajectories."""
+    starts: tuple[int, ...]
+    begun: Begun | None = None
+
+
+class HandOver(Message):
+    """Have another worker go on with a claim once little of it is left."""
+
+    what: Literal["hand_over"] = "hand_over"
+    claim: str
+    to: str
+
+
+class Drop(Message):
+    """Nobody wants the claims of until now any more."""
+
+    what: Literal["drop"] = "drop"
+
+
+class Leave(Message):
+    """End; what is being written may take so long."""
+
+    what: Literal["leave"] = "leave"
+    commits_s: float = 0.0
+
+
+class StageEnded(Message):
+    """A stage was committed (exit code 0), or failed."""
+
+    what: Literal["stage_ended"] = "stage_ended"
+    node: str
+    code: int
+    reason: str = ""
+
+
+class Gathered(Message):
+    """The starts of a rollout whose trajectories the gatherer has already."""
+
+    what: Literal["gathered"] = "gathered"
+    node: str
+    starts: tuple[int, ...]
+
+
+class HasWeights(Message):
+    """Weights are in the worker's memory: claims need not wait for their commit."""
+
+    what: Literal["has_weights"] = "has_weights"
+    out: str
+    attempt: str
+    iteration: int
+
+
+class Cut(Message):
+    """Another worker no longer takes what is sent to it."""
+
+    what: Literal["cut"] = "cut"
+    worker: str
+
+
+class ClaimEnded(Message):
+    """A claim was done (exit code 0), or was not."""
+
+    what: Literal["claim_ended"] = "claim_ended"
+    claim: str
+    host: str
+    code: int = 0
+    reason: str = ""
+    spans: tuple[tuple[str, float, float], ...] = ()
+    """Name, start and end; none where nothing was done."""
+    rest: tuple[int, ...] = ()
+    """Starts that are not finished."""
+    heir: str = ""
+    """The worker that has their samples, if one has."""
+    samples: int = 0
+    """How many it has."""
+
+
+Order = Run | Send | Claim | HandOver | Drop | Leave
+Said = StageEnded | Gathered | HasWeights | Cut | ClaimEnded
+
+_ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="what")])
+_SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="what")])
+
+
+def read_order(content: Mapping[str, Any]) -> Order:
+    """An order that arrived.
+
+    Raises:
+        DataError: it is none.
+    """
+    return _read(_ORDER, content)
+
+
+def read_report(content: Mapping[str, Any]) -> Said:
+    """A report that arrived.
+
+    Raises:
+        DataError: it is none.
+    """
+    return _read(_SAID, content)
+
+
+def _read(adapter: TypeAdapter[Any], content: Mapping[str, Any]) -> Any:
+    try:
+        return adapter.validate_python(dict(content))
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"no message of a driver or worker: {reason}") from None

@@ -1,0 +1,174 @@
+"""Log-probabilities of choices, actions and steps, against a loop over every one of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlinf.algorithms.grpo import GRPO, GRPOConfig
+from rlinf.algorithms.levels import at_level
+from rlinf.algorithms.shares import step_shares
+from rlinf.data.batch import StepBatch
+from rlinf.data.packing import Span
+from rlinf.models.base import StepOutputs
+
+LEVELS = ("token", "action", "chunk")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
+SETTINGS = {"clip_low": 0.1, "clip_high": 0.2, "entropy_bonus": 0.05, "kl_coefficient": 0.1}
+
+
+class Saying:
+    """A policy that says what it is told to."""
+
+    def __init__(self, outputs: StepOutputs) -> None:
+        self.outputs = outputs
+
+    def evaluate(self, inputs: Any, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        return self.outputs
+
+
+def drawn(
+    seed: int, choices: tuple[int, ...], *, masked: bool
+) -> tuple[StepBatch, StepOutputs, np.ndarray]:
+    """A batch, what a policy near the old one says of it, and which choices count."""
+    random = np.random.default_rng(seed)
+    steps = (4, 5)
+    mask = random.random(steps) < 0.8
+    submask = random.random((*steps, *choices)) < (0.7 if masked else 2)
+    # A step counts where any of its choices does, as rlinf.data.counted has it.
+    mask &= submask.reshape(*steps, -1).any(-1)
+    old = random.normal(-1, 0.3, (*steps, *choices))
+
+    def near(scale: float) -> Tensor:
+        return torch.tensor(old + scale * random.normal(size=old.shape), dtype=torch.float32)
+
+    batch = StepBatch(
+        mask=torch.tensor(mask, dtype=torch.float32),
+        rewards=torch.zeros(steps),
+        groups=torch.zeros(4, dtype=torch.int64),
+        old_logprobs=torch.tensor(old, dtype=torch.float32),
+        terminated=torch.zeros(steps),
+        truncated=torch.zeros(steps),
+        bootstrap=torch.zeros(steps),
+        reference_logprobs=near(0.2),
+        submask=torch.tensor(submask, dtype=torch.float32) if masked else None,
+        advantages=torch.tensor(random.normal(size=steps) * mask, dtype=torch.float32),
+    )
+    outputs = StepOutputs(near(0.1).requires_grad_(), near(0.5).abs())
+    return batch, outputs, mask.reshape(*steps, *[1] * len(choices)) & submask
+
+
+def computed(
+    batch: StepBatch, outputs: StepOutputs, level: Any, aggregation: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    algorithm = GRPO(GRPOConfig(logprob_level=level, aggregation=aggregation, **SETTINGS))
+    reduced = at_level(batch, level)
+    units = reduced.require("units")
+    weights, mass = step_shares(units.flatten(1), aggregation)
+    policy: Any = Saying(outputs)
+    loss, metrics = algorithm.objective(
+        policy, {}, reduced, weights.view(units.shape) / max(1, mass), temperature=1.0, entropy=True
+    )
+    return loss, metrics
+
+
+def by_hand(
+    batch: StepBatch, outputs: StepOutputs, counts: np.ndarray, level: str, aggregation: str
+) -> float:
+    """The same loss, choice by choice."""
+    columns = (outputs.logprobs, batch.old_logprobs, batch.reference_logprobs, outputs.entropy)
+    new, old, reference, entropy = (c.detach().double().numpy() for c in columns if c is not None)
+    gain = batch.require("advantages").double().numpy()
+    kept = max(2, {"token": counts.ndim, "action": counts.ndim - 1, "chunk": 2}[level])
+    samples = []
+    for row in range(counts.shape[0]):
+        losses = []
+        for unit in product(*map(range, counts.shape[1:kept])):
+            place = (row, *unit)
+            here = counts[place]
+            if not here.any():
+                continue
+            ours, before, start, spread = (
+                float(np.sum(c[place], where=here)) for c in (new, old, reference, entropy)
+            )
+            ratio, a = math.exp(ours - before), gain[row, unit[0]]
+            loss = -min(ratio * a, min(max(ratio, 0.9), 1.2) * a)
+            gap = start - ours
+            losses.append(loss - 0.05 * spread + 0.1 * min(10, math.exp(gap) - 1 - gap))
+        if losses:
+            samples.append(losses)
+    if aggregation == "token_mean":
+        return sum(map(sum, samples)) / max(1, sum(map(len, samples)))
+    if aggregation == "seq_mean_token_mean":
+        return sum(sum(s) / len(s) for s in samples) / max(1, len(samples))
+    return sum(map(sum, samples)) / max(1, len(samples))
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    choices=st.one_of(
+        st.just(()), st.tuples(st.integers(1, 4)), st.tuples(st.integers(1, 3), st.integers(1, 3))
+    ),
+    masked=st.booleans(),
+    level=st.sampled_from(LEVELS),
+    aggregation=st.sampled_from(AGGREGATIONS),
+)
+def test_the_loss_is_that_of_a_loop_over_choices(
+    seed: int, choices: tuple[int, ...], masked: bool, level: str, aggregation: str
+) -> None:
+    batch, outputs, counts = drawn(seed, choices, masked=masked and bool(choices))
+    loss, _ = computed(batch, outputs, level, aggregation)
+    assert float(loss.detach()) == pytest.approx(
+        by_hand(batch, outputs, counts, level, aggregation), rel=1e-4, abs=1e-5
+    )
+    (gradient,) = torch.autograd.grad(loss, outputs.logprobs)
+    assert not gradient.numpy()[~counts].any()
+
+
+@given(seed=st.integers(0, 2**16), level=st.sampled_from(LEVELS))
+def test_one_choice_is_the_step(seed: int, level: str) -> None:
+    batch, outputs, _ = drawn(seed, (), masked=False)
+    single = {
+        name: column[..., None]
+        for name in ("old_logprobs", "reference_logprobs")
+        if (column := getattr(batch, name)) is not None
+    }
+    assert outputs.entropy is not None
+    said = StepOutputs(outputs.logprobs[..., None], outputs.entropy[..., None])
+    for aggregation in AGGREGATIONS:
+        plain, metrics = computed(batch, outputs, level, aggregation)
+        other, found = computed(replace(batch, **single), said, level, aggregation)
+        assert torch.equal(plain, other)
+        assert all(torch.equal(found[name], value) for name, value in metrics.items())
+
+
+@given(seed=st.integers(0, 2**16), level=st.sampled_from(LEVELS))
+def test_the_loss_does_not_depend_on_the_cut(seed: int, level: str) -> None:
+    batch, outputs, _ = drawn(seed, (2, 3), masked=True)
+    whole, _ = computed(batch, outputs, level, "token_mean")
+    rows = [0, 2]
+    other = [row for row in range(4) if row not in rows]
+    algorithm = GRPO(GRPOConfig(logprob_level=level, **SETTINGS))  # type: ignore[arg-type]
+    reduced = at_level(batch, level)  # type: ignore[arg-type]
+    units = reduced.require("units")
+    weights, mass = step_shares(units.flatten(1), "token_mean")
+    weights = weights.view(units.shape) / max(1, mass)
+    total = torch.zeros(())
+    for index in (rows, other):
+        assert outputs.entropy is not None
+        policy: Any = Saying(StepOutputs(outputs.logprobs[index], outputs.entropy[index]))
+        part = reduced.spans([Span(row, 0, 5) for row in index], 5, torch.device("cpu"))
+        loss, _ = algorithm.objective(
+            policy, {}, part, weights[index], temperature=1.0, entropy=True
+        )
+        total = total + loss
+    torch.testing.assert_close(total, whole)
