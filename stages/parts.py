@@ -246,8 +246,12 @@ def held_policy(ctx: Context) -> Trainer:
             else:
                 trainer = held.trainer
                 on_device(ctx, trainer, "weights", filled=False)
-                if tensors is None:
-                    trainer.policy.fill(ctx.verified("weights") / WEIGHTS)
+                folder = ctx.verified("weights") / WEIGHTS if tensors is None else None
+                if folder is not None and by_rows(ctx):
+                    trainer.policy.fill(folder)
+                elif folder is not None:
+                    cls, options = policy_class(ctx.config)
+                    tensors = cls.load(folder, options).module.state_dict()
             if tensors is not None:
                 trainer.load_weights(tensors.items())
         held = resident.policy = Evaluated(trainer, state)
@@ -269,8 +273,7 @@ def new_trainer(ctx: Context, folder: Path, optimizer: OptimizerSection | None =
     """A trainer for the policy in ``folder`` with a fresh optimizer."""
     cls = trainers.get(ctx.config.trainer.name)
     policy, options = policy_class(ctx.config)
-    # Of several processes none need hold it whole.
-    load = policy.outline if ctx.world.size > 1 else policy.load
+    load = policy.outline if by_rows(ctx) else policy.load
     trainer: Trainer = cls(
         load(folder, options),
         ctx.config.trainer.options(cls.Config, "trainer"),
@@ -278,6 +281,12 @@ def new_trainer(ctx: Context, folder: Path, optimizer: OptimizerSection | None =
         ctx.world,
     )
     return trainer
+
+
+def by_rows(ctx: Context) -> bool:
+    """Whether several processes share the policy, none of which need hold it whole."""
+    cls, _ = policy_class(ctx.config)
+    return ctx.world.size > 1 and bool(cls.by_rows)
 
 
 def save_weights(ctx: Context, trainer: Trainer, folder: Path) -> None:

@@ -20,7 +20,6 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import Part
-from rlinf.models.loading import fill
 from rlinf.sharded import local, rows_of
 from rlinf.tensors import State
 
@@ -106,14 +105,18 @@ class Policy(Part, ABC):
     def load(cls, folder: Path, config: Any) -> Policy:
         """Read a policy folder."""
 
+    by_rows: ClassVar[bool] = False
+    """Whether :meth:`outline` and :meth:`fill` work; without, each of several processes loads the
+    whole before it is shared out."""
+
     @classmethod
     def outline(cls, folder: Path, config: Any) -> Policy:
         """The policy of a folder for a trainer that shares it out over several processes.
 
         Its parameters may be without memory (on the ``meta`` device); the trainer gives them some,
-        of each process its part, and calls :meth:`fill`. By default it is loaded whole.
+        of each process its part, and calls :meth:`fill`.
         """
-        return cls.load(folder, config)
+        raise NotImplementedError
 
     def fill(self, folder: Path | None = None) -> None:
         """Read the weights in a folder into the network; of a sharded one, this process's rows.
@@ -125,8 +128,7 @@ class Policy(Part, ABC):
             DataError: they are not this network's; nothing has changed.
             ArtifactError: they are committed and damaged; the network holds anything.
         """
-        if folder is not None:
-            fill(self.module, folder)
+        raise NotImplementedError
 
     @abstractmethod
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:

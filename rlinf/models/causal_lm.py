@@ -28,6 +28,7 @@ from rlinf.models.loading import (
     check_checkpoint,
     companions,
     copy_companions,
+    fill,
     load_module,
     outline_module,
     weight_files,
@@ -70,6 +71,7 @@ class CausalLM(Policy):
     Config = CausalLMConfig
     needs = frozenset({PROMPTS})
     offers = frozenset({LANGUAGE_MODEL})
+    by_rows = True
 
     def __init__(self, module: nn.Module, folder: Path) -> None:
         self.module = module
@@ -167,7 +169,8 @@ class CausalLM(Policy):
         return cls(module, folder)
 
     def fill(self, folder: Path | None = None) -> None:
-        super().fill(folder or self._folder)
+        folder = folder or self._folder
+        fill(self.module, folder, f"model.path: {folder}")
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         self.save_state(folder, State.of(tensors))

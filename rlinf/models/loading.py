@@ -82,8 +82,11 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, folder: Path, where: str = "") -> None:
+def fill(module: nn.Module, folder: Path, where: str) -> None:
     """Read the weights in a folder into a network; of one that is sharded, this process's rows.
+
+    Args:
+        where: what errors call the folder.
 
     Raises:
         DataError: they are not this network's by name and shape; nothing has changed.
@@ -95,7 +98,7 @@ def fill(module: nn.Module, folder: Path, where: str = "") -> None:
         found = {name: (file, name) for file in files for name in file.shapes}
         named = under_prefix(found, module)
         shapes = {own: file.shapes[name] for own, (file, name) in named.items()}
-        check_fit(where or str(folder), shapes, module)
+        check_fit(where, shapes, module)
         own = module.state_dict(keep_vars=True)
         for file in files:
             names = {
@@ -111,7 +114,7 @@ def reload_weights(module: Any, folder: Path) -> bool:
     Returns false, having changed nothing, where the folder does not hold just these tensors.
     """
     try:
-        fill(module, folder)
+        fill(module, folder, str(folder))
     except DataError:
         return False
     return True

@@ -116,8 +116,9 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
     assert min(gaps) > 1e-5, "what was generated in bfloat16 is evaluated in float32"
 
 
-def test_inference_elsewhere_takes_the_weights_as_they_come(
-    compose: Compose, tmp_path: Path
+@pytest.mark.parametrize("way", [None, pytest.param("socket", marks=pytest.mark.slow)])
+def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_names_a_way(
+    compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     """Two ranks that keep no optimizer and read no checkpoint."""
     settings = ("iterations=3", "retention.last=3", "algorithm.old_logprobs=recompute")
@@ -129,11 +130,12 @@ def test_inference_elsewhere_takes_the_weights_as_they_come(
             {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
             {"stages": ["inference"], "gpus": {"local": 2}},
         ],
+        **({"transports": {"sync -> inference": way}} if way else {}),
     }
     execute(values)
     execute(compose(*settings))
     assert_like(tmp_path / "apart", tmp_path / "tiny")
-    assert arrived(tmp_path / "apart", pool=1) == 2 * 2
+    assert arrived(tmp_path / "apart", pool=1) == (2 * 2 if way else 0)
 
 
 @pytest.mark.slow
