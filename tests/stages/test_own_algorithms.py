@@ -69,3 +69,27 @@ def test_an_actor_and_a_critic_learn_at_their_own_pace(compose: Compose, tmp_pat
     assert [row["train/seen"] for row in rows] == [16, *[32] * 9]
     scores = [row["reward/score"] for row in rows]
     assert np.mean(scores[-3:]) > 2 * scores[0], scores
+
+
+PLAN = {
+    "grain": "segment",
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+    ],
+}
+
+
+def test_earlier_samples_are_the_same_in_pools(compose: Compose, tmp_path: Path) -> None:
+    """Those in memory are of this iteration alone."""
+    small = [f"++flow={OWN}:replayed", "iterations=3", "rollout.batch=4", "rollout.horizon=16"]
+    small += ["evaluate.samples=2", "evaluate.every=0"]
+    found = {}
+    for name, more in (("one", {}), ("two", {"plan": PLAN, "cluster": {"launcher": "local"}})):
+        words = [*small, f"run.name={name}"]
+        values = own(compose, {"name": f"{OWN}:TwoTimescales"}, *words, experiment="cartpole_ppo")
+        execute({**values, **more})
+        files = sorted((tmp_path / name).glob("it/*/train/*/checkpoint/*.safetensors"))
+        found[name] = [file.read_bytes() for file in files]
+    assert len(found["one"]) == 2
+    assert found["one"] == found["two"]
