@@ -21,7 +21,7 @@ import pytest
 import torch
 from scipy import stats
 
-from rlinf.channels.base import ChannelClosed
+from rlinf.channels.base import ChannelFailed
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
@@ -470,11 +470,21 @@ def test_what_a_hook_raises_ends_it(tried: Tried) -> None:
 
 def test_a_channel_that_closes_empty_is_answered_with_nothing(tried: Tried) -> None:
     assert tried.answers() == {}
-    channel = LocalChannel()
-    channel.fail("the environment failed")
-    with pytest.raises(Exception, match="the environment failed") as error:
-        tried.read(channel)
-    assert not isinstance(error.value, ChannelClosed)
+
+
+class Broken(LocalChannel):
+    """A channel whose other end failed."""
+
+    def get(self) -> Record:
+        raise ChannelFailed("the environment failed")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_channel_that_fails_is_no_end_of_requests(tried: Tried) -> None:
+    with pytest.raises(ChannelFailed, match="the environment failed"):
+        tried.read(Broken())
 
 
 @pytest.mark.parametrize("column", ["sample", "prompt", "prompt_length"])
