@@ -186,14 +186,14 @@ class Generators:
         if claim is None:
             return True
         if said.rest:
-            rest = rollout.claims.handed_over(claim, said.rest, said.heir)
+            rest = rollout.claims.handed_over(claim, said.rest, said.to)
             begun = messages.Begun(
                 claim=number,
                 channel=unfinished(name),
                 samples=said.samples,
                 attempt=given.attempt,
             )
-            self._left.append(_Left(node, said.heir, rest, begun))
+            self._left.append(_Left(node, said.to, rest, begun))
             claim = Claim(number, tuple(s for s in claim.starts if s not in rest.starts))
         if said.spans:
             self._note(given, claim, said)

@@ -153,7 +153,7 @@ class Mailbox:
         keys = run_keys(pointer.parent)
         self._pointer, self._decode, self._keeps = pointer, decode, keeps
         self._malformed = Malformed(f"host of {pointer.name}")
-        self._timeout_s, self._max_bytes = timeout_s, max_bytes
+        self._timeout_s = timeout_s
         self._token = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._sessions: dict[bytes, _Session] = {}

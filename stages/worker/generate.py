@@ -138,7 +138,7 @@ class Generator:
             reason=reason[-8000:],
             spans=spans,
             rest=tuple(sorted({record.identity.sample // size for record in rest})),
-            heir=heir,
+            to=heir,
             samples=len(rest) if heir else 0,
         )
 

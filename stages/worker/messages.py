@@ -156,8 +156,8 @@ class ClaimEnded(Message):
     """Name, start and end; none where nothing was done."""
     rest: tuple[int, ...] = ()
     """Starts that are not finished."""
-    heir: str = ""
-    """The worker that has their samples, if one has."""
+    to: str = ""
+    """The worker that has their samples and goes on with them, if one has."""
     samples: int = 0
     """How many it has."""
 

@@ -69,7 +69,7 @@ class Cluster:
             said = messages.ClaimEnded(claim=order.claim, host="h", code=code, spans=SPANS)
             if rest and not code and order.claim in self.heirs and order.starts:
                 left = {"rest": order.starts[-rest:], "samples": rest}
-                said = said.model_copy(update={**left, "heir": self.heirs[order.claim]})
+                said = said.model_copy(update={**left, "to": self.heirs[order.claim]})
             self.generators.reported(worker, said)
 
     def until_an_heir_is_named(self) -> tuple[str, str]:

@@ -128,7 +128,7 @@ def test_a_claim_that_was_not_begun_is_handed_over_whole(bench: Bench) -> None:
         bench.claim("waits", 0, 1)
         bench.generator.hand_over("waits", "w")
         said = bench.report()
-    assert (said.rest, said.samples, said.heir) == ((0, 1), 0, "")
+    assert (said.rest, said.samples, said.to) == ((0, 1), 0, "")
 
 
 def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) -> None:
