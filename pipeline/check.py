@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pipeline.launch import ClusterConfig
+from pipeline.plan import Plan
+from pipeline.pools.jobs import homes, pool_states
 from rlinf.algorithms import algorithms
+from rlinf.channels.world import ParallelLayout
 from rlinf.config import RunConfig, validate
 from rlinf.engines import engines
 from rlinf.envs import environments
@@ -114,6 +117,43 @@ def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
             raise ConfigError(
                 f"{key}.{given[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
             )
+
+
+def check_layouts(config: RunConfig, plan: Plan) -> None:
+    """See that engine and trainer can share a model as the plan has it, and its processes suffice.
+
+    Raises:
+        ConfigError: they cannot, do not, or a pool would keep one part in two layouts.
+    """
+    of = homes(plan) if plan.pools else {}
+    sizes = [pool.size for pool in pool_states(plan)]
+    comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
+    held: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
+    for stage, spec in plan.flow.table.items():
+        key, layout = f"plan.stages.{stage}.layout", plan.of(stage).layout
+        loads = spec.loads or plan.flow.table.get(spec.like or "", spec).loads
+        if loads is not None and of and not spec.whole:
+            first, other = held.setdefault((of[stage], loads), (stage, layout))
+            if other != layout:
+                raise ConfigError(
+                    f"{key}: {str(layout) or 'none'}, but {first}, whose {loads} it uses in one "
+                    f"pool with it, has {str(other) or 'none'}; give both the same"
+                )
+        if not layout.split():
+            continue
+        if loads is None or spec.whole:
+            raise ConfigError(f"{key}: {stage} is the work of no model; leave it out")
+        name, registry = getattr(config, loads).name, engines if loads == "engine" else trainers
+        can = registry.get(name).layouts
+        for way in layout.split():
+            if way not in can:
+                ways = ", ".join(sorted(can)) or "no way"
+                raise ConfigError(
+                    f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
+                )
+        needs, pool = plan.of(stage), of.get(stage)
+        size = needs.nodes * needs.processes if pool is None else sizes[pool]
+        layout.check(1 if stage in comes_and_goes else size, key)
 
 
 class Part(NamedTuple):

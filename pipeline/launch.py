@@ -18,6 +18,7 @@ from pipeline.needs import pool_needs, with_gpus
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.channels.curve import INTERFACE, LOOPBACK
+from rlinf.channels.world import LAYOUT
 from rlinf.config import RunConfig, Section
 from rlinf.errors import ConfigError, RequeueRequested
 from rlinf.interpreters import interpreter, know, named
@@ -153,7 +154,8 @@ def resources(plan: StagePlan, cluster: ClusterConfig, interpreter: str | None =
         extra = site.of(plan.partition).as_resources()
         extra["env"] = {**extra.get("env", {}), **know(site.interpreters)}
     network = {INTERFACE: cluster.listens_on} if cluster.listens_on else {}
-    env = {**extra.pop("env", {}), **network, **cluster.env}
+    layout = {LAYOUT: str(plan.layout)} if plan.layout.split() else {}
+    env = {**extra.pop("env", {}), **network, **layout, **cluster.env}
     if plan.constraint is not None:
         extra["constraint"] = plan.constraint
     return Resources(

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
+from rlinf.channels.world import ALONE, ParallelLayout
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
 from rlinf.yaml_file import read_yaml
@@ -32,6 +33,9 @@ class StagePlan(Section):
     process. Work is given out in proportion."""
     constraint: str | None = None
     """Features the nodes must have, as for sbatch: ``[h100*1&a100*1]`` for one node of each."""
+    layout: ParallelLayout = ALONE
+    """How processes share a copy of the model, where the engine or trainer can split it so. Said of
+    each stage; in pools, one that runs like another has its layout."""
     cpus: int = Field(default=1, gt=0)
     """CPUs per process."""
     mem_mb: int | None = Field(default=None, gt=0)
@@ -192,10 +196,22 @@ class Plan(Section):
         values |= own.model_dump(exclude_unset=True) if own else {}
         if self._flow.table[stage].whole:
             values |= {"nodes": 1, "processes": 1, "shares": None}
+        if "layout" in self.defaults.model_fields_set:
+            raise PlanError(
+                "plan.defaults.layout: say it of each stage, as plan.stages.train.layout"
+            )
+        values["layout"] = self._layout(stage).model_dump()
         try:
             return validate(StagePlan, values, f"plan.stages.{stage}")
         except ConfigError as error:
             raise PlanError(str(error)) from None
+
+    def _layout(self, stage: str) -> ParallelLayout:
+        own, spec = self.stages.get(stage), self._flow.table[stage]
+        if own is not None and "layout" in own.model_fields_set:
+            return own.layout
+        follows = self.pools and spec.like is not None and not spec.whole
+        return self._layout(spec.like) if follows and spec.like else ALONE
 
     def dump(self) -> dict[str, Any]:
         """As plain values that :func:`parse_plan` reads back to an equal plan."""

@@ -120,11 +120,19 @@ class Live:
         """Of the records this attempt wrote, by channel."""
 
 
+class _Nowhere:
+    """Of a process that does not speak: another one writes the same."""
+
+    def put(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class _Both:
     """Hands records on at once and writes them to a file when the stage commits."""
 
     def __init__(self, file: FileWriter, live: Live, channel: str, world: World) -> None:
-        self._file, self._live, self._rank, self._ranks = file, live, world.rank, world.size
+        self._file, self._live, self._world = file, live, world
         self._channel = channel
         self._stream = live.output.stream(channel)
         self._made: dict[int, Record] = {}
@@ -137,7 +145,7 @@ class _Both:
         self._file.put(record)
 
     def close(self) -> None:
-        self._stream.end(len(self._made), self._rank, self._ranks)
+        self._stream.end(len(self._made), self._world.data_rank, self._world.data_size)
         self._sinks.close()
         self._live.later.append(self._write)
 
@@ -265,6 +273,8 @@ class Context:
 
     def writer(self, channel: str) -> Writer:
         """An output channel; its files are visible once the stage has committed."""
+        if not self.world.speaks:
+            return _Nowhere()
         file = FileWriter(self.data, channel, self.world.rank)
         return file if self.live is None else _Both(file, self.live, channel, self.world)
 
@@ -293,7 +303,8 @@ class Context:
 
     def metric(self, name: str, value: float, weight: float = 1.0) -> None:
         """Record a deterministic number; ranks are averaged by weight. Weight 0 sums instead."""
-        self.metrics[name] = (float(value), float(weight))
+        if self.world.speaks:
+            self.metrics[name] = (float(value), float(weight))
 
     def count(self, counts: Mapping[str, int], total: int, what: str) -> None:
         """Record numbers of things out of ``total``; those that are there are said in the log."""

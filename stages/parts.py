@@ -15,6 +15,7 @@ from torch import Tensor
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify
+from rlinf.channels.world import World
 from rlinf.config import OptimizerSection, RunConfig
 from rlinf.engines import engines
 from rlinf.engines.base import Engine
@@ -83,9 +84,16 @@ def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
     return held.environment
 
 
+def speaking_environment(ctx: Context) -> Environment | None:
+    """The same, by the weights that are generated with; None where another process speaks."""
+    if not ctx.world.speaks:
+        return None
+    return held_environment(ctx, lambda: ctx.verified("weights") / WEIGHTS)
+
+
 def held_reward(ctx: Context) -> Reward:
     """The run's reward, with what it may use of this process; kept resident."""
-    held, rank = ctx.resident, (ctx.world.rank, ctx.world.size)
+    held, rank = ctx.resident, (ctx.world.data_rank, ctx.world.data_size)
     if held.reward is None or held.reward_rank != rank:
         held.reward = None
         cls, options = reward_class(ctx.config)
@@ -112,13 +120,21 @@ def on_device(ctx: Context, holder: Holder, *groups: str, filled: bool = True) -
     residency(ctx).need(holder, *groups, filled=filled, span=ctx.span)
 
 
-def bare_engine(ctx: Context) -> Engine:
-    """The generation engine of this process, with whatever weights; kept resident."""
+def bare_engine(ctx: Context, world: World | None = None) -> Engine:
+    """The generation engine of this process, with whatever weights; kept resident.
+
+    Args:
+        world: in place of the stage's own.
+    """
+    held, world = ctx.resident.engine, world or ctx.world
+    if held is not None and held.world.layout != world.layout:
+        ctx.resident.drop_engine()
     if ctx.resident.engine is None:
         cls = engines.get(ctx.config.engine.name)
         policy, options = policy_class(ctx.config)
         engine: Engine = cls(ctx.config.engine.options(cls.Config, "engine"), policy, options)
         ctx.resident.engine = engine
+    ctx.resident.engine.world = world
     return ctx.resident.engine
 
 

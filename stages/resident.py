@@ -59,6 +59,12 @@ class Resident:
     """Of the newest published weights: start and state of the trainer that they are from."""
     progress: Progress | None = None
 
+    def drop_engine(self) -> None:
+        """End the engine and free its memory."""
+        held, self.engine, self.engine_weights = self.engine, None, None
+        if held is not None:
+            held.close()
+
     def drop_trainer(self) -> None:
         """Free the memory of the trainer."""
         held, self.trainer = self.trainer, None

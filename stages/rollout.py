@@ -13,7 +13,7 @@ from rlinf.engines.base import Hooks
 from rlinf.envs.base import Episodes
 from stages.collect import collect
 from stages.context import Context
-from stages.parts import WEIGHTS, held_engine, held_environment, newer_weights
+from stages.parts import held_engine, newer_weights, speaking_environment
 
 
 def run(ctx: Context) -> None:
@@ -59,8 +59,12 @@ def collected(
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
-    environment = held_environment(ctx, lambda: ctx.verified("weights") / WEIGHTS)
+    environment = speaking_environment(ctx)
     engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
+    if environment is None:
+        with ctx.span("generate"):
+            engine.assist(seed=ctx.config.seed, stage="rollout")
+        return
     episodes = Episodes(
         seed=ctx.config.seed,
         iteration=ctx.iteration,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlinf.algorithms.shares import step_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
+from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import taken
 from rlinf.data.counted import counted
@@ -99,7 +100,7 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[dict[str, flo
         raise ConfigError(
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
-    engine = bare_engine(ctx)
+    engine = bare_engine(ctx, World())
     curve = load_progress(ctx, trainer)
     known = [row["score"] for row in curve if row["score"] is not None]
     for step in range(len(curve), settings.max_steps):

@@ -57,7 +57,8 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
     Raises:
         ConfigError, DataError, PlanError: they cannot be used.
     """
-    from pipeline.check import check  # it loads engines and trainers, which a driver has no use for
+    # They load engines and trainers, which a driver has no use for.
+    from pipeline.check import check, check_layouts
 
     config = validate(RunConfig, values)
     check(config)
@@ -75,6 +76,7 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
     plan.check_edges(Graph(config).edges())
     for number in range(len(plan.pools)):
         pool_needs(plan, number)
+    check_layouts(config, plan)
     if cluster.launcher != "inprocess":
         make_launcher(cluster, plan).close()
     return config, plan

@@ -22,7 +22,7 @@ from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST
-from rlinf.channels.world import SHARES
+from rlinf.channels.world import LAYOUT, SHARES
 from rlinf.errors import ConfigError, PlanError
 from stages.flow import EVALUATE
 from stages.layout import PLAN
@@ -195,7 +195,8 @@ class Workflow:
         ranks = f"-m launchers.ranks {plan.processes}" if plan.processes > 1 else "-m"
         ranks, shares = f"{ranks} {module}", plan.shares
         speeds = f"{SHARES}={','.join(map(str, shares))} " if isinstance(shares, tuple) else ""
-        return f"{speeds}{self._interpreter(stage) or self.python} {ranks}"
+        layout = f"{LAYOUT}={plan.layout} " if plan.layout.split() else ""
+        return f"{speeds}{layout}{self._interpreter(stage) or self.python} {ranks}"
 
     def _interpreter(self, stage: str) -> str | None:
         """The Python that a rule's stages need; None: this one."""

@@ -15,6 +15,7 @@ from pipeline.pools.jobs import homes
 from pipeline.pools.leases import Member, PoolState
 from pipeline.pools.routes import tree
 from pipeline.run import Run
+from rlinf.channels.world import ALONE, ParallelLayout, World
 from stages.flow import WEIGHTS
 from stages.worker import messages
 from stages.worker.inbox import SHARED_MEMORY, SOCKET
@@ -43,6 +44,7 @@ class Orders:
         self._flow = self._graph.flow
         self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
         self._of = {stage: pools[number] for stage, number in homes(plan).items()}
+        self._layouts = {stage: plan.of(stage).layout for stage in self._of}
         self._elastic = any(pool.slot is not None for pool in pools)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
@@ -175,7 +177,7 @@ class Orders:
     ) -> Iterator[tuple[str, str, dict[str, str]]]:
         """Who made it, who sends it, and to whom by which way.
 
-        Records come from all ranks of the maker, weights from its rank 0 alone.
+        Records come from all ranks of the maker that speak, weights from its rank 0 alone.
         """
         usual = SOCKET if name in self._flow.streams else SHARED_MEMORY
         way = self._plan.transports.get(f"{source.stage} -> {target.stage}", usual)
@@ -186,8 +188,11 @@ class Orders:
             yield first, first, dict.fromkeys(takers, way)
             return
         near = way == SHARED_MEMORY
-        makers = maker.hosts(self._ranks(source) if name in self._flow.streams else 1)
-        for turn, (first, host) in enumerate(makers.items()):
+        ranks = self._ranks(source)
+        speakers = World(size=ranks, layout=self._layout(source)).speakers
+        makers = list(maker.hosts(ranks).items())
+        for turn, rank in enumerate(speakers if name in self._flow.streams else [0]):
+            first, host = makers[rank]
             for sender, to in tree(first, host, takers, near=near, turn=turn).items():
                 yield first, sender, to
 
@@ -220,6 +225,7 @@ class Orders:
                 out=self._relative(call.out),
                 attempt=secrets.token_hex(6),
                 ranks=ranks,
+                layout=str(self._layout(node)),
                 inputs={
                     # The gatherer needs of the weights only that they are committed.
                     name: (self._relative(folder), name in self._live[node] and not gathers)
@@ -250,6 +256,9 @@ class Orders:
         if stage.whole or (self._elastic and stage.elastic):
             return 1
         return self._of[node.stage].size
+
+    def _layout(self, node: Node) -> ParallelLayout:
+        return self._layouts[node.stage] if self._ranks(node) > 1 else ALONE
 
     def _turn(self, node: Node) -> tuple[int, int, int]:
         """Where it takes its turns: after all parts of its batch where it reads them from disk."""

@@ -7,13 +7,79 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from pydantic import PositiveInt
+
+from rlinf.config import Section, validate
 from rlinf.data.packing import balance
 from rlinf.errors import ConfigError
 
-SHARES = "RLINF_SHARES"
+SHARES, LAYOUT = "RLINF_SHARES", "RLINF_LAYOUT"
 GROUP = "RLINF_GROUP"
 """Names the processes that were started together; no others ever have this name."""
 INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+class ParallelLayout(Section):
+    """How processes share one copy of a model; what is left over is data parallel.
+
+    Neighbouring ranks are tensor parallel, then context parallel, then data parallel, then pipeline
+    parallel, as Megatron-Core orders them by default.
+    """
+
+    tp: PositiveInt = 1
+    """Processes that share each matrix (tensor parallel)."""
+    pp: PositiveInt = 1
+    """Groups of processes that have layers of their own (pipeline parallel)."""
+    cp: PositiveInt = 1
+    """Processes that share each sequence (context parallel)."""
+    ep: PositiveInt = 1
+    """Processes, of those with different data or parts of a sequence, that share the experts of a
+    mixture (expert parallel)."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one copy of the model."""
+        return self.tp * self.pp * self.cp
+
+    def check(self, size: int, where: str) -> None:
+        """See that so many processes can be laid out.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if size % self.ranks:
+            raise ConfigError(
+                f"{where}: {self} takes {self.ranks} processes for one copy of the model, and "
+                f"{size} are no multiple of that"
+            )
+        left = size // (self.tp * self.pp)
+        if left % self.ep:
+            raise ConfigError(
+                f"{where}: ep={self.ep} does not divide the {left} processes of {size} that each "
+                "group of experts is shared out over"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> ParallelLayout:
+        """Read what ``str`` gives: ``tp=2,pp=4``.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        pairs = (part.partition("=") for part in filter(None, text.split(",")))
+        values = {name: int(text) if text.isdigit() else text for name, _, text in pairs}
+        return validate(cls, values, LAYOUT)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={count}" for name, count in self.split().items())
+
+    def split(self) -> dict[str, int]:
+        """The ways in which it splits something, and over how many."""
+        return {name: count for name, count in self if count > 1}
+
+
+ALONE = ParallelLayout()
+"""Every process has a copy of the model, or a shard of it that is gathered."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +96,56 @@ class World:
 
     None: where torch's ``env://`` says, which is open to strangers and for use outside of runs.
     """
+    layout: ParallelLayout = ALONE
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares data is cut: copies of the model, or processes where each has one or
+        gathers it."""
+        return self.size // self.layout.ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data is this process's; those of one copy have the same."""
+        return self.rank // self._inner % self.data_size
+
+    @property
+    def speaks(self) -> bool:
+        """Whether records and metrics of its share are this process's to write: the first of its
+        copy of the model. Rank 0 always does."""
+        return self.rank % self._inner == 0 and self.rank < self._inner * self.data_size
+
+    @property
+    def speakers(self) -> list[int]:
+        """The ranks that speak, by data rank."""
+        return [share * self._inner for share in range(self.data_size)]
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Relative speed of each process."""
-        return self.shares or (1.0,) * self.size
+        """Relative speed of each share of the data: of the slowest process that computes it."""
+        found = [float("inf")] * self.data_size
+        for rank, speed in enumerate(self.shares or (1.0,) * self.size):
+            share = rank // self._inner % self.data_size
+            found[share] = min(found[share], speed)
+        return tuple(found)
+
+    @property
+    def _inner(self) -> int:
+        """Neighbouring ranks with the same data."""
+        return self.layout.tp * self.layout.cp
 
     def mine(self, count: int) -> list[int]:
-        """Which of ``count`` like pieces of work are this process's own."""
+        """Which of ``count`` like pieces of work are this process's own, or its copy's."""
         if self.shares is None:
-            return list(range(self.rank, count, self.size))
-        return balance([1] * count, self.shares)[self.rank]
+            return list(range(self.data_rank, count, self.data_size))
+        return balance([1] * count, self.speeds)[self.data_rank]
 
     @classmethod
     def from_environment(cls, channels: Path | None = None) -> World:
         """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; one process when they are not set.
 
-        ``RLINF_SHARES`` holds the relative speeds of all processes, divided by commas.
+        ``RLINF_SHARES`` holds the relative speeds of all processes, divided by commas, and
+        ``RLINF_LAYOUT`` how they share a model.
 
         Args:
             channels: the run's folder for channels, where those of ``RLINF_GROUP`` meet.
@@ -59,7 +158,8 @@ class World:
             text = os.environ.get(SHARES)
             shares = tuple(float(part) for part in text.split(",")) if text else None
             meeting = None if channels is None else channels / f"group-{os.environ.get(GROUP)}.json"
-            world = cls(rank, size, local, shares, meeting)
+            layout = ParallelLayout.parse(os.environ.get(LAYOUT, ""))
+            world = cls(rank, size, local, shares, meeting, layout)
         except ValueError as error:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK, {SHARES} must be numbers: {error}"
@@ -70,6 +170,7 @@ class World:
             raise ConfigError(
                 f"{SHARES}: {text} gives no positive speed to each of {world.size} processes"
             )
+        layout.check(size, LAYOUT)
         if channels is not None and size > 1 and not os.environ.get(GROUP):
             raise ConfigError(
                 f"WORLD_SIZE is {size} but {GROUP} is not set: the processes of a run are started "

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.channels.world import World
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import DataError
@@ -134,6 +135,12 @@ class Engine(Part, ABC):
     """
 
     Config: ClassVar[type[Section]] = Section
+    layouts: ClassVar[frozenset[str]] = frozenset()
+    """Ways in which processes can share a copy of the model: fields of
+    :class:`rlinf.channels.world.ParallelLayout`."""
+    world: World = World()
+    """The processes of the stage; told before weights come. Those of one copy of the model load the
+    same weights; the one that speaks has the requests, the others :meth:`assist`."""
     version: int = -1
     """Of the weights it serves; -1: it has none."""
     device: torch.device = torch.device("cpu")
@@ -175,6 +182,13 @@ class Engine(Part, ABC):
         Raises:
             DataError: a request is malformed.
         """
+
+    def assist(self, *, seed: int, stage: str) -> None:
+        """Take part in one :meth:`generate` of the process that speaks, until that is through.
+
+        Of engines with :attr:`layouts`.
+        """
+        raise NotImplementedError
 
     def size(self) -> Mapping[str, Size]:
         """What it keeps on the device between requests; see :class:`rlinf.residency.Holder`.

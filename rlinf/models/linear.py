@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlinf.sharded import is_shared
+
 
 def use_onednn(module: nn.Module) -> None:
     """Let every ``nn.Linear`` of a module compute through oneDNN where it runs on a CPU in float32.
@@ -40,6 +42,7 @@ class OneDNNLinear(nn.Linear):
         """``input @ weight.T + bias``; ``[..., in]`` to ``[..., out]``."""
         weight = self.weight
         suits = input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32
+        suits = suits and not is_shared(weight)  # as in tensor parallelism
         if not suits or not input.numel():
             return F.linear(input, weight, self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):

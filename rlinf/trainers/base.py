@@ -50,6 +50,9 @@ class Trainer(ABC):
     """
 
     Config: ClassVar[type[Section]] = Section
+    layouts: ClassVar[frozenset[str]] = frozenset()
+    """Ways in which processes can share a copy of the model: fields of
+    :class:`rlinf.channels.world.ParallelLayout`."""
     accumulates: ClassVar[bool] = True
     """Whether parts of a batch can be given one by one, before the whole is there."""
     takes_weights: ClassVar[bool] = True
@@ -76,7 +79,10 @@ class Trainer(ABC):
     def forward(
         self, records: Sequence[Record], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
-        """Step outputs ``[T]`` of this process's share of the records, as (row, outputs) on CPU."""
+        """Step outputs ``[T]`` of this process's share of the records, as (row, outputs) on CPU.
+
+        A process that does not speak for its copy of the model may leave them out.
+        """
 
     @abstractmethod
     def accumulate(

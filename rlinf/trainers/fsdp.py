@@ -118,7 +118,7 @@ class FSDPTrainer(Storages, Trainer):
             budget=self.config.token_budget,
             padded=not self.config.packing,
             speeds=self.world.speeds,
-            rank=self.world.rank,
+            rank=self.world.data_rank,
             lanes=len(self._lanes),
         )
 
@@ -164,7 +164,7 @@ class FSDPTrainer(Storages, Trainer):
                 value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
                 counted = 1.0 if real else 0.0
                 # Gradients are averaged over ranks by FSDP; the loss is a sum over them.
-                (value * counted * self.world.size).backward()  # type: ignore[no-untyped-call]
+                (value * counted * self.world.data_size).backward()  # type: ignore[no-untyped-call]
                 for name, part in {"loss": value.detach(), **metrics}.items():
                     sums[name] = sums.get(name, 0.0) + part * counted
             return sums
@@ -361,6 +361,8 @@ class FSDPTrainer(Storages, Trainer):
         total = torch.stack([sums[name] for name in names])
         if self.world.size > 1:
             torch.distributed.all_reduce(total)
+            # Processes of one copy of the model have the same sums.
+            total /= self.world.layout.ranks
         return dict(zip(names, total.tolist(), strict=True))
 
     def _gradient_norm(self) -> float:

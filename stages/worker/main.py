@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from rlinf import leftovers, machine
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, RlinfError, storage_error, told_of_exhaustion
 from slurm.deadline import stop_in
@@ -320,7 +321,8 @@ class Worker:
             self._failed(order, output, error)
 
     def _attempt(self, order: StageOrder, output: Output, turn: Turn | Aside) -> Attempt:
-        world = self._world if order.ranks > 1 else World()
+        layout = ParallelLayout.parse(order.layout)
+        world = replace(self._world, layout=layout) if order.ranks > 1 else World()
         out = order.out
         inputs = {}
         for name, (folder, live) in order.inputs.items():
@@ -329,7 +331,7 @@ class Worker:
 
         def sinks(channel: str) -> Writer:
             made = partial(output.arrived, channel)
-            return self._outbox.stream(f"{out}:{channel}", world.rank, world.size, made)
+            return self._outbox.stream(f"{out}:{channel}", world.data_rank, world.data_size, made)
 
         now = time.time()
         return Attempt(

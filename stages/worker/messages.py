@@ -34,6 +34,8 @@ class StageOrder(Message):
     out: str
     attempt: str
     ranks: int
+    layout: str = ""
+    """How they share a model; see :meth:`rlinf.channels.world.ParallelLayout.parse`."""
     inputs: dict[str, tuple[str, bool]]
     """By name: the folder, and whether it comes by memory."""
     gathers: bool = False

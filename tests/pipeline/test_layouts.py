@@ -1,0 +1,95 @@
+"""Models that several processes share: what each of them does, and that it ends as one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.commands.experiment import checked, execute
+from rlinf.artifacts import read_manifest
+from rlinf.channels.file import FileReader
+from rlinf.errors import RlinfError
+from tests.pipeline.test_driver import weights
+
+Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("undrawn")
+OWN = "tests.pipeline.own_parallel"
+PARTS = [f"engine.name={OWN}:ParallelEngine", f"trainer.name={OWN}:ParallelTrainer"]
+STAGES = ["rollout", "reward", "inference", "train"]
+SHARED = {"processes": 2, "layout": {"tp": 2}}
+JOBS = {"stages": dict.fromkeys(("rollout", "evaluate", "inference", "train"), SHARED)}
+POOLS = {
+    "grain": "segment",
+    "stages": {
+        "rollout": SHARED,
+        "train": {"processes": 4, "layout": {"tp": 2}},
+        "inference": {"processes": 4},
+    },
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"local": 2}},
+        {"stages": STAGES[1:], "gpus": {"local": 4}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_run: Path) -> Path:
+    return tiny_run
+
+
+def samples(run: Path, iteration: int) -> list[list[int]]:
+    manifest = read_manifest(run / f"it/{iteration:04d}/rollout")
+    assert manifest is not None
+    files = (run / f"it/{iteration:04d}/rollout" / manifest.data).glob("*.h5")
+    return [record.steps["actions"].tolist() for record in FileReader(files)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes"),
+    [(JOBS, 2), pytest.param(POOLS, 4, marks=pytest.mark.slow)],
+    ids=["jobs", "pools"],
+)
+@pytest.mark.timeout(600)
+def test_processes_that_share_a_model_end_as_one_does(
+    plan: dict[str, Any], processes: int, reference: Path, compose: Compose
+) -> None:
+    values = {**compose("cluster=local", "iterations=1", *PARTS), "plan": plan}
+    execute(values)
+    run = Path(values["run"]["root"]) / "tiny"
+    assert samples(run, 0) == samples(reference, 0), "each sample once"
+    manifest = read_manifest(run / "it/0000/train")
+    other = read_manifest(reference / "it/0000/train")
+    assert manifest is not None
+    assert other is not None
+    assert manifest.world == processes
+    assert manifest.metrics == pytest.approx(other.metrics, rel=1e-3, abs=1e-5)
+    one, shared = weights(reference, 0), weights(run, 0)
+    for name, tensor in one.items():
+        torch.testing.assert_close(shared[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "plan", "text"),
+    [
+        ([], JOBS, r"plan\.stages\.rollout\.layout\.tp: engine 'transformers' cannot .* no way"),
+        (PARTS, {"defaults": {"layout": {"tp": 2}}}, r"plan\.defaults\.layout: say it of stages"),
+        (PARTS, {"stages": {"train": {"layout": {"tp": 2}}}}, r"stages\.train\.layout: tp=2 takes"),
+        (PARTS, {"stages": {"reward": SHARED}}, r"reward\.layout: reward is the work of no model"),
+        (PARTS, {"stages": {"train": {"layout": {"pt": 2}}}}, r"unknown key.*'tp'"),
+        (
+            PARTS,
+            POOLS | {"stages": {**POOLS["stages"], "inference": {"processes": 4, "layout": {}}}},
+            r"stages\.train\.layout: tp=2, but inference, whose trainer .* has none",
+        ),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(
+    parts: list[str], plan: dict[str, Any], text: str, compose: Compose
+) -> None:
+    with pytest.raises(RlinfError, match=text) as error:
+        checked({**compose("cluster=local", *parts), "plan": plan})
+    assert error.value.exit_code == 65
