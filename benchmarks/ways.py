@@ -18,7 +18,6 @@ from benchmarks.row import Row, median_row
 from stages.board import Board
 from stages.parts import WEIGHTS
 from stages.worker.inbox import SHARED_MEMORY, SOCKET, Inbox, Outbox
-from stages.worker.versions import Versions
 from stages.worker.weights import Arrivals, Publisher
 
 TENSORS, ELEMENTS, ROUNDS, WARM = 64, 1 << 20, 9, 2
@@ -33,7 +32,7 @@ class Worker:
         torch.set_num_threads(1)
         self.board = Board()
         self._outbox = Outbox(folder, name=name)
-        self.publisher = Publisher(self._outbox, Versions(folder))
+        self.publisher = Publisher(self._outbox)
         takers = {WEIGHTS: Arrivals(self.board, self.publisher).take}
         self._inbox = Inbox(folder, name, self.board, takers)
 

@@ -14,15 +14,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import THREADS
 from benchmarks.row import Row, median_row
 from rlinf import tree
 from rlinf.artifacts import read_manifest
 from rlinf.weights.buckets import Layout
+from rlinf.weights.delta import Snapshot, diff
 from rlinf.weights.shared import SharedReader, SharedWriter
-from rlinf.weights.store import DELTA, FULL, WeightStore
 from stages.layout import stage_folder
 
 WARM_START_STEPS = 200
@@ -84,13 +84,16 @@ def delta_ratios(run: Path, iterations: int) -> list[float]:
     folders += [stage_folder(run, "sync", iteration) for iteration in range(iterations)]
     out = []
     with tempfile.TemporaryDirectory() as root:
-        store = WeightStore(Path(root), full_every=1, dtype=torch.bfloat16)
-        for version, folder in enumerate(folders):
-            files = store.publish(
-                version, load_file(weights_of(folder) / "model.safetensors")
-            ).files
-            if version:
-                out.append(files[DELTA].size / files[FULL].size)
+        delta, full = Path(root) / "delta", Path(root) / "full"
+        before: Snapshot | None = None
+        for folder in folders:
+            tensors = load_file(weights_of(folder) / "model.safetensors")
+            now = Snapshot.of(tensors, torch.bfloat16)
+            if before is not None:
+                diff(before, now).save(delta)
+                save_file(now.kept, full)
+                out.append(delta.stat().st_size / full.stat().st_size)
+            before = now
     return out
 
 

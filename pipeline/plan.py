@@ -152,6 +152,8 @@ Grain = Literal["stage", "segment"]
 Transport = Literal["shared_memory", "socket", "gloo", "nccl", "delta", "file"]
 FOR_WEIGHTS = frozenset({"gloo", "nccl", "delta"})
 """Transports that carry no records."""
+AFTER_COMMIT = frozenset({"delta", "file"})
+"""Transports by which nothing is sent: a stage reads what is committed."""
 
 
 class Plan(Section):
@@ -174,7 +176,7 @@ class Plan(Section):
     nothing is said, weights go by shared memory on one node, by socket between nodes; records by
     socket; all else is read from files. Between nodes ``shared_memory`` means socket. For weights
     alone there are ``gloo`` and ``nccl``, process groups, which are fast and not encrypted, and
-    ``delta``: what changed, as files."""
+    ``delta``: as ``file``, but of weights a worker reads what changed since those it has."""
     predicted: Forecast | None = None
     _flow: Flow = PrivateAttr(default=on_policy)
 

@@ -21,7 +21,7 @@ from rlinf.errors import CodeError, ConfigError, MismatchError
 from stages.code import Code, read_code
 from stages.flow import EVALUATE, Flow
 from stages.identity import Kept
-from stages.layout import CODE, CONFIG, KEPT, VERSIONS
+from stages.layout import CODE, CONFIG, KEPT
 from stages.runner import read_config
 
 SHOWN = 6
@@ -92,10 +92,6 @@ def settle(committed: Committed, choice: Choice, changes: Sequence[str]) -> None
 def _redo(committed: Committed, affected: Sequence[Node]) -> None:
     for node in committed.stale:
         committed.set_aside(node)
-    versions = committed.run.folder / VERSIONS
-    if committed.stale and versions.exists():
-        # Made of the weights that are made anew; versions there do not change.
-        versions.rename(committed.aside / VERSIONS)
     if committed.stale:
         log.info(
             "%s made anew; the old is in %s",

@@ -37,6 +37,10 @@ MANIFEST = "manifest.json"
 PRUNED = "pruned"
 DATA = "data-"
 """What the names of data folders begin with."""
+DERIVED = "derived/"
+"""What the names of files begin with that only say otherwise what others of the output say. Runs
+with and without them are equal (``content``), and an output that lost them is whole; who reads one
+checks it as any other file."""
 _BLOCK = 1 << 22
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -163,11 +167,16 @@ _ADAPTER = TypeAdapter(Manifest)
 def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float]) -> str:
     """Digest of everything in an artifact that equal runs have in common."""
     state = xxhash.xxh3_128()
-    for name in sorted(files):
+    for name in sorted(_own(files)):
         state.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
     numbers = {name: float(value) for name, value in metrics.items()}
     state.update(json.dumps(numbers, sort_keys=True).encode())
     return state.hexdigest()
+
+
+def _own(files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """Those that are not derived from others."""
+    return {name: entry for name, entry in files.items() if not name.startswith(DERIVED)}
 
 
 def describe_files(folder: Path) -> dict[str, FileEntry]:
@@ -256,14 +265,15 @@ def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
 def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Check that the files a manifest names are there, whole and (optionally) unaltered.
 
-    Who goes on to use the bytes reads them by :mod:`rlinf.checked`, which needs no checksums here.
+    Derived ones may lack. Whatever goes on to use the bytes reads them by :mod:`rlinf.checked`,
+    which needs no checksums here.
 
     Raises:
         ArtifactError: a file is missing, has another size, or another checksum.
     """
     folder = out / manifest.data
     try:
-        check_files(folder, manifest.files, checksums=checksums)
+        check_files(folder, _own(manifest.files), checksums=checksums)
     except FileNotFoundError as error:
         reason = "removed by the retention policy" if is_pruned(out) else "missing"
         raise ArtifactError(f"{error.filename}: {reason}", out / MANIFEST, manifest.data) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
@@ -164,11 +165,14 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
             residency(ctx).clear(span=ctx.span)
         on_device(ctx, engine, filled=False)
         with ctx.span("load"):
+            if tensors is None:
+                if served is not None and resident.deltas is not None:
+                    tensors = resident.deltas.read(ctx, name)
+                state = entry.state
             if tensors is not None:
                 engine.load_state(tensors.items(), version)
             else:
                 engine.load(ctx.verified(name) / WEIGHTS, version)
-                state = entry.state
     on_device(ctx, engine)
     resident.engine_weights = state
     return engine
@@ -262,12 +266,12 @@ def held_policy(ctx: Context) -> Trainer:
             else:
                 trainer = held.trainer
                 on_device(ctx, trainer, "weights", filled=False)
-                folder = ctx.verified("weights") / WEIGHTS if tensors is None else None
-                if folder is not None and by_rows(ctx):
-                    trainer.policy.fill(folder)
-                elif folder is not None:
-                    cls, options = policy_class(ctx.config)
-                    tensors = cls.load(folder, options).module.state_dict()
+                if tensors is None and by_rows(ctx):
+                    trainer.policy.fill(ctx.verified("weights") / WEIGHTS)
+                elif tensors is None and resident.deltas is not None and resident.deltas.exact:
+                    tensors = resident.deltas.read(ctx, "weights")
+                elif tensors is None:
+                    tensors = committed_weights(ctx, "weights")
             if tensors is not None:
                 trainer.load_weights(tensors.items())
         held = resident.policy = Evaluated(trainer, state)
@@ -303,6 +307,17 @@ def by_rows(ctx: Context) -> bool:
     """Whether several processes share the policy, none of which need hold it whole."""
     cls, _ = policy_class(ctx.config)
     return ctx.world.size > 1 and bool(cls.by_rows)
+
+
+def committed_weights(ctx: Context, name: str) -> dict[str, Tensor]:
+    """The weights in the policy folder of an input, whole, by the policy's names.
+
+    Raises:
+        ArtifactError: they are damaged.
+    """
+    cls, options = policy_class(ctx.config)
+    tensors: dict[str, Tensor] = cls.load(ctx.verified(name) / WEIGHTS, options).module.state_dict()
+    return tensors
 
 
 def save_weights(ctx: Context, trainer: Trainer, folder: Path) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # they import torch, which processes that only wait do withou
     from rlinf.residency import Residency
     from rlinf.rewards.base import Reward
     from rlinf.trainers.base import Trainer
+    from stages.deltas import Deltas
 
 Progress = Callable[[str, int, int, str], None]
 """Is told of a stage, how much of what is done, of how much."""
@@ -52,6 +53,8 @@ class Resident:
     policy: Evaluated | None = None
     reference: Trainer | None = None
     residency: Residency | None = None
+    deltas: Deltas | None = None
+    """None: the plan asks for none."""
     published: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     """Of the newest published weights: start and state of the trainer that they are from."""
     progress: Progress | None = None

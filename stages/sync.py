@@ -29,6 +29,8 @@ def run(ctx: Context) -> None:
             ctx.hand_on(WEIGHTS, tensors)
             if ctx.world.rank == 0:
                 ctx.later(lambda: _write(policy, tensors, folder))
+                if (deltas := ctx.resident.deltas) is not None:
+                    ctx.later(lambda: deltas.write(ctx, tensors))
         else:
             # It sends them to nobody, and generates nothing.
             trainer.stream().drain()

@@ -74,7 +74,7 @@ ROOMS = {
         1.5,
         STAGES,
         "stages/worker",
-        ["main (orders, turns)  inbox  relays", "weights  versions  groups  generate"],
+        ["main (orders, turns)  inbox  relays", "weights  groups  generate"],
     ),
     "stages": (
         4.9,

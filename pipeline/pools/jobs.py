@@ -56,6 +56,8 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
     targets = {edge.rpartition(" ")[2] for edge in shared if edges[edge] & flow.streams}
     if any(of[stage] == pool.number for stage in targets):
         argv.append("--shared")
+    if "delta" in plan.transports.values():
+        argv.append("--deltas")
     readers = [name for name, stage in flow.stages.items() if stage.loads == "trainer"]
     if any(of[stage] != of[flow.publishes] for stage in readers):
         # A reference elsewhere takes what engines take, and evaluates what is trained:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pipeline.flow import Graph, Node
-from pipeline.plan import FOR_WEIGHTS, Plan
+from pipeline.plan import AFTER_COMMIT, FOR_WEIGHTS, Plan
 from pipeline.pools.generators import Generators
 from pipeline.pools.jobs import homes
 from pipeline.pools.leases import Member, PoolState
@@ -204,7 +204,7 @@ class Orders:
 
     def _sent_live(self, source: Node, node: Node) -> bool:
         edge = f"{source.stage} -> {node.stage}"
-        return self._plan.transports.get(edge, "socket") != "file"
+        return self._plan.transports.get(edge, "socket") not in AFTER_COMMIT
 
     def _send(self, pool: PoolState, member: Member) -> None:
         """Order all stages whose inputs are settled."""

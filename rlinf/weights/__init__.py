@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to the engines: versions, deltas and transports."""
+"""Weights on their way from the trainer to the engines: deltas and transports."""

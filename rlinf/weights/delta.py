@@ -12,25 +12,68 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.errors import TransferError
 from rlinf.tensors import TensorFile
+from rlinf.weights.buckets import distinct, sent_dtype
 
-FORMAT = "rlinf-delta-1"
+FORMAT = "rlinf-delta-2"
 _SKIP = 255
 """In the gaps: this many elements unchanged, and the next byte goes on counting."""
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """Weights of one version as they are sent, on the CPU; not to be written to."""
+
+    kept: dict[str, Tensor]
+    """The distinct tensors."""
+    ties: dict[str, str]
+    """Names that share one of them, and which."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Snapshot:
+        """That of some weights, float32 ones as ``dtype``; what need not be copied is shared."""
+        kept, ties = distinct(tensors)
+        cast = {
+            name: tensor.detach().to("cpu", sent_dtype(tensor.dtype, dtype)).contiguous()
+            for name, tensor in kept.items()
+        }
+        return cls(cast, ties)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return self.kept | {name: self.kept[other] for name, other in self.ties.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.kept.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128, hex, of names, types, shapes and bits."""
+        total = xxhash.xxh3_128(repr(sorted(self.ties.items())).encode())
+        for name, tensor in sorted(self.kept.items()):
+            total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
+            if tensor.numel():
+                total.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        return total.hexdigest()
+
+
+@dataclass(frozen=True)
 class Delta:
-    """The difference of two states.
+    """The difference of two snapshots; ``start`` and ``end`` are their digests.
 
     ``tensors`` holds ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) of a tensor with few
     changes and ``whole/NAME`` of one that is new or changed too much; ``changed`` counts elements.
@@ -39,7 +82,9 @@ class Delta:
 
     tensors: dict[str, Tensor]
     changed: dict[str, int]
-    removed: tuple[str, ...] = ()
+    removed: tuple[str, ...]
+    start: str
+    end: str
 
     @property
     def nbytes(self) -> int:
@@ -48,8 +93,13 @@ class Delta:
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
-        table = json.dumps({"changed": self.changed, "removed": self.removed})
-        save_file(self.tensors, path, metadata={"format": FORMAT, "table": table})
+        table = {
+            "changed": self.changed,
+            "removed": self.removed,
+            "start": self.start,
+            "end": self.end,
+        }
+        save_file(self.tensors, path, metadata={"format": FORMAT, "table": json.dumps(table)})
 
     @classmethod
     def load(cls, path: Path) -> Delta:
@@ -66,42 +116,50 @@ class Delta:
                 raise ValueError(f"format {file.metadata.get('format')!r} is not {FORMAT!r}")
             table = json.loads(file.metadata["table"])
             changed = {str(name): int(count) for name, count in table["changed"].items()}
-            return cls(tensors, changed, tuple(table["removed"]))
+            ends = str(table["start"]), str(table["end"])
+            return cls(tensors, changed, tuple(table["removed"]), *ends)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TransferError(f"{path}: not a delta of weights ({error})") from None
 
 
-def diff(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Delta:
-    """What leads from ``old`` to ``new``, both on the CPU."""
+def diff(old: Snapshot, new: Snapshot) -> Delta:
+    """What leads from ``old`` to ``new``."""
     tensors: dict[str, Tensor] = {}
     changed: dict[str, int] = {}
-    for name, tensor in new.items():
-        count, parts = _encode(old.get(name), tensor)
+    for name, tensor in new.kept.items():
+        count, parts = _encode(old.kept.get(name), tensor)
         if parts:
             changed[name] = count
             tensors |= {f"{kind}/{name}": part for kind, part in parts.items()}
-    return Delta(tensors, changed, tuple(sorted(set(old) - set(new))))
+    removed = tuple(sorted(set(old.kept) - set(new.kept)))
+    return Delta(tensors, changed, removed, old.digest, new.digest)
 
 
-def patch(old: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
-    """The state that ``delta`` leads to from ``old``, whose unchanged tensors it shares.
+def patch(old: Snapshot, delta: Delta) -> Snapshot:
+    """The snapshot that ``delta`` leads to from ``old``, whose unchanged tensors it shares.
 
     Raises:
-        TransferError: the delta does not belong to this state, or is malformed.
+        TransferError: the delta does not start from ``old``, is malformed, or leads elsewhere than
+            it says.
     """
-    new = {name: tensor for name, tensor in old.items() if name not in delta.removed}
+    if delta.start != old.digest:
+        raise TransferError("the delta does not start from these weights")
+    new = {name: tensor for name, tensor in old.kept.items() if name not in delta.removed}
     for name, count in delta.changed.items():
         try:
             if f"whole/{name}" in delta.tensors:
                 new[name] = delta.tensors[f"whole/{name}"]
             else:
                 gaps, steps = delta.tensors[f"gaps/{name}"], delta.tensors[f"steps/{name}"]
-                new[name] = _decode(old[name], count, gaps, steps)
+                new[name] = _decode(old.kept[name], count, gaps, steps)
         except (KeyError, ValueError, IndexError, zlib.error) as error:
             raise TransferError(
                 f"the delta of {name!r} does not belong to these weights ({error})"
             ) from None
-    return new
+    end = Snapshot(new, old.ties)
+    if end.digest != delta.end:
+        raise TransferError("the delta leads to other weights than it says")
+    return end
 
 
 def _encode(before: Tensor | None, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:

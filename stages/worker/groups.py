@@ -33,7 +33,6 @@ from rlinf.weights.broadcast import TIMEOUT_S, Broadcast, Group
 from stages.board import keep_newest
 from stages.parts import WEIGHTS
 from stages.worker.inbox import Outbox
-from stages.worker.versions import Ready
 
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (GLOO, NCCL)
@@ -46,6 +45,8 @@ KEEP = 4
 """Groups at a time; one more takes the place of the oldest."""
 PATIENCE_S = 1.0
 """What a thread may need beyond that to end."""
+Ready = Callable[[str, int, str, dict[str, Tensor]], None]
+"""Told of weights that arrived whole: output, version, attempt, tensors."""
 log = logging.getLogger("rlinf")
 
 

@@ -36,6 +36,7 @@ from slurm.signals import StopFlag
 from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Input, Live, Writer
+from stages.deltas import Deltas
 from stages.layout import CHANNELS, CONFIG
 from stages.names import worker_name
 from stages.parts import WEIGHTS, sent_type
@@ -61,7 +62,6 @@ from stages.worker.messages import (
     read_order,
 )
 from stages.worker.relays import Relays
-from stages.worker.versions import Versions
 from stages.worker.weights import Arrivals, Publisher
 
 STATUS_S = 1.0
@@ -86,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--uncast", action="store_true", help="send weights as the trainer has them"
     )
     parser.add_argument(
+        "--deltas", action="store_true", help="write and read what changed of the weights"
+    )
+    parser.add_argument(
         "--orphan-s", type=float, default=600.0, help="leave when no driver came for so long"
     )
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
@@ -103,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stop,
                 shared=arguments.shared,
                 uncast=arguments.uncast,
+                deltas=arguments.deltas,
             )
             return worker.serve(arguments.orphan_s)
     except RlinfError as error:
@@ -123,11 +127,14 @@ class Worker:
         *,
         shared: bool,
         uncast: bool,
+        deltas: bool,
     ) -> None:
         self._run, self._config, self._parts, self._stop = run, config, parts, stop
         self._world = World.from_environment(run / CHANNELS)
         self._name = worker_name(pool, self._world.rank)
-        self._resident = Resident(progress=self._progress)
+        dtype = None if uncast else sent_type(config)
+        held = Deltas(dtype) if deltas else None
+        self._resident = Resident(progress=self._progress, deltas=held)
         self._board, self._turns, self._activity = Board(), Turns(), Activity()
         self._busy: dict[str, threading.Thread] = {}
         self._commits: set[str] = set()
@@ -138,8 +145,7 @@ class Worker:
         self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
         behind = config.rollout.staleness
         self._relays = Relays(self._outbox)
-        dtype = None if uncast else sent_type(config)
-        self._publisher = Publisher(self._outbox, Versions(run, behind, dtype), dtype)
+        self._publisher = Publisher(self._outbox, dtype)
         arrivals = Arrivals(self._board, self._publisher, behind, self._tell_of_weights)
         takers = {WEIGHTS: arrivals.take}
         self._inbox = Inbox(

@@ -2,8 +2,7 @@
 
 A version is announced by a record to the inboxes of those who want it. On the sender's node it then
 lies in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
-process group (:mod:`stages.worker.groups`), or lies on the shared filesystem
-(:mod:`stages.worker.versions`).
+process group (:mod:`stages.worker.groups`).
 
 Who gets buckets passes each on at once to the workers it was told of, so that many are reached as a
 tree. Whoever finds a part damaged, or gets none, takes the committed folder instead: only what
@@ -32,10 +31,9 @@ from stages.board import Board, keep_newest
 from stages.parts import WEIGHTS
 from stages.worker.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, COMES, DIGEST, NAME, WHAT, Groups
 from stages.worker.inbox import SHARED_MEMORY, SOCKET, TRANSFER_FAULTS, Outbox
-from stages.worker.versions import Versions
 
 SUM = "_sum"
-SHARED, LAYOUT, BUCKET, DELTA = "shared", "layout", "bucket", "delta"
+SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
 KEEP = 2
 """Versions kept in memory; an older one is on disk."""
 TOLD = 64
@@ -65,13 +63,11 @@ class Publisher:
     """Sends the weights made here, in a thread of its own, to the workers that want them.
 
     Args:
-        dtype: what float32 tensors are sent as, by ``versions`` too; None: as they are.
+        dtype: what float32 tensors are sent as; None: as they are.
     """
 
-    def __init__(
-        self, outbox: Outbox, versions: Versions, dtype: torch.dtype | None = None
-    ) -> None:
-        self._outbox, self.versions, self._dtype = outbox, versions, dtype
+    def __init__(self, outbox: Outbox, dtype: torch.dtype | None = None) -> None:
+        self._outbox, self._dtype = outbox, dtype
         self.groups = Groups(outbox, dtype)
         self._lock = threading.Lock()
         self._thread = Queue("weights", TRANSFER_FAULTS)
@@ -126,7 +122,6 @@ class Publisher:
     def close(self) -> None:
         self._thread.close()
         self.groups.close()
-        self.versions.close()
         if self._memory is not None:
             self._memory.writer.close()
 
@@ -141,23 +136,11 @@ class Publisher:
         far = by.get(SOCKET, [])
         if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
             far += near
-        if followers := by.get(DELTA):
-            # Files take their time: those who get the weights another way need not wait.
-            self.versions.submit(self._write, out, followers)
         for backend in BACKENDS:
             if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
                 far += members
         if far:
             self._stream(made, far)
-
-    def _write(self, out: str, followers: list[str]) -> None:
-        if (made := self._made.get(out)) is None:
-            return
-        if (digest := self.versions.publish(made.number, made.tensors)) is not None:
-            self._put(made, followers, 0, {}, {WHAT: DELTA, DIGEST: digest})
-        else:
-            ways = dict.fromkeys(followers, SOCKET)
-            self._thread.submit(f"weights of {out}", self._send, out, ways)
 
     def _share(self, made: _Version, workers: list[str]) -> bool:
         layout, held = Layout.of(made.tensors, dtype=self._dtype), self._memory
@@ -250,7 +233,7 @@ class Arrivals:
         self._announced: dict[int, tuple[str, str]] = {}
         """By version: the output and attempt that were announced last."""
         self._lock = threading.RLock()
-        """Groups and versions bring weights in threads of their own."""
+        """Groups bring weights in threads of their own."""
 
     def take(self, out: str, record: Record) -> None:
         """A record about the weights of an output; damage is logged and forgets the version."""
@@ -263,7 +246,7 @@ class Arrivals:
 
     def _take(self, out: str, record: Record) -> None:
         what, number = record.info[WHAT], record.identity.iteration
-        if what in (SHARED, LAYOUT, DELTA, COMES):
+        if what in (SHARED, LAYOUT, COMES):
             self._announced[number] = (out, str(record.info[ATTEMPT]))
             keep_newest(self._announced, TOLD)
         if what in ABOUT_GROUPS:
@@ -272,10 +255,6 @@ class Arrivals:
         attempt = str(record.info[ATTEMPT])
         if what == SHARED:
             self._ready(out, number, attempt, self._from_memory(str(record.info[NAME]), number))
-            return
-        if what == DELTA:
-            content = str(record.info[DIGEST])
-            self._publisher.versions.follow(out, number, attempt, content, self._ready)
             return
         if what == LAYOUT:
             text = record.context[LAYOUT].tobytes()

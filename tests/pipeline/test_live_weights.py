@@ -15,7 +15,10 @@ from safetensors import safe_open
 
 from pipeline.commands.experiment import execute
 from pipeline.plan import FOR_WEIGHTS
-from stages.layout import VERSIONS
+from rlinf.artifacts import Manifest, read_manifest
+from stages.deltas import FILE
+from stages.layout import stage_folder
+from stages.runner import FELL
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
 from tests.pipeline.pools.test_executor import assert_like, rows
@@ -48,11 +51,6 @@ def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[s
     return values
 
 
-def results(run: Path) -> dict[str, str]:
-    """What stages committed, without the weights beside it that were on their way."""
-    return {out: content for out, content in contents(run).items() if VERSIONS not in out}
-
-
 def arrived(run: Path, pool: int = 0) -> int:
     """How many versions came to the memory of a pool's workers."""
     logs = (run / "logs" / "pools").glob(f"*pool-{pool}[-w]*.log")
@@ -60,19 +58,18 @@ def arrived(run: Path, pool: int = 0) -> int:
 
 
 @pytest.mark.parametrize(
-    "way", ["shared_memory", "gloo", "delta", pytest.param("socket", marks=pytest.mark.slow)]
+    "way", ["shared_memory", "gloo", pytest.param("socket", marks=pytest.mark.slow)]
 )
 def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     reference: Path, compose: Compose, tmp_path: Path, way: str
 ) -> None:
     execute(pooled(compose, "sent", way))
-    assert results(tmp_path / "sent") == contents(reference)
+    assert contents(tmp_path / "sent") == contents(reference)
     assert arrived(tmp_path / "sent") == 3
     logs = (tmp_path / "sent" / "logs" / "pools").glob("*.log")
     said = "".join(log.read_text() for log in logs)
-    for other in ("no gloo", "no version", "waiting for its commit", "shared memory '"):
+    for other in ("no gloo", "waiting for its commit", "shared memory '"):
         assert other not in said, "they went another way"
-    assert len(list((tmp_path / "sent" / VERSIONS).glob("*"))) == (3 if way == "delta" else 0)
 
 
 HALF = "engine.dtype=bfloat16"
@@ -91,14 +88,47 @@ def test_engines_of_another_type_are_sent_it_and_give_the_results_of_one_process
     """The trainer keeps float32, and so does what is committed."""
     execute(compose("run.name=one", HALF))
     values = compose("run.name=sent", HALF, "cluster=local")
-    transports = dict.fromkeys(EDGES, "delta")
-    execute({**values, "plan": {"grain": "segment", "pools": POOLS, "transports": transports}})
-    assert results(tmp_path / "sent") == contents(tmp_path / "one")
+    execute({**values, "plan": {"grain": "segment", "pools": POOLS}})
+    assert contents(tmp_path / "sent") == contents(tmp_path / "one")
     assert arrived(tmp_path / "sent") == 2
-    for path in (tmp_path / "sent" / VERSIONS).rglob("full.safetensors"):
-        assert types(path) == {"BF16"}
     for path in (tmp_path / "sent" / "it").glob("*/sync/data-*/weights/model.safetensors"):
         assert types(path) == {"F32"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_changed_is_read_in_place_of_the_whole_and_gives_the_same_results(
+    reference: Path, compose: Compose, tmp_path: Path, dtype: str
+) -> None:
+    """By the worker that has the version before: from the second on that the trainer publishes."""
+    settings = ("iterations=3", f"engine.dtype={dtype}")
+    one = reference
+    if dtype != "float32":
+        execute(compose("run.name=one", *settings))
+        one = tmp_path / "one"
+    values = compose("run.name=deltas", *settings, "cluster=local")
+    transports = dict.fromkeys(EDGES, "delta")
+    execute({**values, "plan": {"grain": "segment", "pools": POOLS, "transports": transports}})
+    run = tmp_path / "deltas"
+    assert contents(run) == contents(one)
+    assert not arrived(run), "nothing is sent"
+    taken = [f"{stage}/{i}" for stage in ("rollout", "evaluate") for i in range(4)]
+    found = {node: manifest_of(run, node) for node in taken}
+    spans = {
+        node: [span["name"] for span in manifest.timing["spans"]]
+        for node, manifest in found.items()
+        if manifest
+    }
+    by_delta = sorted(node.partition("/")[2] for node in spans if "delta" in spans[node])
+    assert by_delta == ["2", "3"], "once each, by the first of the worker's stages to need them"
+    assert not [node for node, manifest in found.items() if manifest and FELL in manifest.extra]
+    for iteration in range(3):
+        manifest = manifest_of(run, f"sync/{iteration}")
+        assert (FILE in manifest.files) == (iteration > 0)
+
+
+def manifest_of(run: Path, node: str) -> Manifest | None:
+    stage, _, iteration = node.partition("/")
+    return read_manifest(stage_folder(run, stage, int(iteration)))
 
 
 @pytest.mark.slow
@@ -142,13 +172,15 @@ def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_nam
 def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> None:
     """The third gets them from the first, as if each were on a node of its own."""
     wide = {"rollout": {"processes": 3}, "evaluate": {"processes": 3}}
-    for way in ("file", "socket", "gloo", "delta"):
+    for way in ("file", "delta", "socket", "gloo"):
         values = pooled(compose, way, way)
         pools = [{**POOLS[0], "gpus": {"local": 3}}, *POOLS[1:]]
         execute({**values, "plan": {**values["plan"], "stages": wide, "pools": pools}})
     assert not arrived(tmp_path / "file")
-    for way in ("socket", "gloo", "delta"):
-        assert results(tmp_path / way) == contents(tmp_path / "file")
+    assert not arrived(tmp_path / "delta")
+    assert contents(tmp_path / "delta") == contents(tmp_path / "file")
+    for way in ("socket", "gloo"):
+        assert contents(tmp_path / way) == contents(tmp_path / "file")
         assert arrived(tmp_path / way) == 3 * 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.artifacts import (
+    DERIVED,
     MANIFEST,
     UNSEALED,
     FileEntry,
@@ -29,6 +30,7 @@ from rlinf.artifacts import (
     verify,
     write_atomic,
 )
+from rlinf.checked import read_bytes
 from rlinf.errors import ArtifactError, OtherWorkError
 
 
@@ -199,3 +201,27 @@ def test_an_atomic_write_replaces_whole(tmp_path: Path) -> None:
     write_atomic(path, "two")
     assert path.read_text() == "two"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_derived_from_an_output_is_no_part_of_its_content_and_may_be_lost(
+    tmp_path: Path,
+) -> None:
+    plain = make(tmp_path / "plain", "p")
+    with attempt_folder(tmp_path / "out", "a") as data:
+        (data / "file.bin").write_text("content")
+        (data / DERIVED).mkdir()
+        (data / DERIVED / "short.bin").write_text("short")
+        files = describe_files(data)
+    manifest = replace(plain, data=data.name, files=files)
+    assert content_digest(files, {}) == plain.content
+    commit(tmp_path / "out", manifest)
+    path = data / DERIVED / "short.bin"
+    assert read_bytes(path) == b"short"
+    path.write_text("shorn")
+    with pytest.raises(ArtifactError, match="checksum differs"):
+        read_bytes(path)
+    path.unlink()
+    verify(tmp_path / "out", manifest, checksums=True)
+    (data / "file.bin").unlink()
+    with pytest.raises(ArtifactError, match="missing"):
+        verify(tmp_path / "out", manifest, checksums=False)

@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from rlinf.data.record import Identity, Record
 from stages.parts import WEIGHTS
 from stages.worker import groups
-from stages.worker.groups import CAME, DIGEST, GLOO, NCCL, WHAT, Mail, device_of
-from stages.worker.versions import Ready
+from stages.worker.groups import CAME, DIGEST, GLOO, NCCL, WHAT, Mail, Ready, device_of
 from tests.stages.worker.test_weights import OUT, Worker, soon, state
 
 Make = Callable[[str], Worker]

@@ -20,12 +20,9 @@ from stages.board import Board
 from stages.context import Input
 from stages.parts import WEIGHTS
 from stages.worker.inbox import TO, Inbox, Outbox
-from stages.worker.versions import Versions
 from stages.worker.weights import BUCKET, DIGEST, NAME, WHAT, Arrivals, Publisher
 
 OUT = "it/0003/sync"
-NOWHERE = Versions(Path("/nowhere"))
-"""For tests that use no files."""
 
 
 def state(seed: int = 0) -> dict[str, Tensor]:
@@ -59,7 +56,7 @@ class Wire:
 def sent(way: str, out: str = OUT, attempt: str = "data-a", number: int = 3) -> list[Record]:
     """What a publisher sends of one version."""
     wire = Wire()
-    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher = Publisher(wire)  # type: ignore[arg-type]
     publisher.want(out, {"w": way})
     publisher.publish(out, attempt, number, {WEIGHTS: state(number)})
     publisher.close()
@@ -69,7 +66,7 @@ def sent(way: str, out: str = OUT, attempt: str = "data-a", number: int = 3) -> 
 def test_the_first_of_very_many_versions_goes_to_those_who_want_it() -> None:
     """As many as the driver orders at once of rollouts far behind."""
     wire = Wire()
-    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher = Publisher(wire)  # type: ignore[arg-type]
     for number in range(100):
         publisher.want(f"it/{number:04d}/sync", {"w": "socket"})
     publisher.forget({"it/0001/sync"})
@@ -84,7 +81,7 @@ class Worker:
 
     def __init__(self, folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
         self.board, self.outbox = Board(), Outbox(folder, name=name)
-        self.publisher = Publisher(self.outbox, Versions(folder, dtype=dtype), dtype)
+        self.publisher = Publisher(self.outbox, dtype)
         takers = {WEIGHTS: Arrivals(self.board, self.publisher).take}
         self.inbox = Inbox(folder, name, self.board, takers)
 
@@ -105,7 +102,7 @@ def workers(worker: Callable[[str], Worker]) -> tuple[Publisher, Board]:
 
 def arrivals(board: Board, behind: int = 0) -> Arrivals:
     """Of a worker that nobody asks for anything."""
-    return Arrivals(board, Publisher(Wire(), NOWHERE), behind)  # type: ignore[arg-type]
+    return Arrivals(board, Publisher(Wire()), behind)  # type: ignore[arg-type]
 
 
 def soon(met: Callable[[], bool]) -> bool:
@@ -136,7 +133,7 @@ def test_weights_arrive_as_they_were_with_the_name_of_their_attempt(
     assert not board.output("it/0003/sync").objects
 
 
-@pytest.mark.parametrize("way", ["socket", "shared_memory", "gloo", "delta"])
+@pytest.mark.parametrize("way", ["socket", "shared_memory", "gloo"])
 def test_weights_are_sent_in_the_type_that_engines_take(
     worker: Callable[..., Worker], way: str
 ) -> None:
@@ -172,7 +169,7 @@ def test_who_gets_weights_passes_them_on(worker: Callable[[str], Worker], late: 
 
 def test_another_attempt_reaches_those_who_got_a_part_of_the_first() -> None:
     wire, board = Wire(), Board()
-    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher = Publisher(wire)  # type: ignore[arg-type]
     publisher.want(OUT, {"far": "socket"})
     taker = Arrivals(board, publisher)
     first, second = sent("socket"), sent("socket", attempt="data-b")
@@ -190,7 +187,7 @@ def test_another_attempt_reaches_those_who_got_a_part_of_the_first() -> None:
 
 def test_nobody_is_sent_what_nobody_wants() -> None:
     wire = Wire()
-    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher = Publisher(wire)  # type: ignore[arg-type]
     publisher.publish(OUT, "data-a", 3, {WEIGHTS: state()})
     publisher.close()
     assert not wire.records
@@ -228,7 +225,7 @@ def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
 
 def test_damage_in_shared_memory_is_found_and_not_served() -> None:
     wire, board = Wire(), Board()
-    publisher = Publisher(wire, NOWHERE)  # type: ignore[arg-type]
+    publisher = Publisher(wire)  # type: ignore[arg-type]
     publisher.want(OUT, {"w": "shared_memory"})
     publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
     assert soon(lambda: bool(wire.records))
