@@ -72,6 +72,7 @@ ROWS = {
     "memory_200_iterations_mib": "memory",
     "load_memory_ratio": "load_memory",
     "logprob_memory_ratio": "logprobs",
+    "packing_speedup": "packing",
     "scale_up_s": "elastic",
     "loss_of_one_of_four": "elastic",
     "loss_after_replacement": "elastic",

@@ -76,14 +76,14 @@ def test_processes_that_share_a_model_end_as_one_does(
     ("parts", "plan", "text"),
     [
         ([], JOBS, r"plan\.stages\.rollout\.layout\.tp: engine 'transformers' cannot .* no way"),
-        (PARTS, {"defaults": {"layout": {"tp": 2}}}, r"plan\.defaults\.layout: say it of stages"),
+        (PARTS, {"defaults": {"layout": {"tp": 2}}}, r"plan\.defaults\.layout: say it of each"),
         (PARTS, {"stages": {"train": {"layout": {"tp": 2}}}}, r"stages\.train\.layout: tp=2 takes"),
         (PARTS, {"stages": {"reward": SHARED}}, r"reward\.layout: reward is the work of no model"),
-        (PARTS, {"stages": {"train": {"layout": {"pt": 2}}}}, r"unknown key.*'tp'"),
+        (PARTS, {"stages": {"train": {"layout": {"pt": 2}}}}, r"train\.layout\.pt: unknown key"),
         (
             PARTS,
             POOLS | {"stages": {**POOLS["stages"], "inference": {"processes": 4, "layout": {}}}},
-            r"stages\.train\.layout: tp=2, but inference, whose trainer .* has none",
+            r"inference\.layout: none, but warm_start, whose trainer .* has tp=2",
         ),
     ],
 )

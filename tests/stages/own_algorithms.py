@@ -6,18 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from rlinf.algorithms.advantages import generalised, whiten
 from rlinf.algorithms.base import Algorithm
+from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.learner import Learner
 from rlinf.config import Section
-from rlinf.data.batch import Sample, assemble, taken
+from rlinf.data.batch import Sample, StepBatch, assemble, taken
 from rlinf.data.packing import Span
 from rlinf.data.record import Record
 from rlinf.fit import VALUES
-from rlinf.models.base import StepOutputs
+from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.rewards.base import Reward
 from rlinf.trainers.base import Loss, of_steps
 from stages.flow import Flow, Source, on_policy
@@ -31,6 +33,32 @@ class Favourite(Reward):
 
     def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
         return [float(np.mean(record.steps["actions"] == 5)) for record in trajectories]
+
+
+class Coached(GRPO):
+    """GRPO that also makes a token likelier wherever another one was taken.
+
+    What the policy says of tokens that nobody took is not in its step outputs.
+    """
+
+    TOKEN = 5
+
+    def objective(
+        self,
+        policy: Policy,
+        inputs: Batch,
+        batch: StepBatch,
+        weights: Tensor,
+        *,
+        temperature: float,
+        entropy: bool,
+    ) -> Loss:
+        loss, metrics = super().objective(
+            policy, inputs, batch, weights, temperature=temperature, entropy=entropy
+        )
+        other = {**inputs, "actions": torch.full_like(inputs["actions"], self.TOKEN)}
+        wanted = (weights * policy.evaluate(other, temperature).logprobs).sum()
+        return loss - wanted, {**metrics, "wanted": wanted.detach()}
 
 
 class TwoTimescalesConfig(Section):

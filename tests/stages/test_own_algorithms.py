@@ -46,6 +46,24 @@ def test_preferences_within_groups_are_learned(
     assert np.mean([row["train/right"] for row in rows[1:]]) > 0.7
 
 
+def test_a_loss_may_ask_the_policy_for_more_than_its_step_outputs(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """The task does not reward the token: all that teaches it is the term that the loss adds."""
+    execute(
+        compose(
+            f"algorithm.name={OWN}:Coached",
+            "algorithm.entropy_bonus=0",
+            "iterations=6",
+            "rollout.batch=8",
+            "evaluate.every=0",
+            "optimizer.lr_warmup=0",
+        )
+    )
+    rows = collect(tmp_path / "tiny")
+    assert rows[-1]["train/wanted"] > rows[0]["train/wanted"] + 0.5
+
+
 def test_an_actor_and_a_critic_learn_at_their_own_pace(compose: Compose, tmp_path: Path) -> None:
     """Two groups of parameters, updates of one alone, and the samples of the iteration before."""
     execute(
