@@ -65,10 +65,15 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text``: a reader sees the old or the new content, never a part."""
+def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace ``path`` by ``text``: a reader sees the old or the new content, never a part.
+
+    Args:
+        private: the owner alone can read it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
+        temporary.touch(0o600 if private else 0o666)
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

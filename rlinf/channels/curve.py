@@ -329,8 +329,7 @@ def _greets(probe: socket.socket) -> bool:
 
 def write_pointer(pointer: Path, values: Mapping[str, Any]) -> None:
     """Say where a host is; only the owner of the run can read it."""
-    write_atomic(pointer, json.dumps(values))
-    pointer.chmod(0o600)
+    write_atomic(pointer, json.dumps(values), private=True)
 
 
 def stopped_s(before: float, now: float) -> float:

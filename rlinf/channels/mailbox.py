@@ -96,7 +96,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Session:
+class Session:
     """One incarnation of a peer, as the host knows it.
 
     ``done`` acknowledges the items that were handled.
@@ -117,7 +117,7 @@ class _Session:
 class _Queued(NamedTuple):
     """An event, and for an item the number after its own."""
 
-    session: _Session
+    session: Session
     event: Event
     number: int = 0
 
@@ -156,13 +156,13 @@ class Mailbox:
         self._timeout_s = timeout_s
         self._token = secrets.token_hex(8)
         self._changed = threading.Condition()
-        self._sessions: dict[bytes, _Session] = {}
-        self._workers: dict[str, _Session] = {}
-        self._known: dict[str, _Session] = {}
+        self._sessions: dict[bytes, Session] = {}
+        self._workers: dict[str, Session] = {}
+        self._known: dict[str, Session] = {}
         self._waiting: dict[str, list[Block]] = {}
         self._events: deque[_Queued] = deque()
         self._handed: list[_Queued] = []
-        self._dirty: set[_Session] = set()
+        self._dirty: set[Session] = set()
         self._closed = False
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello,
@@ -340,7 +340,7 @@ class Mailbox:
         described, said = unpacked(about), unpacked(status)
         session = self._sessions.get(id_)
         if session is None:
-            session = self._sessions[id_] = _Session(id_, name, time.monotonic())
+            session = self._sessions[id_] = Session(id_, name, time.monotonic())
             if old := self._workers.pop(name, None):
                 self._retire(old, "replaced")
             self._workers[name] = session
@@ -371,18 +371,22 @@ class Mailbox:
         session.status = said
         for number, item in enumerate(new, session.inbox.expected - len(new) + 1):
             try:
-                report = Report(session.name, self._decode(item))
+                content = self._decode(item)
             except Exception as error:  # whatever foreign bytes bring about
                 self._malformed.drop(error)
             else:
-                self._events.append(_Queued(session, report, number))
+                self._arrived(session, content, number)
         if not self._keeps:
             session.done = session.inbox.expected
+
+    def _arrived(self, session: Session, content: Any, number: int) -> None:
+        """An item came, once; the next of its peer has this number."""
+        self._events.append(_Queued(session, Report(session.name, content), number))
 
     def _bye(self, frames: list[memoryview], id_: bytes) -> None:
         self._retire(self._sessions.pop(id_), "left")
 
-    def _hear(self, session: _Session) -> bool:
+    def _hear(self, session: Session) -> bool:
         """Note that a peer spoke; whether it still has its name."""
         if not session.retired:
             # One that was forgotten has its name again, if nobody took it meanwhile.
@@ -401,13 +405,13 @@ class Mailbox:
             self._events.append(_Queued(session, joined))
         return True
 
-    def _retire(self, session: _Session, reason: str) -> None:
+    def _retire(self, session: Session, reason: str) -> None:
         """An incarnation will not come back, or not by its name."""
         session.retired = True
         session.outbox.clear()
         self._lose(session, reason)
 
-    def _lose(self, session: _Session, reason: str) -> None:
+    def _lose(self, session: Session, reason: str) -> None:
         if session.alive:
             session.alive = False
             self._events.append(_Queued(session, Lost(session.name, reason)))
@@ -433,7 +437,7 @@ class Mailbox:
                     break
 
     def _send(
-        self, session: _Session, kind: str, *values: Any, blocks: Sequence[Block] | None = None
+        self, session: Session, kind: str, *values: Any, blocks: Sequence[Block] | None = None
     ) -> None:
         """What does not fit now is dropped, missed and sent again."""
         send(self._socket, [session.id], (kind, self._token, *values), blocks)

@@ -1,18 +1,16 @@
 """Where the processes of a group find each other: a key-value store that rank 0 holds for them.
 
-The one that torch brings listens for everybody. This one is a CURVE socket of the run at a port
-that the kernel chooses; a file of the run says where.
+The one that torch brings listens for everybody. This one is a mailbox of the run
+(:mod:`rlinf.channels.mailbox`), which only those with the run's keys can speak to and which carries
+every message once; a file of the run says where.
 
 A request is one msgpack list, number, verb and arguments, and its answer number and value. All are
-answered at once: who waits for a key asks again. What got no answer is sent again by the same
-number, and done once.
+answered at once: a rank that waits for a key asks again.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
 import os
 import threading
 import time
@@ -22,33 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import zmq
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from rlinf.channels.curve import (
-    HEARTBEAT_S,
-    Door,
-    client_socket,
-    host_socket,
-    listen,
-    own_addresses,
-    reachable,
-    routing_id,
-    write_pointer,
-)
-from rlinf.channels.keys import Keys, run_keys
-from rlinf.errors import StageError
-from rlinf.threads import Malformed, serve
+from rlinf.channels.base import ChannelClosed, ChannelFailed
+from rlinf.channels.curve import own_addresses, reachable
+from rlinf.channels.mailbox import Mailbox, Session
+from rlinf.channels.messages import Pointer, read_pointer
+from rlinf.channels.numbered import Block
+from rlinf.channels.peer import Peer
+from rlinf.errors import DataError, StageError
 
 SOONEST_S, LATEST_S = 0.002, 0.25
 """How long to wait before asking again for what is not there."""
 LOOK_S = 0.5
 """The same for the file, on a shared filesystem."""
-AGAIN_S = 1.0
 SILENT_S = 30.0
 """How long rank 0 may leave a request unanswered."""
-LINK_TIMEOUT_S = 10.0
 MAX_BYTES = 1 << 24
 Do = Callable[..., Any]
 """What carries out a request: verb and arguments."""
@@ -99,83 +87,39 @@ class Table:
         return expected if known is None else known
 
 
-class Host:
-    """Rank 0's end: a thread that answers the others until :meth:`close`.
+class Host(Mailbox):
+    """Rank 0's end: the mailbox's thread answers the others until :meth:`close`.
 
-    ``refused`` counts connections without the run's key, ``malformed`` messages that were dropped.
+    Requests that cannot be carried out get no answer, and count as ``malformed``.
     """
 
-    def __init__(self, keys: Keys) -> None:
-        self._malformed = Malformed("rendezvous")
+    def __init__(self, pointer: Path) -> None:
         self.do = Table().do
-        self._context = zmq.Context()
-        self._socket = host_socket(
-            self._context, keys, timeout_s=LINK_TIMEOUT_S, max_bytes=MAX_BYTES
+        super().__init__(
+            pointer,
+            self._carry_out,
+            interface=None,
+            timeout_s=SILENT_S,
+            max_bytes=MAX_BYTES,
+            keeps=False,
         )
-        self._door = Door(self._context, keys, self._socket)
-        try:
-            self.addresses = listen(self._socket, None)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._answered: dict[bytes, tuple[int, bytes]] = {}
-        """By client, the last number and the answer."""
-        self._closed = False
-        self._door.open(self.addresses)
-        self._thread = serve("rendezvous", self._run)
 
-    @property
-    def malformed(self) -> int:
-        return self._malformed.count
+    def _carry_out(self, request: Block) -> bytes:
+        # As items are read, so that one that cannot be carried out is dropped and counted.
+        number, verb, *arguments = _unpacked(request)
+        answer: bytes = msgpack.packb((number, self.do(verb, *arguments)))
+        return answer
 
-    @property
-    def refused(self) -> int:
-        return self._door.refused
-
-    def close(self) -> None:
-        """Answer nobody any more; may be called twice."""
-        self._closed = True
-        self._thread.join()
-        self._context.term()
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        while not self._closed:
-            ready = dict(poller.poll(int(HEARTBEAT_S * 1000 / 2)))
-            if self._socket in ready:
-                self._answer()
-        self._socket.close()
-        self._door.close()
-
-    def _answer(self) -> None:
-        frames = self._socket.recv_multipart()
-        try:
-            client, frame = frames
-            number, verb, *arguments = msgpack.unpackb(frame)
-            before, answer = self._answered.get(client, (-1, b""))
-            if number > before:
-                answer = msgpack.packb((number, self.do(verb, *arguments)))
-                self._answered[client] = number, answer
-        except Exception as error:  # whatever foreign bytes bring about
-            self._malformed.drop(error)
-            return
-        # One that does not fit now is asked for again.
-        with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart([client, answer], zmq.NOBLOCK)
+    def _arrived(self, session: Session, content: bytes, number: int) -> None:
+        session.outbox.add(content)
 
 
-class Guest:
+class Guest(Peer):
     """The end of another rank; any number of threads, one request after the other."""
 
-    def __init__(self, keys: Keys, address: str) -> None:
-        self._address, self._number = address, 0
-        self._lock = threading.Lock()
-        self._context = zmq.Context()
-        self._socket = client_socket(
-            self._context, keys, routing_id(), timeout_s=LINK_TIMEOUT_S, max_bytes=MAX_BYTES
-        )
-        self._socket.connect(address)
+    def __init__(self, pointer: Path, name: str, host: Pointer, address: str) -> None:
+        self._number, self._asks = 0, threading.Lock()
+        super().__init__(pointer, name, _unpacked, host=host, address=address)
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Have rank 0 carry out a request.
@@ -183,41 +127,45 @@ class Guest:
         Raises:
             DistStoreError: it does not answer, or this end is closed.
         """
-        with self._lock:
-            if self._socket.closed:
-                raise DistStoreError("the process is ending: it has left the rendezvous")
+        with self._asks:
             self._number += 1
-            request = msgpack.packb((self._number, verb, *arguments))
             deadline = time.monotonic() + SILENT_S
-            while time.monotonic() < deadline:
-                self._socket.send(request)
-                while self._socket.poll(int(AGAIN_S * 1000)):
-                    number, value = msgpack.unpackb(self._socket.recv())
-                    if number == self._number:
-                        return value
+            try:
+                self.give(msgpack.packb((self._number, verb, *arguments)))
+                while (left := deadline - time.monotonic()) > 0:
+                    for number, value in self.take(left):
+                        if number == self._number:
+                            return value
+            except ChannelClosed:
+                reason = "the process is ending: it has left the rendezvous"
+                raise DistStoreError(reason) from None
+            except ChannelFailed as error:
+                raise DistStoreError(f"{error}; the log of rank 0 says more") from None
         raise DistStoreError(
             f"rank 0 at {self._address} has not answered for {SILENT_S:g} s: it has ended, is "
             "stopped or cut off; its log says more"
         )
 
-    def close(self) -> None:
-        """Ask nothing any more; may be called twice."""
-        with self._lock:
-            self._socket.close()
-        self._context.term()
-
 
 class Rendezvous(Store):
     """The store as torch wants it.
 
+    Torch keeps but its own half of it: the other one must be held as long as torch uses it.
+
     Args:
         do: carries out requests.
         timeout_s: how long to wait for a key that nobody has set.
+        leave: closes the end that requests go by.
     """
 
-    def __init__(self, do: Do, timeout_s: float) -> None:
+    def __init__(self, do: Do, timeout_s: float, leave: Callable[[], None] = lambda: None) -> None:
         super().__init__()
-        self._do, self._timeout_s = do, timeout_s
+        self._do, self._timeout_s, self._leave = do, timeout_s, leave
+
+    def close(self) -> None:
+        """Ask nothing any more, and answer nobody; may be called twice."""
+        atexit.unregister(self.close)
+        self._leave()
 
     def set(self, key: str, value: str | bytes) -> None:
         self._do("set", key, _bytes(value))
@@ -269,8 +217,8 @@ class Rendezvous(Store):
 def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezvous, str]:
     """Wait for all ranks; returns their store, and an address of rank 0 that others reach it by.
 
-    Nobody forms a group before: a process that waits for its peers at an open port would wait for
-    whoever comes first.
+    The store is held until it is closed or Python ends. No rank forms a group before: a process
+    that waits for its peers at an open port would wait for whatever comes first.
 
     Args:
         pointer: where rank 0 says where it is; no other group, nor a former attempt at this one,
@@ -280,18 +228,15 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
         StageError: not all came in time; names who is missing.
     """
     deadline = time.monotonic() + timeout_s
-    keys = run_keys(pointer.parent)
     end: Host | Guest
     if rank == 0:
-        end = host = Host(keys)
+        end = host = Host(pointer)
         reached, own = "", _host_of(host.addresses[0])
-        write_pointer(pointer, {"addresses": host.addresses})
     else:
-        address = _find(pointer, rank, timeout_s)
-        end, reached = Guest(keys, address), _host_of(address)
-    store = Rendezvous(end.do, timeout_s)
-    # Torch keeps but its own half of the store, so this holds the other one until Python ends.
-    atexit.register(_leave, end, store)
+        found, address = _find(pointer, rank, timeout_s)
+        end, reached = Guest(pointer, f"rank {rank}", found, address), _host_of(address)
+    store = Rendezvous(end.do, timeout_s, end.close)
+    atexit.register(store.close)
     try:
         # From its own node any of its addresses will do, of which the others may reach but one.
         store.set(_here(rank), "" if reached in own_addresses() else reached)
@@ -307,15 +252,11 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
             store.set(_VIA, next(filter(None, said), own))
         return store, store.get(_VIA).decode()
     except BaseException:
-        end.close()
+        store.close()
         raise
     finally:
         if rank == 0:
             pointer.unlink(missing_ok=True)
-
-
-def _leave(end: Host | Guest, store: Rendezvous) -> None:
-    end.close()
 
 
 _VIA = "via"
@@ -325,21 +266,20 @@ def _here(rank: int | str) -> str:
     return f"here/{rank}"
 
 
-def _find(pointer: Path, rank: int, timeout_s: float) -> str:
-    """The address where rank 0 answers."""
+def _find(pointer: Path, rank: int, timeout_s: float) -> tuple[Pointer, str]:
+    """Where rank 0 is, and the address where it answers."""
     deadline, pause, known = time.monotonic() + timeout_s, SOONEST_S, None
     while True:
         # NFS remembers for a minute that a file is not there, unless its folder is opened.
         os.close(os.open(pointer.parent, os.O_RDONLY | os.O_DIRECTORY))
-        with contextlib.suppress(FileNotFoundError):
-            known = json.loads(pointer.read_text(encoding="utf-8"))["addresses"]
-            if (address := reachable(known)) is not None:
-                return str(address)
+        known = read_pointer(pointer) or known
+        if known is not None and (address := reachable(known.addresses)) is not None:
+            return known, address
         if time.monotonic() > deadline:
             break
         time.sleep(pause)
         pause = min(2 * pause, LOOK_S)
-    found = f"it answers at none of {', '.join(known)}" if known else f"there is no {pointer}"
+    found = f"it answers at none of {', '.join(known.addresses)}" if known else f"no {pointer}"
     raise StageError(
         f"rank {rank} waited {timeout_s:g} s for rank 0 of its group: {found}. Its log, or the "
         "state of its node, says why"
@@ -348,6 +288,13 @@ def _find(pointer: Path, rank: int, timeout_s: float) -> str:
 
 def _host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _unpacked(message: Block) -> list[Any]:
+    content = msgpack.unpackb(message)
+    if type(content) is not list:
+        raise DataError("not a list")
+    return content
 
 
 def _check(key: str, *values: bytes) -> None:

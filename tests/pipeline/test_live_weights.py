@@ -132,16 +132,26 @@ def manifest_of(run: Path, node: str) -> Manifest | None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", [None, "delta"])
 def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
-    compose: Compose, tmp_path: Path
+    compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     apart = [{**POOLS[1], "stages": ["reward", "train"]}, {**POOLS[0], "stages": ["inference"]}]
-    values = compose("run.name=apart", HALF, RECOMPUTED, "cluster=local")
-    execute({**values, "plan": {"grain": "segment", "pools": [POOLS[0], *apart]}})
-    execute(compose(HALF, RECOMPUTED))
+    settings = ("iterations=3", "retention.last=3", HALF, RECOMPUTED)
+    values = compose("run.name=apart", *settings, "cluster=local")
+    values["plan"] = {
+        "grain": "segment",
+        "pools": [POOLS[0], *apart],
+        **({"transports": {"sync -> inference": way}} if way else {}),
+    }
+    execute(values)
+    execute(compose(*settings))
     assert_like(tmp_path / "apart", tmp_path / "tiny")
-    assert arrived(tmp_path / "apart", pool=0) == 2
-    assert arrived(tmp_path / "apart", pool=2) == 1
+    assert arrived(tmp_path / "apart", pool=0) == 3
+    assert arrived(tmp_path / "apart", pool=2) == (0 if way else 2)
+    last = manifest_of(tmp_path / "apart", "inference/2")
+    assert last is not None
+    assert ("delta" in [span["name"] for span in last.timing["spans"]]) == (way == "delta")
     gaps = [row["inference/logprob_gap_mean"] for row in rows(tmp_path / "apart")]
     assert min(gaps) > 1e-5, "what was generated in bfloat16 is evaluated in float32"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from rlinf.channels.control import Controller, Link
 from rlinf.channels.curve import client_socket, routing_id
 from rlinf.channels.keys import run_keys
+from rlinf.channels.messages import read_pointer
 from rlinf.channels.rendezvous import Guest, Host
 from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
 from rlinf.channels.socket import SocketSink, SocketSource
@@ -47,6 +47,7 @@ class Ends(NamedTuple):
     source: SocketSource
     controller: Controller
     rank: Host
+    member: Guest
     raw: dict[str, zmq.Socket[bytes]]
     tokens: dict[str, str]
     folder: Path
@@ -60,19 +61,26 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         source = SocketSource(folder, "c", interface="127.0.0.1")
         stack.callback(source.close)
         controller = stack.enter_context(closing(Controller(folder, interface="127.0.0.1")))
-        rank = stack.enter_context(closing(Host(keys)))
-        pointer = json.loads((folder / "control.json").read_text())
-        channel = json.loads((folder / "c.socket.json").read_text())
+        rank = stack.enter_context(closing(Host(folder / "group.json")))
+        member = stack.enter_context(closing(member_of(rank, folder)))
         context = stack.enter_context(zmq.Context())
-        raw = {}
-        addresses = {"records": channel["addresses"], "control": pointer["addresses"]}
-        for name, found in (addresses | {"rank": rank.addresses[-1:]}).items():
+        raw, tokens = {}, {}
+        files = {"records": "c.socket.json", "control": "control.json", "rank": "group.json"}
+        for name, file in files.items():
+            about = read_pointer(folder / file)
+            assert about is not None
             raw[name] = client_socket(context, keys, routing_id(), timeout_s=9, max_bytes=1 << 30)
             raw[name].linger = 0
-            raw[name].connect(found[0])
+            raw[name].connect(about.addresses[-1])
             stack.callback(raw[name].close)
-        tokens = {"records": channel["token"], "control": pointer["token"]}
-        yield Ends(source, controller, rank, raw, tokens, folder)
+            tokens[name] = about.token
+        yield Ends(source, controller, rank, member, raw, tokens, folder)
+
+
+def member_of(rank: Host, folder: Path) -> Guest:
+    about = read_pointer(folder / "group.json")
+    assert about is not None
+    return Guest(folder / "group.json", "rank 1", about, rank.addresses[-1])
 
 
 def pack(message: Any) -> bytes:
@@ -82,7 +90,7 @@ def pack(message: Any) -> bytes:
 
 @settings(max_examples=150)
 @given(
-    st.sampled_from(["records", "control"]),
+    st.sampled_from(["records", "control", "rank"]),
     st.sampled_from(["hello", "word", "bye", "?"]),
     st.lists(VALUES, max_size=8),
     st.lists(st.binary(max_size=80), max_size=2),
@@ -122,23 +130,22 @@ def test_and_hears_workers_afterwards(ends: Ends) -> None:
 
 
 @settings(max_examples=150)
-@given(st.integers(), st.sampled_from(VERBS), st.lists(VALUES, max_size=3), st.binary())
+@given(st.integers(), st.sampled_from(VERBS), st.lists(VALUES, max_size=3), st.binary(min_size=1))
 def test_a_rendezvous_goes_on(
     ends: Ends, number: int, verb: str, values: list[Any], noise: bytes
 ) -> None:
-    number %= 2**63
-    ends.raw["rank"].send(pack([number, verb, *values]))
-    ends.raw["rank"].send(noise)
+    ends.member.give(pack([number % 2**63, verb, *values]))
+    ends.member.give(noise)
 
 
 def test_and_numbers_that_do_not_fit_end_nothing(ends: Ends) -> None:
-    with closing(Guest(run_keys(ends.folder), ends.rank.addresses[-1])) as member:
-        member.do("add", "n", 2**62)
-        before = ends.rank.malformed
-        ends.raw["rank"].send(pack([2**63, "add", "n", 2**62]))
-        ends.raw["rank"].send(pack([2**63 + 1, "set", "n", "text"]))
-        while ends.rank.malformed < before + 2:
-            assert member.do("value", "n") == b"%d" % 2**62
+    ends.member.do("set", "n", b"0")
+    ends.member.do("add", "n", 2**62)
+    before = ends.rank.malformed
+    ends.member.give(pack([1, "add", "n", 2**62]))
+    ends.member.give(pack([2, "set", "n", "text"]))
+    assert ends.member.do("value", "n") == b"%d" % 2**62
+    assert ends.rank.malformed == before + 2
 
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a record with larger ones is never sent

@@ -62,12 +62,12 @@ def exchange():
     link.close()
 """
 RENDEZVOUS = """
-from rlinf.channels.keys import run_keys
+from rlinf.channels.messages import read_pointer
 from rlinf.channels.rendezvous import Guest, Host
-host = Host(run_keys(folder))
+host = Host(folder / "group.json")
 address = host.addresses[0]
 def exchange():
-    guest = Guest(run_keys(folder), address)
+    guest = Guest(folder / "group.json", "rank 1", read_pointer(folder / "group.json"), address)
     assert guest.do("add", "n", 1) == 1
     guest.close()
 """
