@@ -131,11 +131,12 @@ def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_added_iterations_keep_what_is_there_and_other_settings_are_refused(tmp_path: Path) -> None:
     """With a falling learning rate, whose course is frozen at the first start."""
     words = ["experiment=cartpole_ppo", f"run__root={tmp_path}", "run__name=cp"]
     words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]
-    words += ["algorithm__minibatches=1", "algorithm__schedule=linear"]
+    words += ["algorithm__minibatches=1", "optimizer__schedule=linear"]
     assert snakemake("-c2", "--config", *words, "iterations=1").returncode == 0
     manifest = tmp_path / "cp/it/0000/train/manifest.json"
     short = manifest.read_text()
@@ -143,12 +144,12 @@ def test_added_iterations_keep_what_is_there_and_other_settings_are_refused(tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     assert manifest.read_text() == short
     before = sorted(path for path in tmp_path.rglob("*") if ".snakemake" not in path.parts)
-    refused = snakemake("-c2", "--config", *words, "iterations=2", "algorithm__lr=0.5")
+    refused = snakemake("-c2", "--config", *words, "iterations=2", "optimizer__lr=0.5")
     assert refused.returncode == 65
     assert "optimizer.lr: " in refused.stderr
     after = sorted(path for path in tmp_path.rglob("*") if ".snakemake" not in path.parts)
     assert after == before
-    again = snakemake("-c2", "--config", *words, "iterations=2", "algorithm__lr=0.5", "redo=1")
+    again = snakemake("-c2", "--config", *words, "iterations=2", "optimizer__lr=0.5", "redo=1")
     assert again.returncode == 0, again.stderr[-3000:]
     assert list(tmp_path.glob("cp/set-aside/*/it/0000/train/manifest.json"))
     assert json.loads(manifest.read_text())["key"] != json.loads(short)["key"]

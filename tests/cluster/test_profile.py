@@ -62,6 +62,7 @@ def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_path: Path) -> None:
     wanted = words(tmp_path, "cluster=slurm", f"cluster.site={SITE}", "cluster.poll_s=0.2")
     wanted += ["warm_start.max_steps=0", "plan.defaults.mem_mb=2000", "plan.defaults.partition=cpu"]

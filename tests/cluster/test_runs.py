@@ -97,6 +97,7 @@ def test_a_killed_snakemake_goes_on_with_the_same_command(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("profile", ["slurm", "slurm/plugin"])
 def test_snakemake_survives_a_cancelled_job(cluster: Path, tmp_path: Path, profile: str) -> None:
     words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=cp"]
@@ -109,7 +110,7 @@ def test_snakemake_survives_a_cancelled_job(cluster: Path, tmp_path: Path, profi
             stderr=subprocess.STDOUT,
         )
     cancelled = False
-    deadline = time.monotonic() + 280
+    deadline = time.monotonic() + 500
     while workflow.poll() is None and time.monotonic() < deadline:
         running = subprocess.run(
             ["squeue", "-h", "-t", "RUNNING", "-o", "%i"],
