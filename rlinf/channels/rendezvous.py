@@ -25,6 +25,7 @@ from torch.distributed import DistStoreError
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.curve import own_addresses, reachable
+from rlinf.channels.keys import run_keys
 from rlinf.channels.mailbox import Mailbox, Session
 from rlinf.channels.messages import Pointer, read_pointer
 from rlinf.channels.numbered import Block
@@ -228,6 +229,7 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
         StageError: not all came in time; names who is missing.
     """
     deadline = time.monotonic() + timeout_s
+    run_keys(pointer.parent)  # of a new run any rank may be the first that makes its folder
     end: Host | Guest
     if rank == 0:
         end = host = Host(pointer)

@@ -185,6 +185,16 @@ def test_the_file_is_private_and_gone_once_all_are_there(tmp_path: Path) -> None
     assert not pointer.exists()
 
 
+def test_any_rank_may_come_first(tmp_path: Path) -> None:
+    pointer = tmp_path / "channels" / "group-7.0-0.json"
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(meet, pointer, 1, 2, 20.0)
+        while not pointer.parent.exists():
+            time.sleep(0.005)
+        meet(pointer, 0, 2, 20.0)
+        second.result()
+
+
 def test_a_restarted_group_sees_no_key_of_the_former_one(tmp_path: Path) -> None:
     before = both(*[tmp_path / "group-7.0-0.json"] * 2)
     before[0].set("key", "of the former")
