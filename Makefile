@@ -51,7 +51,7 @@ env:  ## Make the environment NAME of configs/environments, outside the checkout
 	  cp $(ENV_FILE) $(ENVS)/$(NAME)/.installed; }
 
 demo: install  ## Warm-start and train the arithmetic model, then say where the report is
-	@echo "five to nine minutes on two cores; interrupt it at any time, the same command goes on"
+	@echo "five to twelve minutes on two cores; interrupt it at any time, the same command goes on"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
 test: install browser  ## The suite, on a real Slurm brought up for it

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pipeline.launch import ClusterConfig
+from pipeline.needs import pool_needs
 from pipeline.plan import Plan
-from pipeline.pools.jobs import homes, pool_states
 from rlinf.algorithms import algorithms
 from rlinf.channels.world import ParallelLayout
 from rlinf.config import RunConfig, validate
@@ -125,8 +125,9 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     Raises:
         ConfigError: they cannot, do not, or a pool would keep one part in two layouts.
     """
-    of = homes(plan) if plan.pools else {}
-    sizes = [pool.size for pool in pool_states(plan)]
+    of = plan.homes() if plan.pools else {}
+    needs = [pool_needs(plan, number) for number in range(len(plan.pools))]
+    sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
     comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
     held: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.table.items():
@@ -151,8 +152,8 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
                 raise ConfigError(
                     f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
                 )
-        needs, pool = plan.of(stage), of.get(stage)
-        size = needs.nodes * needs.processes if pool is None else sizes[pool]
+        job, pool = plan.of(stage), of.get(stage)
+        size = job.nodes * job.processes if pool is None else sizes[pool]
         layout.check(1 if stage in comes_and_goes else size, key)
 
 

@@ -213,6 +213,17 @@ class Plan(Section):
         follows = self.pools and spec.like is not None and not spec.whole
         return self._layout(spec.like) if follows and spec.like else ALONE
 
+    def homes(self) -> dict[str, int]:
+        """The number of the pool where each stage is ordered."""
+        found = {stage: i for i, pool in enumerate(self.pools) for stage in pool.stages}
+        for name, stage in self._flow.table.items():
+            found.setdefault(name, found.get(stage.like or "", len(self.pools) - 1))
+        generates = self._flow.generates
+        if generates is not None and self.pools[found[generates]].workers is not None:
+            # It computes nothing where it is ordered, and its consumers need no copy.
+            found[generates] = found[self._flow.publishes]
+        return found
+
     def dump(self) -> dict[str, Any]:
         """As plain values that :func:`parse_plan` reads back to an equal plan."""
         # What a stage leaves open must stay open, or it would no longer follow the defaults.
@@ -256,7 +267,7 @@ class Plan(Section):
                 )
 
     @model_validator(mode="after")
-    def _helpers_have_an_heir(self) -> Plan:
+    def _helpers_have_an_elastic_pool(self) -> Plan:
         for i, pool in enumerate(self.pools):
             if pool.helps_rollout and not any(other.workers for other in self.pools):
                 raise ValueError(

@@ -61,11 +61,11 @@ class Claims:
             self.done.update(claim.starts)
         return claim
 
-    def handed_over(self, claim: Claim, rest: Iterable[int], heir: str) -> Claim:
-        """Some starts of a finished claim are not done after all: ``heir`` holds them now."""
+    def handed_over(self, claim: Claim, rest: Iterable[int], successor: str) -> Claim:
+        """Some starts of a finished claim are not done after all: ``successor`` holds them now."""
         starts = tuple(start for start in claim.starts if start in set(rest))
         self.done.difference_update(starts)
-        return self._hold(heir, starts)
+        return self._hold(successor, starts)
 
     def _hold(self, worker: str, starts: tuple[int, ...]) -> Claim:
         claim = Claim(self._next, starts)

@@ -72,7 +72,7 @@ class _Left(NamedTuple):
     """A claim whose samples another worker has begun, for the one that is to go on with them."""
 
     node: Node
-    heir: str
+    successor: str
     claim: Claim
     begun: messages.Begun
 
@@ -88,7 +88,7 @@ class Generators:
     _given: dict[str, _Given] = field(default_factory=dict)
     _over: dict[str, _Given] = field(default_factory=dict)
     """Claims of rollouts that are over; the word that one is done may come a little later."""
-    _heirs: dict[str, str] = field(default_factory=dict)
+    _successors: dict[str, str] = field(default_factory=dict)
     """Who is to go on with the tail of a claim that is on its way."""
     _left: list[_Left] = field(default_factory=list)
     """Not ordered yet."""
@@ -141,15 +141,17 @@ class Generators:
     def busy(self, worker: str) -> bool:
         """Whether it has something to do, or will have."""
         known = {given.worker for given in self._given.values()}
-        known.update(left.heir for left in self._left)
-        return worker in known or worker in self._heirs.values()
+        known.update(left.successor for left in self._left)
+        return worker in known or worker in self._successors.values()
 
     def lost(self, worker: str) -> None:
         """A worker is gone; what it had not finished others do."""
         self._prepared.discard(worker)
         for name in [name for name, given in self._given.items() if given.worker == worker]:
             self._forget(name)
-        self._heirs = {name: heir for name, heir in self._heirs.items() if heir != worker}
+        self._successors = {
+            name: successor for name, successor in self._successors.items() if successor != worker
+        }
         for rollout in self._rollouts.values():
             if rollout.claims is not None:
                 rollout.claims.lost(worker)
@@ -212,7 +214,7 @@ class Generators:
             helpers: and the workers that generate beside other stages, with the earliest iteration
                 that these are of: until it is trained they generate for no later one.
         """
-        orders = self._wills(workers)
+        orders = self._handed_over(workers)
         open_ = {
             node: rollout.claims
             for node, rollout in sorted(self._rollouts.items(), key=lambda item: item[0].iteration)
@@ -237,39 +239,43 @@ class Generators:
         batches = list(open_.values())
         for claims, worker, claim in hand_out(batches, speeds, self._pace.least(), only):
             orders.append((worker, self._order(of[id(claims)], worker, claim)))
-        heirs = [worker for worker in workers if worker in self._prepared]
-        return orders + (self._hand_over(helpers, heirs) if heirs else [])
+        successors = [worker for worker in workers if worker in self._prepared]
+        return orders + (self._hand_over(helpers, successors) if successors else [])
 
     def _hand_over(
-        self, helpers: Mapping[str, int], heirs: Sequence[str]
+        self, helpers: Mapping[str, int], successors: Sequence[str]
     ) -> list[tuple[str, Order]]:
         """Name a generator that goes on with what a helper has begun when nothing is left."""
         orders: list[tuple[str, Order]] = []
         for name, given in self._given.items():
             claims = (rollout := self._rollouts[given.node]).claims
-            if given.worker not in helpers or name in self._heirs or given.claim.number == PREPARES:
+            if (
+                given.worker not in helpers
+                or name in self._successors
+                or given.claim.number == PREPARES
+            ):
                 continue
-            able = [worker for worker in heirs if self._has(worker, given.node)]
+            able = [worker for worker in successors if self._has(worker, given.node)]
             if claims is not None and not claims.left and able:
                 rollout.ends = True
                 held = Counter(given.worker for given in self._given.values())
-                held.update(self._heirs.values())
-                self._heirs[name] = min(able, key=lambda worker: held[worker])
-                order = messages.HandOver(claim=name, to=self._heirs[name])
+                held.update(self._successors.values())
+                self._successors[name] = min(able, key=lambda worker: held[worker])
+                order = messages.HandOver(claim=name, to=self._successors[name])
                 orders.append((given.worker, order))
         return orders
 
-    def _wills(self, workers: Sequence[str]) -> list[tuple[str, Order]]:
-        """Have heirs go on with what was left to them; of those who are gone others begin anew."""
+    def _handed_over(self, workers: Sequence[str]) -> list[tuple[str, Order]]:
+        """Have successors go on with what was left to them; what those gone had begins anew."""
         orders: list[tuple[str, Order]] = []
-        for node, heir, claim, begun in self._left:
+        for node, successor, claim, begun in self._left:
             claims = self._rollouts[node].claims
-            if claims is None or claim not in claims.held(heir):
+            if claims is None or claim not in claims.held(successor):
                 continue
-            if heir in workers and begun.samples:
-                orders.append((heir, self._order(node, heir, claim, begun)))
+            if successor in workers and begun.samples:
+                orders.append((successor, self._order(node, successor, claim, begun)))
             else:
-                claims.back(heir, claim.number)
+                claims.back(successor, claim.number)
         self._left.clear()
         return orders
 
@@ -314,7 +320,7 @@ class Generators:
 
     def _forget(self, name: str) -> None:
         self._given.pop(name, None)
-        self._heirs.pop(name, None)
+        self._successors.pop(name, None)
 
     def _weights_there(self, rollout: _Rollout) -> bool:
         """Whether anybody has them."""

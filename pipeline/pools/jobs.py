@@ -29,18 +29,6 @@ def pool_states(plan: Plan) -> list[PoolState]:
     ]
 
 
-def homes(plan: Plan) -> dict[str, int]:
-    """The number of the pool where each stage is ordered."""
-    found = {stage: i for i, pool in enumerate(plan.pools) for stage in pool.stages}
-    for name, stage in plan.flow.table.items():
-        found.setdefault(name, found.get(stage.like or "", len(plan.pools) - 1))
-    generates = plan.flow.generates
-    if generates is not None and plan.pools[found[generates]].workers is not None:
-        # It computes nothing where it is ordered, and its consumers need no copy.
-        found[generates] = found[plan.flow.publishes]
-    return found
-
-
 def pool_folder(run: Run, pool: PoolState) -> Path:
     """Where the leases of a pool are noted, each in a folder with its number."""
     return run.folder / POOLS / pool.name
@@ -49,9 +37,13 @@ def pool_folder(run: Run, pool: PoolState) -> Path:
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> Job:
     """The job of a pool's present lease."""
     name = f"pool-{pool.name}-{pool.lease}"
-    argv = ["--run", str(run.folder), "--name", name, "--parts", str(plan.chunks)]
+    # Where nothing else has turns the engine is given the whole batch at once, and what it makes
+    # is passed on as it comes: parts would be decoded one after another, each with its own tail.
+    held = {stage for stage in pool.stages if stage in plan.flow.stages}
+    parts = 1 if held == {plan.flow.generates} else plan.chunks
+    argv = ["--run", str(run.folder), "--name", name, "--parts", str(parts)]
     argv += ["--orphan-s", str(cluster.pool_grace_s)]
-    of, edges, flow = homes(plan), Graph(run.config).edges(), plan.flow
+    of, edges, flow = plan.homes(), Graph(run.config).edges(), plan.flow
     shared = [edge for edge, way in plan.transports.items() if way == SHARED_MEMORY]
     targets = {edge.rpartition(" ")[2] for edge in shared if edges[edge] & flow.streams}
     if any(of[stage] == pool.number for stage in targets):

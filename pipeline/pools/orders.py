@@ -11,7 +11,6 @@ from pathlib import Path
 from pipeline.flow import Graph, Node
 from pipeline.plan import AFTER_COMMIT, FOR_WEIGHTS, Plan
 from pipeline.pools.generators import Generators
-from pipeline.pools.jobs import homes
 from pipeline.pools.leases import Member, PoolState
 from pipeline.pools.routes import tree
 from pipeline.run import Run
@@ -43,7 +42,7 @@ class Orders:
         self._graph = Graph(run.config)
         self._flow = self._graph.flow
         self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
-        self._of = {stage: pools[number] for stage, number in homes(plan).items()}
+        self._of = {stage: pools[number] for stage, number in plan.homes().items()}
         self._layouts = {stage: plan.of(stage).layout for stage in self._of}
         self._elastic = any(pool.slot is not None for pool in pools)
         self._live: dict[Node, dict[str, Node]] = {}

@@ -66,7 +66,7 @@ class Generator:
         """Claims that are to be done; one that is dropped is not."""
         self._queue: list[Claim] = []
         self._lock = threading.Lock()
-        self._heirs: dict[str, str] = {}
+        self._successors: dict[str, str] = {}
         """Workers that are to go on with the tails of claims."""
 
     def claim(self, order: Claim) -> None:
@@ -76,13 +76,13 @@ class Generator:
             self._queue.append(order)
         self._thread.submit(self._next)
 
-    def hand_over(self, claim: str, heir: str) -> None:
+    def hand_over(self, claim: str, successor: str) -> None:
         """Let another worker go on with a claim once little is left of it; at once if it waits."""
         with self._lock:
             waits = [order for order in self._queue if order.claim == claim]
             self._queue = [order for order in self._queue if order.claim != claim]
             if not waits and claim in self._waiting:
-                self._heirs[claim] = heir
+                self._successors[claim] = successor
         for order in waits:
             self._ended(claim, rest=order.starts)
 
@@ -111,14 +111,14 @@ class Generator:
     def _do(self, order: Claim) -> None:
         claim, code, reason = order.claim, 0, ""
         spans: tuple[tuple[str, float, float], ...] = ()
-        rest, heir = list[Record](), ""
+        rest, successor = list[Record](), ""
         ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
         name = order.name
         self._activity.ordered(name, ctx.stage)
         try:
             with withdrawing():
                 self._activity.begins(name, lambda: ctx.doing)
-                rest, heir = self._send(ctx, order)
+                rest, successor = self._send(ctx, order)
             spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
         except (RequeueRequested, InputFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
@@ -128,7 +128,7 @@ class Generator:
             code, reason = 1, "".join(traceback.format_exception(error))
         ctx.let_go()
         self._activity.ended(name)
-        self._heirs.pop(claim, None)
+        self._successors.pop(claim, None)
         if code:
             log.warning("%s: %s", name, reason)
         size = self._config.rollout.group_size
@@ -138,8 +138,8 @@ class Generator:
             reason=reason[-8000:],
             spans=spans,
             rest=tuple(sorted({record.identity.sample // size for record in rest})),
-            to=heir,
-            samples=len(rest) if heir else 0,
+            to=successor,
+            samples=len(rest) if successor else 0,
         )
 
     def _ended(self, claim: str, **said: Any) -> None:
@@ -156,7 +156,7 @@ class Generator:
         """Send trajectories to who gathers them.
 
         Returns:
-            The unfinished ones, and the heir that has them, if one has.
+            The unfinished ones, and the successor that has them, if one has.
 
         Raises:
             InputFailed: who gathers no longer takes them, or the weights are not there.
@@ -177,7 +177,7 @@ class Generator:
         def gives_up(left: int, of: int) -> bool:
             if ctx.stopping():
                 raise RequeueRequested(f"stopping with {left} of {of} samples left")
-            return claim in self._heirs and left <= TAIL * of
+            return claim in self._successors and left <= TAIL * of
 
         rest = []
         for done, trajectory in enumerate(collected(ctx, order.starts, begun, gives_up), 1):
@@ -191,11 +191,11 @@ class Generator:
             raise InputFailed(f"{to} did not take all trajectories")
         if not rest:
             return [], ""
-        heir = self._heirs[claim]
-        sender = self._outbox.writer(f"{out}:{unfinished(claim)}", [heir], 0, 1)
+        successor = self._successors[claim]
+        sender = self._outbox.writer(f"{out}:{unfinished(claim)}", [successor], 0, 1)
         for trajectory in rest:
             sender.put(trajectory)
-        return rest, heir if sender.flush() else ""
+        return rest, successor if sender.flush() else ""
 
     def _take_weights(self, ctx: Context, order: Claim) -> None:
         """Take the claim's weights from the board where they are there, else from the disk.
