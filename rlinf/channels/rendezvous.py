@@ -38,6 +38,8 @@ LOOK_S = 0.5
 """The same for the file, on a shared filesystem."""
 SILENT_S = 30.0
 """How long rank 0 may leave a request unanswered."""
+BEAT_SHARE = 1 / 15
+"""Every rank of a large group says so often that it is there, for as long as it lives."""
 MAX_BYTES = 1 << 24
 Do = Callable[..., Any]
 """What carries out a request: verb and arguments."""
@@ -120,7 +122,8 @@ class Guest(Peer):
 
     def __init__(self, pointer: Path, name: str, host: Pointer, address: str) -> None:
         self._number, self._asks = 0, threading.Lock()
-        super().__init__(pointer, name, _unpacked, host=host, address=address)
+        beat_s = host.timeout_s * BEAT_SHARE
+        super().__init__(pointer, name, _unpacked, host=host, address=address, beat_s=beat_s)
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Have rank 0 carry out a request.
