@@ -288,8 +288,8 @@ def form(backend: str, store: Store, rank: int, size: int) -> Group:
             # Gloo's own choice, what the host's name stands for, often is the loopback.
             options._devices = [device(hostname=own_addresses()[0])]
         return cast(Group, dist.ProcessGroupGloo(store, rank, size, options))
-    # NCCL's watchdog would end the process when another one is gone; here that is noticed by who
-    # waits (:mod:`rlinf.weights.broadcast`).
+    # NCCL's watchdog would end the process when another one is gone; here that is noticed where
+    # it is waited for (:mod:`rlinf.weights.broadcast`).
     handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(handling)
     os.environ[handling] = "0"

@@ -1,12 +1,12 @@
 """Weights on their way from the worker that made them to the boards of others.
 
-A version is announced by a record to the inboxes of those who want it. On the sender's node it then
-lies in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
+A version is announced to the inboxes of the workers that want it. On the sender's node it then lies
+in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
 process group (:mod:`stages.worker.groups`).
 
-Who gets buckets passes each on at once to the workers it was told of, so that many are reached as a
-tree. Whoever finds a part damaged, or gets none, takes the committed folder instead: only what
-arrived whole is served.
+A worker that gets buckets passes each on at once to the workers it was told of, so that many are
+reached as a tree. One that finds a part damaged, or gets none, takes the committed folder instead:
+only what arrived whole is served.
 """
 
 from __future__ import annotations
@@ -102,16 +102,16 @@ class Publisher:
                 self._thread.submit(f"weights of {out}", self._send, out, dict(wanted))
 
     def forget(self, outs: Collection[str]) -> None:
-        """Let go of who wants outputs that are committed: who has not got them reads the disk."""
+        """Forget subscribers of outputs that are committed: those without them read the disk."""
         with self._lock:
             for out in outs:
                 self._wanted.pop(out, None)
 
     def apart(self, out: str) -> list[str]:
-        """Those who want an output by socket and are no longer this one's to serve.
+        """The subscribers of an output by socket, which this one no longer serves.
 
-        Whoever passes on what arrives has them get it bucket by bucket; :meth:`publish` serves the
-        others, and who comes later.
+        They get it bucket by bucket from where it is passed on; :meth:`publish` serves the others,
+        and those that come later.
         """
         with self._lock:
             wanted = self._wanted.get(out, {})
@@ -216,7 +216,7 @@ class Arrivals:
         self._board, self._publisher, self._keep = board, publisher, KEEP + behind
         self._tell = tell
         self._others: dict[str, list[str]] = {}
-        """By output: who gets each bucket as it comes."""
+        """By output: the workers that get each bucket as it comes."""
         self._coming: dict[str, _Coming] = {}
         self._here: dict[int, tuple[str, str]] = {}
         """By version: its output and attempt."""
@@ -295,7 +295,7 @@ class Arrivals:
         with view:
             if view.version != number:
                 raise TransferError(f"version {number} was replaced by {view.version}")
-            # Copied: who needs them may be busy for longer than the sender can spare the memory.
+            # Copied: the engine may be busy for longer than the sender can spare the memory.
             copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
