@@ -109,6 +109,7 @@ class Sources(Section):
     """Where the facts of a prediction came from, for ``rlinf replan``."""
 
     profile: str
+    """"": there was none; data sheets said it."""
     inventory: str | None = None
     """A saved inventory; null: Slurm was asked."""
     site: str | None = None

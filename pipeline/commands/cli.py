@@ -225,9 +225,10 @@ def inventory(
 @app.command()
 def plan(
     what: What,
-    profile: Annotated[Path, typer.Option(help="What rlinf profile measured")] = Path(
-        "profile.json"
-    ),
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="What rlinf profile measured; profile.json, or else data sheets"),
+    ] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="A saved inventory; Slurm is not asked")
     ] = None,
@@ -260,7 +261,9 @@ def plan(
     from pipeline.commands.experiment import configuration
     from pipeline.planning.planner.show import make
 
-    sources = planning_sources(profile, source, site, partition, pin)
+    usual = Path("profile.json")
+    found = profile or (usual if usual.exists() else None)
+    sources = planning_sources(found, source, site, partition, pin)
     make(configuration(what), sources, out, objective, what_if or (), check, grain.value)
 
 
@@ -302,7 +305,7 @@ def replan(
 
 
 def planning_sources(
-    profile: Path,
+    profile: Path | None,
     inventory: Path | None,
     site: Path | None,
     partitions: list[str] | None,
@@ -315,7 +318,7 @@ def planning_sources(
         return None if path is None else str(path.expanduser().absolute())
 
     return Sources(
-        profile=str(whole(profile)),
+        profile=whole(profile) or "",
         inventory=whole(inventory),
         site=whole(site),
         partitions=tuple(partitions or ()),

@@ -118,6 +118,7 @@ def measured_rates(
     *,
     runnable: Array | None = None,
     memory_bytes: float = math.nan,
+    fits: bool = True,
 ) -> RateTable:
     """Rates from measured points, by a fit; outside what was measured flagged and spread wider.
 
@@ -129,6 +130,7 @@ def measured_rates(
         runnable: bool ``[gpus + 1]``, False where memory is known not to suffice, or where more
             GPUs have nothing to do.
         memory_bytes: most that was seen on a GPU; NaN: not known.
+        fits: False: points are used as they are, however many.
 
     Raises:
         PlanError: a point that cannot be (:func:`pipeline.planning.cost.fit.fit_times`).
@@ -136,7 +138,7 @@ def measured_rates(
     counts = np.arange(gpus + 1)
     able = (counts > 0) & (True if runnable is None else np.asarray(runnable, dtype=bool))
     table = replace(_empty(gpus, "measured"), memory_bytes=np.full(gpus + 1, memory_bytes))
-    if len({(point.processes, point.size) for point in points}) < LEAST_POINTS:
+    if not fits or len({(point.processes, point.size) for point in points}) < LEAST_POINTS:
         for point in points:
             if point.size == size and point.processes <= gpus and able[point.processes]:
                 table.rates[point.processes] = 1 / point.seconds

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.planning.profile.kinds import Kind, kinds_of
+from pipeline.planning.profile.kinds import Kind, group_of, kinds_of
 from pipeline.planning.profile.schema import KindProfile, Profile
 from rlinf.errors import PlanError, nearest
-from slurm.inventory import Inventory, NodeGroup
+from slurm.inventory import Inventory
 from slurm.site import Site
 
 
@@ -175,19 +175,13 @@ def _measured(kind: Kind, profile: Profile) -> KindProfile | None:
     return None
 
 
-def _group(kind: Kind, inventory: Inventory) -> NodeGroup | None:
-    groups = inventory.partitions[kind.partition].groups
-    mine = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
-    return max(mine, key=lambda group: group.usable_nodes, default=None)
-
-
 def _nodes(own: Devices, inventory: Inventory) -> set[str]:
-    group = _group(own.kind, inventory)
+    group = group_of(own.kind, inventory)
     return set(group.nodes) if group else set()
 
 
 def _joined(kind: Kind, measured: KindProfile, inventory: Inventory, site: Site) -> Devices:
-    group = _group(kind, inventory)
+    group = group_of(kind, inventory)
     return Devices(
         kind=kind,
         profile=measured,

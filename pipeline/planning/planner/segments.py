@@ -82,6 +82,7 @@ def _rates(work: Work, request: Request) -> RateTable:
         count,
         runnable=runnable,
         memory_bytes=work.peak_memory_bytes or math.nan,
+        fits=work.fits,
     )
     if not table.rates.any():
         raise PlanError("no number of devices that is there was measured")

@@ -23,6 +23,7 @@ from pipeline.planning.planner.page import page
 from pipeline.planning.planner.proposal import Proposal
 from pipeline.planning.planner.propose import propose
 from pipeline.planning.planner.request import Request, parse_pins
+from pipeline.planning.profile.estimate import estimated
 from pipeline.planning.profile.identity import Identity
 from pipeline.planning.profile.kinds import local_kind
 from pipeline.planning.profile.schema import load_profile
@@ -36,6 +37,11 @@ from slurm.site import Site, load_site
 from stages.flow import flow_of
 from stages.layout import PLAN
 
+UNMEASURED = (
+    "nothing was measured: times are from data sheets and may be wrong by a factor of two; measure "
+    "with rlinf profile, or run this plan and ask rlinf replan"
+)
+
 
 def request(
     config: RunConfig, sources: Sources, objective: str = "time", grain: Grain = "stage"
@@ -46,18 +52,27 @@ def request(
         PlanError: a file is missing or wrong, or the profile is of another run.
         SlurmError: Slurm does not answer.
     """
-    path = Path(sources.profile)
-    profile = load_profile(path)
-    profile.require(Identity.of(config), (), sources.profile)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     saved = Path(sources.inventory) if sources.inventory else None
     site = Path(sources.site) if sources.site else cluster.site
     notes: tuple[str, ...] = ()
-    if cluster.launcher != "slurm" and saved is None:
+    profile = None
+    if sources.profile:
+        profile = load_profile(Path(sources.profile))
+        profile.require(Identity.of(config), (), sources.profile)
+    if cluster.launcher == "slurm" or saved is not None:
+        known, inventory = load_site(site) if site else Site(), obtain(saved, site)
+        if profile is None:
+            profile, notes = estimated(config, inventory, known), (UNMEASURED,)
+        devices, more = devices_of(inventory, known, profile, sources.partitions)
+        notes += more
+    elif profile is not None:
         devices = local_devices(profile, local_kind())
     else:
-        known = load_site(site) if site else Site()
-        devices, notes = devices_of(obtain(saved, site), known, profile, sources.partitions)
+        raise PlanError(
+            "nothing is measured: there is no profile.json; make one with: rlinf profile, or name "
+            "a cluster whose GPUs have data sheets (cluster=slurm, or --from INVENTORY)"
+        )
     pins = parse_pins(sources.pins, devices, flow_of(config))
     return Request(config, profile, devices, objective, grain, pins, notes, sources=sources)
 

@@ -18,8 +18,9 @@ from stages.flow import Stage, flow_of
 
 Array = np.ndarray
 LOADS: Mapping[str, schema.OverheadName] = {"engine": "engine_load", "trainer": "trainer_load"}
-SINGLE_SPREAD = 0.1
-"""Relative standard deviation of what was measured once."""
+SINGLE_SPREAD, ESTIMATED = 0.1, 0.8
+"""Relative standard deviation of what was measured once, and of what data sheets say of programs
+that were never run there: eight in ten within a factor of two (assumed)."""
 QUANTILE = 1.2816
 """Standard deviations to the 10 % and 90 % quantiles of a normal distribution."""
 
@@ -47,7 +48,7 @@ class Work:
 
     def __init__(self, devices: Devices, stage: str, spec: Stage, profile: Profile) -> None:
         self.devices, self.stage, self.samples = devices, stage, profile.samples
-        self._loads = spec.loads
+        self._loads, self._single = spec.loads, ESTIMATED if profile.estimated else SINGLE_SPREAD
         points = [p for p in devices.profile.points if p.stage == stage]
         ran = [p for p in points if p.ok and p.token_budget in (None, profile.token_budget)]
         if not ran:
@@ -58,18 +59,21 @@ class Work:
         self.failed = _failed(points)
         """The least number of processes above all that ran on which it failed."""
         self._cold = {
-            p.processes: _median(p.cold).mean - _median(p.time).mean
+            p.processes: p.cold.median_s - p.time.median_s
             for p in ran
             if p.cold is not None and p.time is not None and p.samples == self.samples
         }
         self.measured = [
-            Point(p.processes, p.samples, p.time.median_s, _median(p.time).spread, count)
+            Point(p.processes, p.samples, p.time.median_s, self._median(p.time).spread, count)
             for p in ran
             if p.time is not None and p.time.median_s > 0
             for count in [len(p.time.seconds)]
         ]
         places = {(p.processes, p.size) for p in self.measured}
-        self._fit: Fit | None = fit_times(self.measured) if len(places) >= LEAST_POINTS else None
+        # Formulas say it of each number of processes, and jump where a job leaves its node.
+        self.fits = not profile.estimated
+        enough = self.fits and len(places) >= LEAST_POINTS
+        self._fit: Fit | None = fit_times(self.measured) if enough else None
         self._exact = {p.processes: p for p in self.measured if p.size == self.samples}
         if self._fit is None and not self._exact:
             raise PlanError(
@@ -147,7 +151,12 @@ class Work:
         known = [entry for entry in every if entry.name == name and entry.stage == stage]
         if not known:
             return Seconds(0.0)
-        return _median(min(known, key=lambda e: abs(math.log(e.processes / processes))))
+        return self._median(min(known, key=lambda e: abs(math.log(e.processes / processes))))
+
+    def _median(self, measured: schema.Measured) -> Seconds:
+        single = len(measured.seconds) == 1
+        spread = self._single * measured.median_s if single else measured.spread_s
+        return Seconds(measured.median_s, spread)
 
 
 def work_items(stage: str, config: RunConfig) -> int:
@@ -163,13 +172,6 @@ def work_items(stage: str, config: RunConfig) -> int:
 def _failed(points: list[schema.Point]) -> float:
     most = max((p.processes for p in points if p.ok), default=0)
     return min((p.processes for p in points if not p.ok and p.processes > most), default=math.inf)
-
-
-def _median(measured: schema.Measured | None) -> Seconds:
-    assert measured is not None
-    single = len(measured.seconds) == 1
-    spread = SINGLE_SPREAD * measured.median_s if single else measured.spread_s
-    return Seconds(measured.median_s, spread)
 
 
 def _sum(*parts: Seconds) -> Seconds:

@@ -63,6 +63,13 @@ def kinds_of(inventory: Inventory, site: Site) -> dict[str, Kind]:
     return dict(sorted(found.items()))
 
 
+def group_of(kind: Kind, inventory: Inventory) -> NodeGroup | None:
+    """The largest group of nodes of a kind; None: none of them can be used."""
+    groups = inventory.partitions[kind.partition].groups
+    mine = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
+    return max(mine, key=lambda group: group.usable_nodes, default=None)
+
+
 def _lesser(group: NodeGroup, types: set[str]) -> bool:
     """Whether these are nodes without GPUs in a partition that has some with."""
     return bool(types) and not group.gpus_per_node

@@ -250,6 +250,8 @@ class Profile(Section):
 
     schema_version: Literal[1]
     taken: AwareDatetime
+    estimated: bool = False
+    """Nothing was measured: it is from data sheets (:mod:`pipeline.planning.profile.estimate`)."""
     identity: Identity
     samples: int = Field(gt=0)
     """Of one iteration of the run: starts times group size."""

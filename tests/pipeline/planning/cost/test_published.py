@@ -9,6 +9,7 @@ the other tables were not used for them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,28 @@ ENGINE = (
 )
 """TensorRT-LLM 0.6.1, ``docs/source/performance.md``: A100, float16."""
 
+LMDEPLOY = (
+    # requests at once, prompt, response, generated tokens per second
+    (1, 128, 128, 102.21),
+    (16, 128, 128, 1272.47),
+    (16, 128, 2048, 1010.62),
+    (16, 2048, 2048, 601.63),
+    (32, 128, 128, 2125.47),
+    (32, 128, 2048, 1462.12),
+    (32, 2048, 2048, 733.34),
+    (64, 128, 128, 3024.07),
+    (64, 128, 2048, 1852.06),
+)
+"""LMDeploy 0.1.0a1, ``docs/en/benchmark/a100_fp16.md``: Llama 2 7B on one A100, float16."""
+
+FP8 = (
+    (64, 128, 128, 9193),
+    (64, 128, 2048, 5367),
+    (64, 2048, 128, 2058),
+    (32, 2048, 2048, 2230),
+)
+"""TensorRT-LLM 0.5.0, ``docs/source/performance.md``: LLaMA 7B on one H100, FP8."""
+
 ONE_REQUEST = (
     (LLAMA_2_7B, 1, 104.9),
     (LLAMA_2_7B, 2, 168.84),
@@ -186,6 +209,26 @@ def engine() -> list[Row]:
     return rows
 
 
+def of_7b(table: tuple[tuple[float, ...], ...], shape: ModelShape, device: Device) -> list[Row]:
+    """Four rounds of as many requests as there are at once."""
+    rows = []
+    for batch, prompt, response, rate in table:
+        count = 4 * int(batch)
+        work = Generation(np.array([response]), count, int(prompt), max_running=int(batch))
+        ours = float(seconds(shape, Layout(), work, device).total)
+        rows.append(Row(f"{batch} x {prompt} + {response}", count * response / rate, ours))
+    return rows
+
+
+def lmdeploy() -> list[Row]:
+    return of_7b(LMDEPLOY, LLAMA_2_7B, A100)
+
+
+def fp8() -> list[Row]:
+    """Half the bytes, and twice the rate of matrix products (NVIDIA H100 data sheet)."""
+    return of_7b(FP8, replace(LLAMA_2_7B, dtype_bytes=1), replace(H100, flops=2 * H100.flops))
+
+
 def one_request() -> list[Row]:
     return [
         Row(f"{shape.layers} layers, tp {tp}", 1 / rate, ours)
@@ -201,6 +244,8 @@ TABLES = {
     "foundry": foundry,
     "foundry, long": lambda: foundry(8192, 16384),
     "engine": engine,
+    "lmdeploy": lmdeploy,
+    "fp8": fp8,
     "one request": one_request,
 }
 
@@ -217,6 +262,8 @@ TABLES = {
         # Attention kernels of 2023 were far from the peak, most of all on the H100.
         ("foundry, long", 0.7, 1.05),
         ("one request", 0.85, 1.1),
+        ("lmdeploy", 0.8, 1.05),
+        ("fp8", 0.75, 1.0),
     ],
 )
 def test_times_are_near_the_published_ones(table, low, high):

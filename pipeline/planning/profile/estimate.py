@@ -1,0 +1,282 @@
+"""What a profile would say, from data sheets and the model's shape: for plans before any
+measurement.
+
+The formulas are those of :mod:`pipeline.planning.cost`; what a job costs besides its work is
+assumed, and says so below. The points are laid out as measured ones, so that all that reads a
+profile reads this too; ``estimated`` makes its intervals wide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pipeline.planning.cost.device import GIB, Device, from_group
+from pipeline.planning.cost.layout import Layout
+from pipeline.planning.cost.memory import memory
+from pipeline.planning.cost.model import ModelShape, from_hf_config
+from pipeline.planning.cost.times import seconds
+from pipeline.planning.cost.work import Generation, Inference, StateBytes, Training, Work
+from pipeline.planning.profile.identity import Identity
+from pipeline.planning.profile.kinds import group_of, kinds_of
+from pipeline.planning.profile.schema import (
+    SCHEMA,
+    KindProfile,
+    Lengths,
+    Measured,
+    Overhead,
+    Point,
+    Profile,
+)
+from rlinf.checked import read_text
+from rlinf.config import RunConfig
+from rlinf.errors import DataError, PlanError
+from rlinf.fit import LANGUAGE_MODEL
+from slurm.inventory import Inventory
+from slurm.site import Site
+from stages.flow import flow_of
+from stages.parts import environment_class, make_algorithm, policy_class
+
+FLOAT32_SHARE = 1 / 16
+"""Of the bfloat16 rate, in float32 without TF32: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet), 67
+of 989 (H100)."""
+TRAINED = StateBytes(weights=4, gradients=4, optimizer=8)
+"""Bytes per parameter of the trainers here: all of it float32."""
+READS_BYTES_PER_S = 1e9
+"""A shared filesystem (assumed)."""
+START_S, IMPORTS_S, LOADS_S, JUDGES_S = 5.0, 15.0, 5.0, 1e-3
+"""Of a job, of its imports, of an engine or trainer besides reading weights; of judging a sample
+(all assumed)."""
+
+
+def estimated(config: RunConfig, inventory: Inventory, site: Site) -> Profile:
+    """A profile of all kinds of GPUs whose data sheets are known.
+
+    Raises:
+        PlanError: there is no such kind, or the model is none that the formulas know.
+        DataError: its config.json cannot be used.
+    """
+    job = _Job.of(config)
+    kinds: dict[str, KindProfile] = {}
+    reason = "there are no GPUs"
+    for name, kind in kinds_of(inventory, site).items():
+        group = group_of(kind, inventory)
+        if group is None or not group.gpus_per_node:
+            continue
+        try:
+            device = from_group(name, group)
+        except PlanError as error:
+            reason = str(error)
+            continue
+        device = replace(device, slowdown=device.slowdown / kind.duty_cycle)
+        kinds[name] = KindProfile(
+            partition=kind.partition,
+            gpu_type=kind.gpu_type,
+            devices_per_node=kind.devices_per_node,
+            duty_cycle=kind.duty_cycle,
+            points=tuple(_points(job, device, kind.nodes, kind.devices_per_node)),
+            overheads=tuple(_overheads(job, device)),
+        )
+    if not kinds:
+        raise PlanError(
+            f"nothing is measured, and data sheets do not help: {reason}; measure with: "
+            "rlinf profile"
+        )
+    horizon = config.rollout.horizon
+    return Profile(
+        schema_version=SCHEMA,
+        taken=datetime.now(UTC),
+        estimated=True,
+        identity=Identity.of(config),
+        samples=job.samples,
+        token_budget=job.token_budget,
+        weights_bytes=int(job.weights_bytes),
+        lengths=Lengths(
+            samples=tuple(int(n) for n in job.lengths),
+            count=len(job.lengths),
+            truncated_share=0.0,
+            horizon=horizon,
+        ),
+        kinds=kinds,
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What an iteration of a run has to do."""
+
+    shape: ModelShape
+    samples: int
+    prompt: int
+    lengths: np.ndarray
+    """Of responses: even, up to the horizon (assumed)."""
+    horizon: int
+    steps: int
+    """Optimizer steps."""
+    token_budget: int | None
+    generates_in: int
+    """Bytes of an element in the engine."""
+    trains_in: int
+    """The same in the trainer."""
+    max_rows: int
+    group_size: int
+    stages: Mapping[str, str | None]
+    """What each stage of the flow loads."""
+    trains: str
+    publishes: str
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Job:
+        policy, options = policy_class(config)
+        if LANGUAGE_MODEL not in policy.offers:
+            raise PlanError(
+                f"nothing is measured, and data sheets tell of language models alone, not of "
+                f"model {config.model.name!r}; measure with: rlinf profile"
+            )
+        environment, settings = environment_class(config)
+        spec = environment.describe(settings)
+        extent = environment.extent(settings, policy.check(options, spec))
+        shape = _shape(options, spec)
+        algorithm, rollout = make_algorithm(config), config.rollout
+        engine, trainer = config.engine.model_extra or {}, config.trainer.model_extra or {}
+        flow = flow_of(config)
+        loads = {name: stage.loads for name, stage in flow.stages.items()}
+        held = [name for name, what in loads.items() if what == "trainer"]
+        sized = {"float32": 4, "bfloat16": 2}
+        return cls(
+            shape=shape,
+            samples=rollout.batch * rollout.group_size,
+            prompt=max(1, extent.longest_prompt),
+            lengths=np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64)),
+            horizon=rollout.horizon,
+            steps=algorithm.minibatches * int(getattr(algorithm.config, "epochs", 1)),
+            token_budget=trainer.get("token_budget"),
+            generates_in=sized.get(str(engine.get("dtype")), shape.dtype_bytes),
+            trains_in=sized.get(str(trainer.get("param_dtype", "float32")), 4),
+            max_rows=int(engine.get("max_rows", 256)),
+            group_size=rollout.group_size,
+            stages=loads,
+            trains=[name for name in held if name != flow.publishes][-1],
+            publishes=flow.publishes,
+        )
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.shape.parameters * self.shape.dtype_bytes
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.horizon
+
+    def work(self, stage: str, samples: int) -> tuple[Work, ModelShape, float]:
+        """What a stage has to do of so many samples, its shape, and its share of the peak rate."""
+        mean = self.prompt + round(float(self.lengths.mean()))
+        width = self.generates_in if self.stages[stage] == "engine" else self.trains_in
+        shape = replace(self.shape, dtype_bytes=width)
+        share = FLOAT32_SHARE if width == 4 else 1.0
+        if self.stages[stage] == "engine":
+            lengths = self.lengths.astype(np.float64)
+            rows = Generation(lengths, samples, self.prompt, self.group_size, self.max_rows)
+            return rows, shape, share
+        if stage == self.trains:
+            each = max(1, samples // self.steps)
+            return Training(each, mean, self.longest, self.steps, 3, TRAINED), shape, share
+        return Inference(samples, mean, self.longest), shape, share
+
+
+def _shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
+    if options.path is not None:
+        path = options.path.expanduser() / "config.json"
+        try:
+            return from_hf_config(json.loads(read_text(path)))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: {error}") from None
+    return from_hf_config(
+        {
+            "model_type": options.architecture,
+            "hidden_size": options.hidden,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": options.heads,
+            "num_key_value_heads": options.kv_heads,
+            "head_dim": options.hidden // options.heads,
+            "intermediate_size": options.intermediate,
+            "vocab_size": len(spec.get("alphabet", "")) + 2,
+            "tie_word_embeddings": True,
+            "dtype": options.dtype,
+        }
+    )
+
+
+def _points(job: _Job, device: Device, nodes: int, per_node: int) -> Iterator[Point]:
+    """Of each stage on one device, powers of two of a node's, whole nodes; half the batch too."""
+    inside = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
+    counts = sorted({*inside, *(per_node * n for n in _some(nodes))})
+    sizes = sorted({job.samples, max(job.group_size, job.samples // 2)})
+    for stage, loads in job.stages.items():
+        if loads is None or stage == job.publishes:
+            each = JUDGES_S * job.samples
+            took = job.weights_bytes / READS_BYTES_PER_S if stage == job.publishes else each
+            yield _point(stage, 1, 1, job.samples, 0, took)
+            continue
+        for count in counts:
+            for samples in sizes:
+                if count <= samples // (job.group_size if loads == "engine" else 1):
+                    yield _of(job, device, stage, -(-count // per_node), count, samples)
+
+
+def _some(nodes: int) -> list[int]:
+    """Up to 8 each, then powers of two and all."""
+    few, powers = range(1, min(nodes, 8) + 1), (1 << n for n in range(nodes.bit_length()))
+    return sorted({*few, *powers, nodes})
+
+
+def _of(job: _Job, device: Device, stage: str, nodes: int, count: int, samples: int) -> Point:
+    work, shape, share = job.work(stage, samples)
+    device = replace(device, flops=device.flops * share)
+    budget = job.token_budget or 8192
+    layout = Layout(dp=count, micro_batch=max(1, budget // job.longest))
+    need = float(np.max(memory(shape, layout, work).total))
+    tokens = round(float(job.lengths.mean())) + (0 if isinstance(work, Generation) else job.prompt)
+    point = partial(_point, stage, nodes, count, samples, tokens)
+    budget_of = None if isinstance(work, Generation) else job.token_budget
+    took = float(np.max(seconds(shape, layout, work, device).total))
+    if need > device.usable_bytes or not np.isfinite(took):
+        why = f"{need / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable ({device.name})"
+        return point(None, token_budget=budget_of, failure=f"does not fit: it needs {why}")
+    return point(took, token_budget=budget_of, peak_memory_bytes=int(need))
+
+
+def _point(
+    stage: str, nodes: int, count: int, samples: int, tokens: int, took: float | None, **more: Any
+) -> Point:
+    return Point(
+        stage=stage,
+        nodes=nodes,
+        processes=count,
+        samples=samples,
+        tokens=tokens,
+        time=None if took is None else Measured.of([took]),
+        **more,
+    )
+
+
+def _overheads(job: _Job, device: Device) -> Iterator[Overhead]:
+    reads = job.weights_bytes / READS_BYTES_PER_S
+    state = job.shape.parameters * (TRAINED.weights + TRAINED.optimizer) / device.host.bytes_per_s
+    for name, took in (
+        ("startup", START_S),
+        ("imports", IMPORTS_S),
+        ("engine_load", LOADS_S + reads),
+        ("trainer_load", LOADS_S + reads),
+        ("weight_load", reads),
+        ("publish", reads),
+        ("offload", state),
+        ("onload", state),
+    ):
+        yield Overhead.of([took], name=name, nodes=1, processes=1)

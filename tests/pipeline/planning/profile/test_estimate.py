@@ -1,0 +1,170 @@
+"""Plans before any measurement: what data sheets say, in the shape of a profile."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.plan import Sources
+from pipeline.planning.planner.propose import propose
+from pipeline.planning.planner.show import request
+from pipeline.planning.planner.work import Work
+from pipeline.planning.profile.estimate import estimated
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from slurm.inventory import Inventory, NodeGroup, PartitionInventory
+from slurm.site import Site
+from stages.flow import on_policy
+from tests.pipeline.planning.planner.clusters import TAKEN
+
+Compose = Callable[..., dict[str, Any]]
+QWEN2_5_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 7 B parameters, whose file has holes for weights."""
+    folder = tmp_path_factory.mktemp("qwen")
+    small = CausalLMConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64)
+    CausalLM.create(small, {"alphabet": "0123456789+= \nabcdefghijklmnopqrstuvwxyz"}, 0, folder)
+    settings = AutoConfig.for_model(**QWEN2_5_7B)
+    settings.architectures = ["Qwen2ForCausalLM"]
+    settings.save_pretrained(folder)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(settings)
+    table, end = {}, 0
+    for name, tensor in module.state_dict().items():
+        size = 2 * tensor.numel()
+        table[name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    header = json.dumps(table).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+    return folder
+
+
+def groups(**counts: int) -> Inventory:
+    """Partitions of so many nodes, each of eight GPUs of the partition's name."""
+    found = {}
+    for name, nodes in counts.items():
+        gpus = 0 if name == "cpu" else 8
+        group = NodeGroup(
+            count=nodes,
+            gpu_type="" if name == "cpu" else name,
+            gpus_per_node=gpus,
+            cpus_per_node=64,
+            mem_mb_per_node=1_000_000,
+            idle_nodes=nodes,
+            idle_gpus=gpus * nodes,
+            gpu_model={"a100": "a100-80gb-sxm", "h100": "h100-sxm"}.get(name, ""),
+        )
+        found[name] = PartitionInventory(name=name, groups=(group,), time_limit_min=None)
+    return Inventory(schema_version=1, taken=TAKEN, slurm_version="25.05.1", partitions=found)
+
+
+@pytest.fixture
+def config(checkpoint: Path, compose: Compose, tmp_path: Path) -> RunConfig:
+    for split, count in (("train", 512), ("test", 256)):
+        rows = [json.dumps({"question": f"{split} {i}", "answer": str(i)}) for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
+    words = [
+        f"model.path={checkpoint}",
+        f"task.train={tmp_path}/train.jsonl",
+        f"task.test={tmp_path}/test.jsonl",
+        "engine.dtype=bfloat16",
+        "trainer.param_dtype=bfloat16",
+        "trainer.activation_checkpointing=true",
+        "algorithm.minibatches=1",
+    ]
+    return validate(RunConfig, compose(*words, experiment="jsonl_grpo"))
+
+
+@pytest.mark.parametrize("grain", ["stage", "segment"])
+def test_a_model_of_7_b_is_planned_on_64_a100_and_32_h100(
+    config: RunConfig, grain: Any, tmp_path: Path
+) -> None:
+    saved = tmp_path / "inventory.json"
+    saved.write_text(groups(a100=8, h100=4, cpu=2).model_dump_json())
+    asked = request(config, Sources(profile="", inventory=str(saved)), grain=grain)
+    assert asked.profile.estimated
+    assert "nothing was measured" in asked.notes[0]
+    assert any("cpu was not measured" in note for note in asked.notes)
+    proposal = propose(asked)
+    forecast = proposal.forecast
+    assert forecast.high_s > 1.2 * forecast.iteration_s, "wide"
+    rows = {row.stage: row for row in proposal.rows}
+    assert rows["train"].devices > 1, "one GPU has no room for weights, gradients and moments"
+    assert {"rollout", "reward", "inference", "train"} <= set(rows)
+
+
+def test_what_does_not_fit_a_gpu_is_no_place_for_it(config: RunConfig) -> None:
+    profile = estimated(config, groups(a100=2), Site())
+    (kind,) = profile.kinds.values()
+    points = {(p.stage, p.processes, p.samples): p for p in kind.points}
+    alone = points["train", 1, profile.samples]
+    assert not alone.ok
+    # 16 bytes of each of 7.6 B parameters.
+    assert "does not fit: it needs 1" in alone.failure
+    assert points["train", 8, profile.samples].ok
+    assert points["rollout", 1, profile.samples].ok
+
+
+def test_more_gpus_and_half_the_batch_take_less(config: RunConfig) -> None:
+    profile = estimated(config, groups(a100=2, h100=2), Site())
+    for kind in profile.kinds.values():
+        times = {(p.stage, p.processes, p.samples): p.time.median_s for p in kind.points if p.time}
+        for stage in ("rollout", "inference", "train"):
+            whole = profile.samples
+            assert times[stage, 8, whole] < times.get((stage, 4, whole), np.inf)
+            assert times[stage, 8, whole // 2] < times[stage, 8, whole]
+    a100, h100 = (
+        next(p.time.median_s for p in profile.kinds[name].points if p.stage == "rollout" and p.time)
+        for name in ("a100", "h100")
+    )
+    assert a100 > h100
+
+
+def test_its_spread_is_that_of_no_measurement(config: RunConfig) -> None:
+    saved = groups(a100=1)
+    profile = estimated(config, saved, Site())
+    from pipeline.planning.planner.devices import devices_of
+
+    (own,) = devices_of(saved, Site(), profile)[0].values()
+    work = Work(own, "rollout", on_policy.table["rollout"], profile)
+    seconds, spread, _ = work.times(np.array([8]))
+    assert spread[0] > 0.3 * seconds[0]
+
+
+def test_what_the_sheets_do_not_tell_is_to_be_measured(config: RunConfig, compose: Compose) -> None:
+    with pytest.raises(PlanError, match=r"there are no GPUs.*rlinf profile"):
+        estimated(config, groups(cpu=2), Site())
+    cartpole = validate(RunConfig, compose(experiment="cartpole_ppo"))
+    with pytest.raises(PlanError, match="language models alone, not of model 'mlp'"):
+        estimated(cartpole, groups(a100=1), Site())
+    with pytest.raises(PlanError, match=r"no profile\.json; make one with: rlinf profile"):
+        request(config, Sources(profile=""))
