@@ -1,4 +1,4 @@
-"""Sync: publish the trained weights as the next version, and let old ones go."""
+"""Sync: publish the trained weights as the next version, and remove old ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(ctx: Context) -> None:
             trainer.stream().drain()
     trainer_published(ctx)
     if ctx.world.rank == 0:
-        ctx.later(lambda: _let_go(ctx))
+        ctx.later(lambda: _prune(ctx))
         ctx.metric("version", ctx.iteration + 1)
         ctx.metric("bytes", sum(like.nbytes for like in trainer.stream().like.values()))
 
@@ -46,13 +46,13 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     policy.save(folder, tensors)
 
 
-def _let_go(ctx: Context) -> None:
+def _prune(ctx: Context) -> None:
     for old in expired(ctx.config, ctx.run, ctx.iteration):
         prune(old)
 
 
 def expired(config: RunConfig, run: Path, iteration: int) -> list[Path]:
-    """Outputs that the retention policy lets go once ``iteration`` is about to be published.
+    """Outputs that the retention policy removes once ``iteration`` is about to be published.
 
     The newest two checkpoints always stay, for a damaged one is rebuilt from the one before; so do
     weights whose evaluation is still to come.

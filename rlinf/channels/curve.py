@@ -53,7 +53,7 @@ LOOPBACK = "127.0.0.1"
 log = logging.getLogger("rlinf")
 
 
-class Door:
+class Authenticator:
     """Says who may connect to a host socket: those with the run's client key.
 
     A thread of its own answers, so that nobody waits for a host that is busy. Connections that have
@@ -61,7 +61,7 @@ class Door:
     ``limit`` others have come after them, so that strangers cannot use up the files that the
     process may open. A member that is cut off so tries again by itself.
 
-    ``refused`` counts who showed another key, ``dropped`` connections that ended because others
+    ``refused`` counts connections with another key, ``dropped`` those that ended because others
     came.
     """
 
@@ -89,7 +89,7 @@ class Door:
         """Let members in; the host listens at these addresses."""
         self._port = int(addresses[0].rpartition(":")[2])
         self._leave = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = serve("door", self._work)
+        self._thread = serve("authenticator", self._work)
 
     def close(self) -> None:
         """Let nobody in any more. The host socket must be closed already."""
@@ -160,7 +160,7 @@ class Door:
 def host_socket(
     context: zmq.Context[zmq.Socket[bytes]], keys: Keys, *, timeout_s: float, max_bytes: int
 ) -> zmq.Socket[bytes]:
-    """A ROUTER for many clients; needs a :class:`Door` in the same context, and to be bound.
+    """A ROUTER for many clients; needs an :class:`Authenticator` in its context, and to be bound.
 
     A peer that is silent for ``timeout_s`` or sends more than ``max_bytes`` is disconnected.
     """

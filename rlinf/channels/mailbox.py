@@ -38,7 +38,14 @@ from typing import Any, NamedTuple
 import zmq
 
 from rlinf.channels.base import ChannelClosed
-from rlinf.channels.curve import HEARTBEAT_S, Door, host_socket, listen, stopped_s, write_pointer
+from rlinf.channels.curve import (
+    HEARTBEAT_S,
+    Authenticator,
+    host_socket,
+    listen,
+    stopped_s,
+    write_pointer,
+)
 from rlinf.channels.keys import run_keys
 from rlinf.channels.messages import (
     CUT_BYTES,
@@ -172,7 +179,7 @@ class Mailbox:
         self._context = zmq.Context()
         largest = max(CUT_BYTES, max_bytes)
         self._socket = host_socket(self._context, keys, timeout_s=timeout_s, max_bytes=largest)
-        self._door = Door(self._context, keys, self._socket)
+        self._authenticator = Authenticator(self._context, keys, self._socket)
         try:
             self.addresses = listen(self._socket, interface)
             values = {"addresses": self.addresses, "token": self._token}
@@ -181,7 +188,7 @@ class Mailbox:
             self._context.destroy(linger=0)
             raise
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._door.open(self.addresses)
+        self._authenticator.open(self.addresses)
         self._thread = serve("mailbox", self._run)
         atexit.register(self.close)
 
@@ -191,7 +198,7 @@ class Mailbox:
 
     @property
     def refused(self) -> int:
-        return self._door.refused
+        return self._authenticator.refused
 
     def deliver(self, worker: str, item: Block) -> None:
         """Send an item; those of one peer arrive once and in order.
@@ -290,7 +297,7 @@ class Mailbox:
             self._work()
         finally:
             self._socket.close()
-            self._door.close()
+            self._authenticator.close()
 
     def _work(self) -> None:
         poller = zmq.Poller()

@@ -59,6 +59,7 @@ class Peer:
         host: the one host there is to be: when it is gone, so is the mailbox. None: whichever the
             pointer names.
         address: where that host answered.
+        beat_s: how often to say that the peer is alive, where it has nothing else to say.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class Peer:
         status: bytes = EMPTY,
         host: Pointer | None = None,
         address: str | None = None,
+        beat_s: float = HEARTBEAT_S,
     ) -> None:
         if not 0 < len(name) <= MAX_NAME:
             raise ValueError(f"a name has 1 to {MAX_NAME} characters")
         self._pointer, self._name, self._decode, self._about = pointer, name, decode, about
-        self._host, self._address = host, address
+        self._host, self._address, self._beat_s = host, address, beat_s
         self._malformed = Malformed(f"{name}, {pointer.name}")
         self._keys = run_keys(pointer.parent)
         self._id = routing_id()
@@ -285,7 +287,7 @@ class Peer:
             self._outbox.restart()
 
     def _speak(self, now: float) -> None:
-        beat = now - self._said >= HEARTBEAT_S
+        beat = now - self._said >= self._beat_s
         if not self._welcome:
             if beat or not self._greeted:
                 sent = self._send("hello", self._name, self._about, self._status)

@@ -25,6 +25,7 @@ from torch.distributed import DistStoreError
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.curve import own_addresses, reachable
+from rlinf.channels.keys import run_keys
 from rlinf.channels.mailbox import Mailbox, Session
 from rlinf.channels.messages import Pointer, read_pointer
 from rlinf.channels.numbered import Block
@@ -37,6 +38,8 @@ LOOK_S = 0.5
 """The same for the file, on a shared filesystem."""
 SILENT_S = 30.0
 """How long rank 0 may leave a request unanswered."""
+BEAT_SHARE = 1 / 15
+"""Every rank of a large group says so often that it is there, for as long as it lives."""
 MAX_BYTES = 1 << 24
 Do = Callable[..., Any]
 """What carries out a request: verb and arguments."""
@@ -119,7 +122,8 @@ class Guest(Peer):
 
     def __init__(self, pointer: Path, name: str, host: Pointer, address: str) -> None:
         self._number, self._asks = 0, threading.Lock()
-        super().__init__(pointer, name, _unpacked, host=host, address=address)
+        beat_s = host.timeout_s * BEAT_SHARE
+        super().__init__(pointer, name, _unpacked, host=host, address=address, beat_s=beat_s)
 
     def do(self, verb: str, *arguments: Any) -> Any:
         """Have rank 0 carry out a request.
@@ -228,6 +232,7 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
         StageError: not all came in time; names who is missing.
     """
     deadline = time.monotonic() + timeout_s
+    run_keys(pointer.parent)  # of a new run any rank may be the first that makes its folder
     end: Host | Guest
     if rank == 0:
         end = host = Host(pointer)

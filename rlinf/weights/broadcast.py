@@ -72,7 +72,7 @@ class Broadcast:
             The digest of what was sent.
 
         Raises:
-            TransferError: another rank does not take part any more; the group is of no use then.
+            TransferError: another rank does not take part any more; the group cannot be used again.
         """
         layout = Layout.of(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
         text = layout.to_json().encode()
@@ -100,7 +100,8 @@ class Broadcast:
 
         Raises:
             TransferError: something arrived damaged, and the group is in order; or another rank
-                does not take part any more, and it is of no use. The weights are not to be served.
+                does not take part any more, and it cannot be used again. The weights are not to be
+                served.
         """
         with self._in_time():
             head = torch.zeros(3, dtype=torch.int64, device=self._device)
@@ -123,7 +124,7 @@ class Broadcast:
         return Received(version, layout.views(flat), digest(version, table, sums.tolist()))
 
     def close(self) -> None:
-        """Give the group up. Whoever waits in one of Gloo waits until its timeout."""
+        """Give the group up. A rank that waits in one of Gloo waits until its timeout."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):

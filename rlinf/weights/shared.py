@@ -66,7 +66,7 @@ class SharedWriter:
 
         Raises:
             TransferError: the version is not newer, the tensors are not those of the layout, or
-                readers did not let go of the slot.
+                readers did not release the slot.
         """
         if version <= self._newest:
             raise TransferError(

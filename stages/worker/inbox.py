@@ -142,7 +142,7 @@ class Outbox:
     def __init__(
         self, folder: Path, cut: Callable[[str], None] = lambda _: None, name: str = ""
     ) -> None:
-        self._folder, self._cut, self.name = folder, cut, name
+        self.folder, self._cut, self.name = folder, cut, name
         self._open: dict[tuple[str, str], Sink] = {}
         """By worker and way."""
         self._wanted: dict[str, dict[str, str]] = {}
@@ -197,7 +197,7 @@ class Outbox:
         kind = SharedMemorySink if way == SHARED_MEMORY else SocketSink
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
             if (name, way) not in self._open:
-                self._open[name, way] = kind(self._folder, name)
+                self._open[name, way] = kind(self.folder, name)
             return self._open[name, way]
         return self.open(name, SOCKET) if way == SHARED_MEMORY else None
 

@@ -216,7 +216,7 @@ class Worker:
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
-            log.warning("of no use any more: %s", error)
+            log.warning("this worker cannot go on: %s", error)
             code = 1
         self._end(code, commits_s)
         return code

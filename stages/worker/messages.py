@@ -1,6 +1,8 @@
-"""What a driver and its resident workers say to each other (:mod:`rlinf.channels.control`).
+"""What a driver and its resident workers say to each other, and workers of weights.
 
-Orders go to a worker, reports to the driver; both travel as maps, and ``what`` says which it is.
+Orders go to a worker, reports to the driver (:mod:`rlinf.channels.control`); what workers say to
+each other travels with their records (:mod:`stages.worker.weights`). All are maps, and ``what``
+says which it is.
 """
 
 from __future__ import annotations
@@ -164,10 +166,77 @@ class ClaimEnded(Message):
     """How many it has."""
 
 
+class InSegment(Message):
+    """Weights lie in shared memory of this node."""
+
+    what: Literal["in_segment"] = "in_segment"
+    attempt: str
+    segment: str
+
+
+class Begins(Message):
+    """The buckets of these weights follow; the data is their table."""
+
+    what: Literal["begins"] = "begins"
+    attempt: str
+
+
+class Bucket(Message):
+    """A part of the weights that were begun; the data is its bytes."""
+
+    what: Literal["bucket"] = "bucket"
+    attempt: str
+    checksum: str
+
+
+class Ends(Message):
+    """That was the last bucket."""
+
+    what: Literal["ends"] = "ends"
+    attempt: str
+    digest: str
+
+
+class GroupForms(Message):
+    """These workers form a process group, the first of which sends; they meet by its name."""
+
+    what: Literal["group_forms"] = "group_forms"
+    group: str
+    members: str
+    """Divided by commas."""
+    backend: str
+
+
+class GroupSends(Message):
+    """Weights come by a group."""
+
+    what: Literal["group_sends"] = "group_sends"
+    group: str
+    attempt: str
+
+
+class GroupSent(Message):
+    """They have arrived at all members."""
+
+    what: Literal["group_sent"] = "group_sent"
+    group: str
+    digest: str
+
+
+class GroupEnds(Message):
+    """Nothing more comes by a group."""
+
+    what: Literal["group_ends"] = "group_ends"
+    group: str
+
+
+OfGroup = GroupForms | GroupSends | GroupSent | GroupEnds
+OfWeights = InSegment | Begins | Bucket | Ends | OfGroup
 Order = Run | Send | Claim | HandOver | Drop | Leave
 Said = StageEnded | Gathered | HasWeights | Cut | ClaimEnded
 
 _ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="what")])
+_OF_WEIGHTS: TypeAdapter[OfWeights] = TypeAdapter(Annotated[OfWeights, Field(discriminator="what")])
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="what")])
 
 
@@ -187,6 +256,15 @@ def read_report(content: Mapping[str, Any]) -> Said:
         DataError: it is none.
     """
     return _read(_SAID, content)
+
+
+def read_of_weights(content: Mapping[str, Any]) -> OfWeights:
+    """What another worker says of weights.
+
+    Raises:
+        DataError: it is no such thing.
+    """
+    return _read(_OF_WEIGHTS, content)
 
 
 def _read(adapter: TypeAdapter[Any], content: Mapping[str, Any]) -> Any:

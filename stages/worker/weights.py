@@ -1,12 +1,12 @@
 """Weights on their way from the worker that made them to the boards of others.
 
-A version is announced by a record to the inboxes of those who want it. On the sender's node it then
-lies in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
+A version is announced to the inboxes of the workers that want it. On the sender's node it then lies
+in shared memory, elsewhere its buckets follow as records. Where the plan says so it comes by a
 process group (:mod:`stages.worker.groups`).
 
-Who gets buckets passes each on at once to the workers it was told of, so that many are reached as a
-tree. Whoever finds a part damaged, or gets none, takes the committed folder instead: only what
-arrived whole is served.
+A worker that gets buckets passes each on at once to the workers it was told of, so that many are
+reached as a tree. One that finds a part damaged, or gets none, takes the committed folder instead:
+only what arrived whole is served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.record import Identity, Record, Scalar
+from rlinf.data.record import Record
 from rlinf.errors import RlinfError, TransferError
 from rlinf.leftovers import SEGMENT, segment_name
 from rlinf.threads import Queue
@@ -29,11 +29,17 @@ from rlinf.weights.buckets import Layout, checksum, digest
 from rlinf.weights.shared import SharedReader, SharedWriter
 from stages.board import Board, keep_newest
 from stages.parts import WEIGHTS
-from stages.worker.groups import ABOUT_GROUPS, ATTEMPT, BACKENDS, COMES, DIGEST, NAME, WHAT, Groups
+from stages.worker.groups import BACKENDS, DATA, Groups, say
 from stages.worker.inbox import SHARED_MEMORY, SOCKET, TRANSFER_FAULTS, Outbox
+from stages.worker.messages import (
+    Begins,
+    Bucket,
+    Ends,
+    GroupSends,
+    InSegment,
+    read_of_weights,
+)
 
-SUM = "_sum"
-SHARED, LAYOUT, BUCKET = "shared", "layout", "bucket"
 KEEP = 2
 """Versions kept in memory; an older one is on disk."""
 TOLD = 64
@@ -96,16 +102,16 @@ class Publisher:
                 self._thread.submit(f"weights of {out}", self._send, out, dict(wanted))
 
     def forget(self, outs: Collection[str]) -> None:
-        """Let go of who wants outputs that are committed: who has not got them reads the disk."""
+        """Forget subscribers of outputs that are committed: those without them read the disk."""
         with self._lock:
             for out in outs:
                 self._wanted.pop(out, None)
 
     def apart(self, out: str) -> list[str]:
-        """Those who want an output by socket and are no longer this one's to serve.
+        """The subscribers of an output by socket, which this one no longer serves.
 
-        Whoever passes on what arrives has them get it bucket by bucket; :meth:`publish` serves the
-        others, and who comes later.
+        They get it bucket by bucket from where it is passed on; :meth:`publish` serves the others,
+        and those that come later.
         """
         with self._lock:
             wanted = self._wanted.get(out, {})
@@ -153,7 +159,8 @@ class Publisher:
         except TransferError as error:
             log.warning("%s", error)
             return False
-        self._put(made, workers, 0, {}, {WHAT: SHARED, NAME: held.name})
+        message = InSegment(attempt=made.attempt, segment=held.name)
+        say(self._outbox, made.out, workers, made.number, message)
         return True
 
     def _renew(self, layout: Layout) -> _Memory:
@@ -167,33 +174,17 @@ class Publisher:
     def _stream(self, made: _Version, workers: list[str]) -> None:
         layout = Layout.of(made.tensors, dtype=self._dtype)
         text = layout.to_json().encode()
-        self._put(made, workers, 0, {LAYOUT: np.frombuffer(text, np.uint8)}, {WHAT: LAYOUT})
+        to = (self._outbox, made.out, workers, made.number)
+        say(*to, Begins(attempt=made.attempt), np.frombuffer(text, np.uint8))
         sums: list[int] = []
         for bucket in range(layout.buckets):
             span = layout.span(bucket)
             part = torch.zeros(span.stop - span.start, dtype=torch.uint8)
             layout.pack(bucket, made.tensors, part)
             sums.append(int(checksum(part)))
-            self._put(
-                made,
-                workers,
-                bucket,
-                {BUCKET: part.numpy()},
-                {WHAT: BUCKET, SUM: f"{sums[-1]:x}"},
-            )
-        self._put(made, workers, 0, {}, {WHAT: DIGEST, DIGEST: digest(made.number, text, sums)})
-
-    def _put(
-        self,
-        made: _Version,
-        workers: list[str],
-        bucket: int,
-        arrays: dict[str, np.ndarray],
-        info: dict[str, Scalar],
-    ) -> None:
-        writer = self._outbox.writer(f"{made.out}:{WEIGHTS}", workers, 0, 1)
-        info = {ATTEMPT: made.attempt, **info}
-        writer.put(Record(Identity(made.number, bucket), context=arrays, info=info))
+            message = Bucket(attempt=made.attempt, checksum=f"{sums[-1]:x}")
+            say(*to, message, part.numpy(), bucket)
+        say(*to, Ends(attempt=made.attempt, digest=digest(made.number, text, sums)))
 
 
 @dataclass
@@ -225,7 +216,7 @@ class Arrivals:
         self._board, self._publisher, self._keep = board, publisher, KEEP + behind
         self._tell = tell
         self._others: dict[str, list[str]] = {}
-        """By output: who gets each bucket as it comes."""
+        """By output: the workers that get each bucket as it comes."""
         self._coming: dict[str, _Coming] = {}
         self._here: dict[int, tuple[str, str]] = {}
         """By version: its output and attempt."""
@@ -245,47 +236,53 @@ class Arrivals:
             log.warning("weights of %s: %s; waiting for its commit", out, error)
 
     def _take(self, out: str, record: Record) -> None:
-        what, number = record.info[WHAT], record.identity.iteration
-        if what in (SHARED, LAYOUT, COMES):
-            self._announced[number] = (out, str(record.info[ATTEMPT]))
+        message, number = read_of_weights(record.info), record.identity.iteration
+        if isinstance(message, InSegment | Begins | GroupSends):
+            self._announced[number] = (out, message.attempt)
             keep_newest(self._announced, TOLD)
-        if what in ABOUT_GROUPS:
-            self._publisher.groups.take(out, record, self._ready)
-            return
-        attempt = str(record.info[ATTEMPT])
-        if what == SHARED:
-            self._ready(out, number, attempt, self._from_memory(str(record.info[NAME]), number))
-            return
-        if what == LAYOUT:
-            text = record.context[LAYOUT].tobytes()
-            layout = Layout.from_json(text)
-            flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-            self._coming[out] = _Coming(attempt, number, text, layout, flat)
-            self._others[out] = [*self._others.get(out, ()), *self._publisher.apart(out)]
-            keep_newest(self._others, TOLD)
-            self._publisher.forward(out, self._others[out], record)
-            return
-        coming = self._coming.get(out)
-        if coming is None or (coming.attempt, coming.number) != (attempt, number):
-            return  # of an attempt that was given up
-        if what == BUCKET:
+        match message:
+            case InSegment():
+                tensors = self._from_memory(message.segment, number)
+                self._ready(out, number, message.attempt, tensors)
+            case Begins():
+                self._begin(out, number, message.attempt, record)
+            case Bucket() | Ends():
+                coming = self._coming.get(out)
+                # It may be of an attempt that was given up.
+                if coming and (coming.attempt, coming.number) == (message.attempt, number):
+                    self._go_on(out, coming, message, record)
+            case _:
+                self._publisher.groups.take(out, number, message, self._ready)
+
+    def _begin(self, out: str, number: int, attempt: str, record: Record) -> None:
+        text = record.context[DATA].tobytes()
+        layout = Layout.from_json(text)
+        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+        self._coming[out] = _Coming(attempt, number, text, layout, flat)
+        self._others[out] = [*self._others.get(out, ()), *self._publisher.apart(out)]
+        keep_newest(self._others, TOLD)
+        self._publisher.forward(out, self._others[out], record)
+
+    def _go_on(self, out: str, coming: _Coming, message: Bucket | Ends, record: Record) -> None:
+        number, others = coming.number, self._others.get(out, ())
+        if isinstance(message, Bucket):
             bucket = record.identity.sample
-            part = torch.from_numpy(np.array(record.context[BUCKET], np.uint8))
+            part = torch.from_numpy(np.array(record.context[DATA], np.uint8))
             coming.sums[bucket] = int(checksum(part))
-            if f"{coming.sums[bucket]:x}" != record.info[SUM]:
+            if f"{coming.sums[bucket]:x}" != message.checksum:
                 raise TransferError(f"bucket {bucket} of version {number} arrived damaged")
             here = coming.flat[coming.layout.span(bucket)]
             here.copy_(part)
             # What waits to be sent on takes no memory of its own.
-            record = replace(record, context={BUCKET: here.numpy()})
-            self._publisher.forward(out, self._others.get(out, ()), record)
+            record = replace(record, context={DATA: here.numpy()})
+            self._publisher.forward(out, others, record)
             return
         sums = [coming.sums[bucket] for bucket in range(coming.layout.buckets)]
-        if digest(number, coming.text, sums) != record.info[DIGEST]:
+        if digest(number, coming.text, sums) != message.digest:
             raise TransferError(f"version {number} is not what was sent")
         del self._coming[out]
-        self._publisher.forward(out, self._others.get(out, ()), record)
-        self._ready(out, number, attempt, coming.layout.views(coming.flat))
+        self._publisher.forward(out, others, record)
+        self._ready(out, number, coming.attempt, coming.layout.views(coming.flat))
 
     def _from_memory(self, name: str, number: int) -> dict[str, Tensor]:
         if not SEGMENT.fullmatch(name):
@@ -298,7 +295,7 @@ class Arrivals:
         with view:
             if view.version != number:
                 raise TransferError(f"version {number} was replaced by {view.version}")
-            # Copied: who needs them may be busy for longer than the sender can spare the memory.
+            # Copied: the engine may be busy for longer than the sender can spare the memory.
             copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 

@@ -95,14 +95,17 @@ def test_threads_share_the_end_of_a_rank(host: Host, guest: Guest) -> None:
 
 
 def test_a_network_that_breaks_costs_repetitions_and_nothing_else(
-    tmp_path: Path, host: Host
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request or an answer that was lost does not count twice."""
+    monkeypatch.setattr(rendezvous, "BEAT_SHARE", 1 / 150)
+    host = Host(tmp_path / "group.json")
     ip, port = host.addresses[-1].removeprefix("tcp://").split(":")
     proxy = Proxy((ip, int(port)), cut_after=3000)
     address = f"tcp://127.0.0.1:{proxy.port}"
     with closing(guest_of(host, tmp_path / "group.json", address)) as guest:
         assert [guest.do("add", "n", 1) for _ in range(100)] == list(range(1, 101))
+    host.close()
     assert proxy.cuts > 1
 
 
@@ -183,6 +186,16 @@ def test_the_file_is_private_and_gone_once_all_are_there(tmp_path: Path) -> None
         first.result()
     assert modes == [0o700, 0o600]
     assert not pointer.exists()
+
+
+def test_any_rank_may_come_first(tmp_path: Path) -> None:
+    pointer = tmp_path / "channels" / "group-7.0-0.json"
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(meet, pointer, 1, 2, 20.0)
+        while not pointer.parent.exists():
+            time.sleep(0.005)
+        meet(pointer, 0, 2, 20.0)
+        second.result()
 
 
 def test_a_restarted_group_sees_no_key_of_the_former_one(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ flood(address)
 exchange()
 (folder / "file").write_text("files can be opened")
 assert files() - before < 150, files()
-assert host._door.dropped >= 900, host._door.dropped
+assert host._authenticator.dropped >= 900, host._authenticator.dropped
 print("done")
 stranger.kill()
 os._exit(0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from rlinf.data.record import Identity, Record
 from stages.parts import WEIGHTS
 from stages.worker import groups
-from stages.worker.groups import CAME, DIGEST, GLOO, NCCL, WHAT, Mail, Ready, device_of
+from stages.worker.groups import GLOO, NCCL, Ready, device_of
+from stages.worker.messages import GroupForms, GroupSent, OfGroup
 from tests.stages.worker.test_weights import OUT, Worker, soon, state
 
 Make = Callable[[str], Worker]
@@ -101,10 +100,10 @@ def test_weights_that_are_not_those_announced_are_not_served(
     source, there = worker("s"), worker("r0")
     take = there.publisher.groups.take
 
-    def forged(out: str, record: Record, ready: Ready) -> None:
-        if record.info[WHAT] == CAME:
-            record.info[DIGEST] = "0" * 32
-        take(out, record, ready)
+    def forged(out: str, number: int, message: OfGroup, ready: Ready) -> None:
+        if isinstance(message, GroupSent):
+            message = message.model_copy(update={"digest": "0" * 32})
+        take(out, number, message, ready)
 
     monkeypatch.setattr(there.publisher.groups, "take", forged)
     out = publish(source, 3, ["r0"])
@@ -121,27 +120,17 @@ def test_gloo_takes_the_interfaces_that_are_named(monkeypatch: pytest.MonkeyPatc
         groups.form(GLOO, HashStore(), 0, 1)
 
 
-def test_mail_tells_the_others_and_says_who_did_not_come() -> None:
-    told: dict[str, bytes] = {}
-    mail = Mail()
-    mail.tell = told.__setitem__
-    mail.set("0/1", "here")
-    assert told == {"0/1": b"here"} == {"0/1": mail.get("0/1")}
-    assert not mail.check(["0/1", "0/2"])
-    late = threading.Timer(0.2, mail.told, ("0/2", b"too"))
-    late.start()
-    mail.wait(["0/1", "0/2"], timedelta(seconds=10))
-    with pytest.raises(RuntimeError, match="0/3"):
-        mail.wait(["0/2", "0/3"], timedelta(seconds=0.05))
-
-
 def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> None:
     there = worker("r0")
+    stranger = GroupForms(group="group-x", members="a,b", backend=GLOO)
+    elsewhere = GroupForms(group="../group-0123456789abcdef", members="r0,b", backend=GLOO)
     for info in (
-        {WHAT: CAME, "_name": "group-none"},
-        {WHAT: groups.FORM, "_name": "group-x", "_members": "a,b", "_backend": GLOO},
-        {WHAT: groups.TOLD, "_name": "group-x"},
-        {WHAT: groups.FORM},
+        GroupSent(group="group-none", digest="0").packed(),
+        stranger.packed(),
+        elsewhere.packed(),
+        {"what": "group_forms"},
+        {"what": "nothing known"},
+        {},
     ):
         worker_out = there.outbox.writer(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
         worker_out.put(Record(Identity(3, 0), info=dict(info)))

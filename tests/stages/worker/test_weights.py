@@ -19,8 +19,9 @@ from rlinf.errors import RequeueRequested
 from stages.board import Board
 from stages.context import Input
 from stages.parts import WEIGHTS
+from stages.worker.groups import DATA
 from stages.worker.inbox import TO, Inbox, Outbox
-from stages.worker.weights import BUCKET, DIGEST, NAME, WHAT, Arrivals, Publisher
+from stages.worker.weights import Arrivals, Publisher
 
 OUT = "it/0003/sync"
 
@@ -194,14 +195,14 @@ def test_nobody_is_sent_what_nobody_wants() -> None:
 
 
 def flip(record: Record) -> Record:
-    part = record.context[BUCKET].copy()
+    part = record.context[DATA].copy()
     part[len(part) // 2] ^= 1
-    return replace(record, context={BUCKET: part})
+    return replace(record, context={DATA: part})
 
 
 def test_a_flipped_bit_is_found_and_the_version_is_never_served() -> None:
     records = sent("socket")
-    buckets = [i for i, record in enumerate(records) if record.info[WHAT] == BUCKET]
+    buckets = [i for i, record in enumerate(records) if record.info["what"] == "bucket"]
     assert len(buckets) > 1
     for damaged in buckets:
         board = Board()
@@ -220,7 +221,7 @@ def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
         for record in stream:
             taker.take(OUT, record)
         assert not board.output(OUT).objects
-    assert records[-1].info[WHAT] == DIGEST
+    assert records[-1].info["what"] == "ends"
 
 
 def test_damage_in_shared_memory_is_found_and_not_served() -> None:
@@ -229,19 +230,20 @@ def test_damage_in_shared_memory_is_found_and_not_served() -> None:
     publisher.want(OUT, {"w": "shared_memory"})
     publisher.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
     assert soon(lambda: bool(wire.records))
+    segment = wire.records[0].info["segment"]
     for slot in (0, 1):
-        memory = np.memmap(f"/dev/shm/{wire.records[0].info[NAME]}-{slot}", np.uint8, "r+")
+        memory = np.memmap(f"/dev/shm/{segment}-{slot}", np.uint8, "r+")
         memory[len(memory) // 2] ^= 1
     arrivals(board).take(OUT, wire.records[0])
     publisher.close()
     assert not board.output(OUT).objects
-    assert not list(Path("/dev/shm").glob(f"{wire.records[0].info[NAME]}*"))
+    assert not list(Path("/dev/shm").glob(f"{segment}*"))
 
 
 def test_a_name_that_is_not_ours_is_not_opened() -> None:
     record = sent("shared_memory")[0]
     board = Board()
-    arrivals(board).take(OUT, replace(record, info={**record.info, NAME: "../../etc/passwd"}))
+    arrivals(board).take(OUT, replace(record, info={**record.info, "segment": "../../etc/passwd"}))
     assert not board.output(OUT).objects
 
 
