@@ -31,6 +31,8 @@ class Correction:
     """Start and imports of a job."""
     working: float = 1.0
     """Loading and work."""
+    spread: float = math.inf
+    """Relative standard deviation that is left at most: a run measures what was only estimated."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,11 @@ class Option:
         starting = max(c.starting for c in mine)
         working = max(c.working for c in mine)
         factors = dict.fromkeys(self.parts, working) | {"start": starting, "imports": starting}
-        parts = {
-            name: Seconds(part.mean * factors[name], part.spread * factors[name])
-            for name, part in self.parts.items()
-        }
+        parts = {}
+        for name, part in self.parts.items():
+            mean = part.mean * factors[name]
+            most = max(c.spread for c in mine) * mean if mean else 0.0
+            parts[name] = Seconds(mean, min(part.spread * factors[name], most))
         return replace(self, parts=parts)
 
     @property

@@ -87,7 +87,8 @@ def _rates(work: Work, request: Request) -> RateTable:
     if not table.rates.any():
         raise PlanError("no number of devices that is there was measured")
     known = request.corrections.get((work.stage, work.devices.name), Correction())
-    return replace(table, rates=table.rates / known.working)
+    spread = np.minimum(table.spread, known.spread)
+    return replace(table, rates=table.rates / known.working, spread=spread)
 
 
 def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:

@@ -23,6 +23,7 @@ from pipeline.planning.planner.page import page
 from pipeline.planning.planner.proposal import Proposal
 from pipeline.planning.planner.propose import propose
 from pipeline.planning.planner.request import Request, parse_pins
+from pipeline.planning.planner.work import SINGLE_SPREAD
 from pipeline.planning.profile.estimate import estimated
 from pipeline.planning.profile.identity import Identity
 from pipeline.planning.profile.kinds import local_kind
@@ -286,6 +287,8 @@ def corrections(
     for key, new in found.items():
         old = learnt.get(key, Correction())
         learnt[key] = Correction(old.starting * new.starting, old.working * new.working)
+    if request.profile.estimated:
+        learnt = {key: replace(known, spread=SINGLE_SPREAD) for key, known in learnt.items()}
     return learnt
 
 

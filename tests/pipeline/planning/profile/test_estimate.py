@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.plan import Sources
 from pipeline.planning.planner.propose import propose
-from pipeline.planning.planner.show import request
+from pipeline.planning.planner.show import corrections, request
 from pipeline.planning.planner.work import Work
 from pipeline.planning.profile.estimate import estimated
+from pipeline.pools.actuals import WORK, Times
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -147,6 +149,24 @@ def test_more_gpus_and_half_the_batch_take_less(config: RunConfig) -> None:
         for name in ("a100", "h100")
     )
     assert a100 > h100
+
+
+@pytest.mark.parametrize("grain", ["stage", "segment"])
+def test_what_a_run_teaches_narrows_it(config: RunConfig, grain: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "inventory.json"
+    saved.write_text(groups(a100=2).model_dump_json())
+    asked = request(config, Sources(profile="", inventory=str(saved)), grain=grain)
+    wide = propose(asked)
+    times = {}
+    for row in wide.rows:
+        before = sum(row.parts_s.get(part, 0.0) for part in ("start", "imports"))
+        work = row.parts_s.get(WORK, row.seconds)
+        times[row.stage] = Times((row.seconds,), (row.seconds - before,), (work,))
+    known = corrections(wide.plan, times, asked)
+    narrow = propose(replace(asked, corrections=known)).forecast
+    assert narrow.iteration_s == pytest.approx(wide.forecast.iteration_s, rel=0.05)
+    width = wide.forecast.high_s - wide.forecast.low_s
+    assert narrow.high_s - narrow.low_s < width / 2
 
 
 def test_its_spread_is_that_of_no_measurement(config: RunConfig) -> None:
