@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from pipeline.run import Run
 from rlinf.artifacts import is_pruned, read_manifest, verify
 from rlinf.channels.file import FileReader
 from rlinf.config import RunConfig
+from rlinf.data.lazy import whole
 from rlinf.data.record import Record
 from rlinf.errors import InputError
 from stages.flow import EVALUATE
@@ -122,7 +123,9 @@ class Results:
 
     def _records(self, channel: str, outputs: list[Path]) -> Iterator[Record]:
         for out in outputs:
-            yield from FileReader(_verified(out).glob(f"{channel}-r*.h5"))
+            for record in FileReader(_verified(out).glob(f"{channel}-r*.h5")):
+                steps = {name: whole(column) for name, column in record.steps.items()}
+                yield replace(record, steps=steps)
 
 
 def _verified(out: Path) -> Path:

@@ -109,6 +109,9 @@ class Orders:
             live: dict[str, Node] = {}
             for name, source in self._graph.inputs(node).items():
                 here = source in member.given or source in pool.waiting
+                if name in self._flow.streams and self._ranks(node) > 1:
+                    # Ranks of one pool have each their own records: the plan may have them read.
+                    here = here and self._sent_live(source, node)
                 published = (source.stage, name) == (self._flow.publishes, WEIGHTS)
                 sent = name in self._flow.streams or (published and not self._by_rows(source, node))
                 if here or (sent and self._under_way(source) and self._sent_live(source, node)):

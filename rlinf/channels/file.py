@@ -3,6 +3,10 @@
 A file holds many records: step arrays are concatenated along their leading dimension with one
 offsets table, context arrays likewise with a table each, strings as UTF-8 bytes with a table. No
 Python object is stored, so reading never runs foreign code, and equal records give equal bytes.
+
+Columns with large rows lie in a file of their own beside it and are read as they are used, by
+blocks whose checksums the first file has: a process that computes with a few of the records reads
+those.
 """
 
 from __future__ import annotations
@@ -12,17 +16,26 @@ import io
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import numpy as np
+import xxhash
 
+from rlinf.artifacts import commit_of
 from rlinf.channels.base import ChannelClosed, Sink, Source
 from rlinf.checked import read_bytes
+from rlinf.data.lazy import Lazy
 from rlinf.data.record import Identity, Record, Scalar
+from rlinf.errors import ArtifactError
 
-SCHEMA = 1
+SCHEMA, WITH_ROWS = 1, 2
+"""Of a file; the second has some of its columns in a file beside it."""
 PART_BYTES = 256 << 20
+LARGE_BYTES = 1 << 10
+"""Columns whose rows have at least as much, images and the like, are read as they are used."""
+BLOCK_BYTES = 1 << 18
+"""Rows are read and checked by blocks of about so much, or one by one."""
 
 
 class FileWriter(Sink):
@@ -98,6 +111,8 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
         if not records:
             return
         first = records[0]
+        large = _large(first)
+        file.attrs["schema"] = WITH_ROWS if large else SCHEMA
         for record in records:
             if (
                 record.steps.keys() != first.steps.keys()
@@ -108,7 +123,10 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
         if first.steps:
             file["steps/offsets"] = _offsets([len(record) for record in records])
         for name in first.steps:
-            file[f"steps/data/{name}"] = _concatenate([r.steps[name] for r in records], name)
+            if name not in large:
+                file[f"steps/data/{name}"] = _concatenate([r.steps[name] for r in records], name)
+        if large:
+            _write_rows(path, file, {n: [r.steps[n] for r in records] for n in large})
         for name in first.context:
             arrays = [record.context[name] for record in records]
             file[f"context/{name}/offsets"] = _offsets([len(array) for array in arrays])
@@ -130,7 +148,7 @@ def read_records(path: Path) -> list[Record]:
     except OSError as error:
         raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
     with file:
-        if file.attrs.get("schema") != SCHEMA:
+        if file.attrs.get("schema") not in (SCHEMA, WITH_ROWS):
             raise ValueError(f"{path}: record schema {file.attrs.get('schema')}, expected {SCHEMA}")
         count = int(file.attrs["count"])
         identities = file["identity"][:]
@@ -139,6 +157,10 @@ def read_records(path: Path) -> list[Record]:
             bounds = file["steps/offsets"][:]
             for name, data in file["steps/data"].items():
                 steps[name] = _split(data[:], bounds)
+            for name, sums in file.get("steps/rows", {}).items():
+                column = _Rows(rows_of(path), name, sums).column()
+                # What is asked of an array of them is asked of these.
+                steps[name] = _split(cast(np.ndarray, column), bounds)
         context = {
             name: _split(group["data"][:], group["offsets"][:])
             for name, group in file.get("context", {}).items()
@@ -175,6 +197,76 @@ def read_infos(path: Path) -> list[tuple[Identity, int, dict[str, Scalar]]]:
         (Identity(*identity), int(lengths[i]), {name: values[i] for name, values in info.items()})
         for i, identity in enumerate(identities)
     ]
+
+
+def rows_of(path: Path) -> Path:
+    """The file beside a file of records that has its large columns."""
+    return path.with_suffix(".rows.hdf5")
+
+
+def _large(record: Record) -> list[str]:
+    """Columns of steps whose rows are large."""
+    sizes = {n: a.itemsize * int(np.prod(a.shape[1:])) for n, a in record.steps.items()}
+    return [name for name, size in sizes.items() if size >= LARGE_BYTES]
+
+
+def _write_rows(path: Path, file: h5py.File, columns: dict[str, list[np.ndarray]]) -> None:
+    with _writing(rows_of(path)) as target, h5py.File(target, "w", libver="earliest") as rows:
+        for name, arrays in columns.items():
+            column = _concatenate(arrays, name)
+            rows[name] = column
+            size = _block(column.dtype, column.shape)
+            sums = [_sum(column[k : k + size]) for k in range(0, len(column), size)]
+            data = file.create_dataset(f"steps/rows/{name}", data=np.array(sums, dtype=np.uint64))
+            data.attrs["shape"], data.attrs["dtype"] = column.shape, column.dtype.str
+
+
+class _Rows:
+    """A large column of all records of a file."""
+
+    def __init__(self, path: Path, name: str, sums: Any) -> None:
+        self._path, self._name, self._sums = path, name, sums[:]
+        self._shape = tuple(int(size) for size in sums.attrs["shape"])
+        self._dtype = np.dtype(str(sums.attrs["dtype"]))
+        self._size = _block(self._dtype, self._shape)
+
+    def column(self) -> Lazy:
+        return Lazy(self._read, self._shape, self._dtype)
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        """Rows, of whole blocks that are as they were written.
+
+        Raises:
+            ArtifactError: they are not.
+        """
+        first, size = start // self._size, self._size
+        try:
+            with h5py.File(self._path, "r", locking=False) as file:
+                found = file[self._name][first * size : -(-stop // size) * size]
+        except (OSError, KeyError, ValueError) as error:
+            raise self._damage(str(error)) from None
+        if found.shape[1:] != self._shape[1:] or found.dtype != self._dtype:
+            raise self._damage("another shape or type")
+        for number in range(-(-len(found) // size)):
+            if _sum(found[number * size : (number + 1) * size]) != self._sums[first + number]:
+                raise self._damage("altered (checksum differs)")
+        if len(found) < stop - first * size:
+            raise self._damage("truncated")
+        return cast(np.ndarray, found[start - first * size : stop - first * size])
+
+    def _damage(self, problem: str) -> Exception:
+        commit, text = commit_of(self._path), f"{self._path}: {self._name}: {problem}"
+        return ArtifactError(text, commit.manifest, commit.data) if commit else ValueError(text)
+
+
+def _block(dtype: np.dtype, shape: Sequence[int]) -> int:
+    """Rows of a block."""
+    row = dtype.itemsize * int(np.prod(shape[1:]))
+    return max(1, BLOCK_BYTES // max(1, row))
+
+
+def _sum(rows: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).view(np.uint8).data)
 
 
 class _Target(io.FileIO):

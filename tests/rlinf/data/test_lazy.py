@@ -1,0 +1,120 @@
+"""Columns that are read as they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.channels import file as files
+from rlinf.channels.file import FileReader, read_records, rows_of, write_records
+from rlinf.data.lazy import Lazy
+from rlinf.data.padding import pad
+from rlinf.data.record import Identity, Record
+
+
+def records(count: int = 6, width: int = 300) -> list[Record]:
+    random = np.random.default_rng(3)
+    return [
+        Record(
+            Identity(0, i),
+            {
+                "images": random.integers(0, 255, (length, width, 5), dtype=np.uint8),
+                "rewards": random.normal(size=length).astype(np.float32),
+            },
+            {"prompt": np.arange(3)},
+            {"group": i // 2},
+        )
+        for i in range(count)
+        for length in [5 + 900 * i]
+    ]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Which rows were read."""
+    asked: list[tuple[int, int]] = []
+    real = files._Rows._read
+
+    def spy(rows: Any, start: int, stop: int) -> np.ndarray:
+        asked.append((start, stop))
+        return real(rows, start, stop)
+
+    monkeypatch.setattr(files._Rows, "_read", spy)
+    return asked
+
+
+def test_what_is_read_is_what_was_written_and_only_what_is_used(
+    tmp_path: Path, read: list[tuple[int, int]]
+) -> None:
+    made, path = records(), tmp_path / "trajectories-r000-p000.h5"
+    write_records(path, made)
+    found = list(FileReader([path]))
+    assert path.stat().st_size < 100_000 < rows_of(path).stat().st_size
+    for record, own in zip(found, made, strict=True):
+        images: Any = record.steps["images"]
+        assert isinstance(images, Lazy)
+        assert (images.shape, images.dtype) == (own.steps["images"].shape, np.uint8)
+        assert images.nbytes == own.steps["images"].nbytes
+        assert len(record) == len(own)
+        assert record.part(2, 4).steps["images"].shape == (2, 300, 5)
+    assert not read, "lengths and shapes cost nothing"
+    part = pad([found[i].part(3, 900).steps["images"] for i in (2, 5)], 897)
+    expected = [made[i].steps["images"][3:900] for i in (2, 5)]
+    assert np.array_equal(part.numpy(), np.stack(expected))
+    begins = np.cumsum([0, *(len(record) for record in made)])
+    assert read == [(begins[i] + 3, begins[i] + 900) for i in (2, 5)]
+    assert [record.digest() for record in found] == [record.digest() for record in made]
+
+
+def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_records(tmp_path / f"{name}.h5", records())
+    for suffix in (".h5", ".rows.hdf5"):
+        one, two = ((tmp_path / name).with_suffix(suffix) for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_small_rows_are_in_the_file_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    write_records(path, records(width=10))
+    assert not rows_of(path).exists()
+    assert all(isinstance(r.steps["images"], np.ndarray) for r in read_records(path))
+
+
+@given(
+    start=st.integers(-3, 12),
+    stop=st.integers(-3, 12) | st.none(),
+    inner=st.integers(-3, 12),
+    step=st.sampled_from([None, 1, 2]),
+)
+def test_a_slice_is_that_of_the_array(start: int, stop: Any, inner: int, step: Any) -> None:
+    array = np.arange(40).reshape(10, 4)
+    lazy = Lazy(lambda first, last: array[first:last], array.shape, array.dtype)
+    assert np.array_equal(lazy[start:stop:step], array[start:stop:step])
+    assert np.array_equal(lazy[start:stop][inner:], array[start:stop][inner:])
+    assert np.array_equal(np.concatenate([lazy, lazy]), np.concatenate([array, array]))
+    assert np.array_equal(lazy[3], array[3])
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_damage_is_seen_where_it_is(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.h5"
+    write_records(path, records())
+    whole = rows_of(path).read_bytes()
+    if damage == "missing":
+        rows_of(path).unlink()
+    elif damage == "truncated":
+        rows_of(path).write_bytes(whole[: len(whole) // 2])
+    else:
+        at = len(whole) - 1000
+        rows_of(path).write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    found = read_records(path)
+    if damage == "flipped":
+        assert np.asarray(found[0].steps["images"]).shape == (5, 300, 5), "another block"
+    with pytest.raises(ValueError, match=r"a\.rows\.hdf5: images: "):
+        np.asarray(found[-1].steps["images"])
