@@ -73,6 +73,7 @@ ROWS = {
     "load_memory_ratio": "load_memory",
     "logprob_memory_ratio": "logprobs",
     "packing_speedup": "packing",
+    "owner_memory_ratio": "owner_memory",
     "scale_up_s": "elastic",
     "loss_of_one_of_four": "elastic",
     "loss_after_replacement": "elastic",

@@ -155,7 +155,7 @@ def read_records(path: Path) -> list[Record]:
         steps: dict[str, list[np.ndarray]] = {}
         if "steps" in file:
             bounds = file["steps/offsets"][:]
-            for name, data in file["steps/data"].items():
+            for name, data in file.get("steps/data", {}).items():
                 steps[name] = _split(data[:], bounds)
             for name, sums in file.get("steps/rows", {}).items():
                 column = _Rows(rows_of(path), name, sums).column()

@@ -79,6 +79,13 @@ def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
         assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_record_may_have_large_rows_alone(tmp_path: Path) -> None:
+    made = [Record(r.identity, {"images": r.steps["images"]}) for r in records()]
+    write_records(tmp_path / "a.h5", made)
+    found = read_records(tmp_path / "a.h5")
+    assert [record.digest() for record in found] == [record.digest() for record in made]
+
+
 def test_small_rows_are_in_the_file_itself(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     write_records(path, records(width=10))
