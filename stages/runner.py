@@ -31,6 +31,7 @@ from rlinf.artifacts import (
 )
 from rlinf.channels.world import World
 from rlinf.config import RunConfig, validate
+from rlinf.data.record import joined_digest
 from rlinf.errors import (
     ArtifactError,
     ConfigError,
@@ -358,9 +359,10 @@ def _merge_ranks(ctx: Context) -> None:
         reports.append(json.loads(path.read_text()))
         path.unlink()
     if ctx.live is not None:
-        for report in reports[1:]:
-            for channel, digest in report["digests"].items():
-                ctx.live.digests[channel] ^= digest
+        told = [report["digests"] for report in reports]
+        for channel in {name for digests in told for name in digests}:
+            parts = (digests[channel] for digests in told if channel in digests)
+            ctx.live.digests[channel] = joined_digest(parts)
     ctx.spans = [span for report in reports for span in report["spans"]]
     ctx.usage = [entry for report in reports for entry in report["usage"]]
     names = sorted({name for report in reports for name in report["metrics"]})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlinf.channels.file import FileReader, FileWriter
-from rlinf.data.record import Identity, Record, digest_of
+from rlinf.data.record import Identity, Record, digest_of, joined_digest
 
 
 def record(sample: int = 3, **changes: Any) -> Record:
@@ -52,3 +52,13 @@ def test_another_attempt_with_the_same_content_is_the_same() -> None:
 )
 def test_all_else_counts(changes: dict[str, Any]) -> None:
     assert record(**changes).digest() != record().digest()
+
+
+def test_equal_records_do_not_cancel_in_the_digest_of_many() -> None:
+    record = Record(Identity(0, 1), {"actions": np.arange(3)})
+    other = Record(Identity(0, 2), {"actions": np.arange(3)})
+    twice = digest_of([record, record])
+    assert twice not in (0, digest_of([]), digest_of([other, other]))
+    assert digest_of([record, other]) == digest_of([other, record])
+    whole = digest_of([record, other, other])
+    assert joined_digest([digest_of([other]), digest_of([record, other])]) == whole
