@@ -361,8 +361,9 @@ def _merge_ranks(ctx: Context) -> None:
     if ctx.live is not None:
         told = [report["digests"] for report in reports]
         for channel in {name for digests in told for name in digests}:
-            parts = (digests[channel] for digests in told if channel in digests)
-            ctx.live.digests[channel] = joined_digest(parts)
+            ctx.live.digests[channel] = joined_digest(
+                digests[channel] for digests in told if channel in digests
+            )
     ctx.spans = [span for report in reports for span in report["spans"]]
     ctx.usage = [entry for report in reports for entry in report["usage"]]
     names = sorted({name for report in reports for name in report["metrics"]})
