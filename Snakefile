@@ -22,7 +22,7 @@ from rlinf.errors import RlinfError
 sys.setrecursionlimit(1_000_000)
 
 try:
-    run = described.prepare(config)
+    run = described.prepare(config, begins=workflow.is_main_process)
     if workflow.is_main_process and not workflow.output_settings.dryrun:
         run.settle()
 except RlinfError as error:

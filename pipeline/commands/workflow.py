@@ -23,6 +23,7 @@ from pipeline.run import Run
 from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.world import LAYOUT, SHARES
+from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError
 from stages.flow import EVALUATE
 from stages.layout import PLAN
@@ -36,12 +37,15 @@ ITERATION = "iteration"
 log = logging.getLogger("rlinf")
 
 
-def prepare(settings: Mapping[str, Any]) -> Workflow:
+def prepare(settings: Mapping[str, Any], *, begins: bool = True) -> Workflow:
     """The workflow of ``--config experiment=... key=value``, or of an existing run: ``run=NAME``.
 
     Keys are those of the configuration with ``__`` for a dot, which Snakemake allows in no key, or
     sections as YAML: ``rollout__batch=32`` or ``rollout='{batch: 32}'``. With ``jobs=iteration``
     the stages of an iteration are one job.
+
+    Args:
+        begins: False in a job of the workflow, whose run is there and has its driver.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
@@ -62,7 +66,12 @@ def prepare(settings: Mapping[str, Any]) -> Workflow:
         return Workflow(Run.open(_folder(named)), choice, by_iteration=jobs == ITERATION)
     experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
     overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flat(chosen))]
-    return Workflow(prepare_run(compose(overrides), choice), choice, by_iteration=jobs == ITERATION)
+    values = compose(overrides)
+    if begins:
+        run = prepare_run(values, choice)
+    else:
+        run = Run.open(validate(RunConfig, values).run.folder)
+    return Workflow(run, choice, by_iteration=jobs == ITERATION)
 
 
 def _folder(name: str) -> Path:

@@ -1,0 +1,36 @@
+"""The workflow's view of a run, as its own jobs have it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from pipeline.commands.workflow import prepare
+from pipeline.lock import LOCK, Lock
+from rlinf.errors import ConfigError, RunLockedError
+
+
+def test_a_job_of_a_workflow_opens_the_run_that_the_workflow_drives(tmp_path: Path) -> None:
+    settings = {"experiment": "cartpole_ppo", "run__root": str(tmp_path), "run__name": "cp"}
+    with pytest.raises(ConfigError, match="no such file"):
+        prepare(settings, begins=False)
+    assert not (tmp_path / "cp").exists()
+    run = prepare(settings)
+    with contextlib.closing(_Held(run.folder)):
+        with pytest.raises(RunLockedError, match="driven by process"):
+            prepare(settings)
+        inside = prepare(settings, begins=False)
+    assert inside.folder == run.folder
+    assert inside.program("train") == run.program("train")
+
+
+class _Held:
+    """The lock of a run's driver."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = Lock(folder / LOCK)
+
+    def close(self) -> None:
+        self._lock.release()
