@@ -120,6 +120,12 @@ def read_bytes(path: Path) -> bytearray:
         return data
 
 
+def read_through(path: Path) -> None:
+    """Read a file and keep nothing; raises as :func:`read_bytes`."""
+    with Reader(path) as reader:
+        reader.finish()
+
+
 def read_text(path: Path) -> str:
     """All of a UTF-8 file; raises as :func:`read_bytes`, and ``UnicodeDecodeError``."""
     return read_bytes(path).decode()

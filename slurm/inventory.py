@@ -6,8 +6,7 @@ An inventory is taken by :mod:`slurm.survey`, saved as JSON, and read where Slur
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,24 +165,6 @@ class Limits(Section):
     associations: tuple[Association, ...] = ()
 
 
-@dataclass(frozen=True)
-class Change:
-    """A difference that a plan may not survive."""
-
-    partition: str
-    what: str
-    """Key of the partition or, after ``kind: ``, of a group of its nodes; "" for the whole."""
-    before: Any
-    after: Any
-    """None: gone, or no limit."""
-
-    def __str__(self) -> str:
-        where = f"partition {self.partition}"
-        if not self.what:
-            return f"{where}: gone"
-        return f"{where}: {self.what}: {_shown(self.before)} -> {_shown(self.after)}"
-
-
 class Inventory(Section):
     """A cluster as it was at one moment."""
 
@@ -213,17 +194,6 @@ class Inventory(Section):
         if any(other.priority_tier > partition.priority_tier for other in self.partitions.values()):
             return True
         return self.limits is None or any(qos.preempts for qos in self.limits.qos.values())
-
-    def changes(self, other: Inventory) -> tuple[Change, ...]:
-        """What of this inventory is gone or different in ``other``, a later one.
-
-        Load (idle nodes, queues) and new partitions or groups are no change.
-        """
-        found: list[Change] = []
-        for name, before in self.partitions.items():
-            after = other.partitions.get(name)
-            found += [Change(name, "", name, None)] if after is None else _changes(before, after)
-        return tuple(found)
 
     def with_site(self, site: Site) -> Inventory:
         """The same cluster with what a site file, or else the data sheets, say of its GPUs."""
@@ -314,25 +284,6 @@ _RULES = (
     "denied_accounts",
     "max_nodes_per_job",
 )
-
-
-def _changes(before: PartitionInventory, after: PartitionInventory) -> Iterator[Change]:
-    for key in _RULES:
-        if getattr(before, key) != getattr(after, key):
-            yield Change(before.name, key, getattr(before, key), getattr(after, key))
-    now = {group.kind: group for group in after.groups}
-    for group in before.groups:
-        same = now.get(group.kind)
-        if same is None:
-            yield Change(before.name, f"{group.kind}: nodes", group.count, None)
-            continue
-        if gone := sorted(set(group.nodes) - set(same.nodes)) if same.nodes else []:
-            yield Change(before.name, f"{group.kind}: nodes {_few(gone)}", len(gone), None)
-        for key in ("usable_nodes", "gpu_memory_gib"):
-            if getattr(group, key) != getattr(same, key):
-                yield Change(
-                    before.name, f"{group.kind}: {key}", getattr(group, key), getattr(same, key)
-                )
 
 
 def _few(names: list[str], most: int = 8) -> str:

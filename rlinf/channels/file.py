@@ -24,7 +24,7 @@ import xxhash
 
 from rlinf.artifacts import commit_of
 from rlinf.channels.base import ChannelClosed, Sink, Source
-from rlinf.checked import read_bytes
+from rlinf.checked import read_bytes, read_through
 from rlinf.data.lazy import Lazy
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import ArtifactError
@@ -148,8 +148,8 @@ def read_records(path: Path) -> list[Record]:
     except OSError as error:
         raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
     with file:
-        if file.attrs.get("schema") not in (SCHEMA, WITH_ROWS):
-            raise ValueError(f"{path}: record schema {file.attrs.get('schema')}, expected {SCHEMA}")
+        if (schema := file.attrs.get("schema")) not in (SCHEMA, WITH_ROWS):
+            raise ValueError(f"{path}: record schema {schema}, expected {SCHEMA} or {WITH_ROWS}")
         count = int(file.attrs["count"])
         identities = file["identity"][:]
         steps: dict[str, list[np.ndarray]] = {}
@@ -219,6 +219,7 @@ def _write_rows(path: Path, file: h5py.File, columns: dict[str, list[np.ndarray]
             sums = [_sum(column[k : k + size]) for k in range(0, len(column), size)]
             data = file.create_dataset(f"steps/rows/{name}", data=np.array(sums, dtype=np.uint64))
             data.attrs["shape"], data.attrs["dtype"] = column.shape, column.dtype.str
+            data.attrs["block"] = size
 
 
 class _Rows:
@@ -228,7 +229,7 @@ class _Rows:
         self._path, self._name, self._sums = path, name, sums[:]
         self._shape = tuple(int(size) for size in sums.attrs["shape"])
         self._dtype = np.dtype(str(sums.attrs["dtype"]))
-        self._size = _block(self._dtype, self._shape)
+        self._size = int(sums.attrs["block"])
 
     def column(self) -> Lazy:
         return Lazy(self._read, self._shape, self._dtype)
@@ -242,8 +243,17 @@ class _Rows:
         first, size = start // self._size, self._size
         try:
             with h5py.File(self._path, "r", locking=False) as file:
-                found = file[self._name][first * size : -(-stop // size) * size]
-        except (OSError, KeyError, ValueError) as error:
+                column = file[self._name]
+                if not isinstance(column, h5py.Dataset):
+                    raise ValueError("no array")
+                found = column[first * size : -(-stop // size) * size]
+        except FileNotFoundError:
+            raise self._damage("missing") from None
+        except OSError as error:
+            # The file as it was committed is no damage, whatever keeps it from being read now.
+            read_through(self._path)
+            raise error if commit_of(self._path) else self._damage(str(error)) from None
+        except (KeyError, ValueError, TypeError) as error:
             raise self._damage(str(error)) from None
         if found.shape[1:] != self._shape[1:] or found.dtype != self._dtype:
             raise self._damage("another shape or type")

@@ -18,7 +18,8 @@ def counted(trajectory: Record) -> np.ndarray:
     if "mask" in trajectory.steps:
         counts &= np.asarray(trajectory.steps["mask"]) != 0
     if "submask" in trajectory.steps:
-        counts &= trajectory.steps["submask"].reshape(len(trajectory), -1).any(1)
+        submask = np.asarray(trajectory.steps["submask"])
+        counts &= submask.reshape(len(trajectory), -1).any(1)
     return counts
 
 
@@ -26,7 +27,7 @@ def counted_choices(trajectory: Record, column: np.ndarray) -> np.ndarray:
     """What of a column of log-probabilities, ``[T]`` or ``[T, ...]``, counts, one after another."""
     values: np.ndarray = column[counted(trajectory)]
     if "submask" in trajectory.steps:
-        values = values[trajectory.steps["submask"][counted(trajectory)] != 0]
+        values = values[np.asarray(trajectory.steps["submask"])[counted(trajectory)] != 0]
     return values.ravel()
 
 

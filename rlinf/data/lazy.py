@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 Read = Callable[[int, int], np.ndarray]
 """The rows from one up to another."""
 
 
-class Lazy:
+class Lazy(NDArrayOperatorsMixin):
     """Stands in for an array ``[T, ...]``; keeps none of it.
 
     Shape, type and size cost nothing. A slice of its rows is lazy too; anything else that is asked
-    of it, ``np.asarray`` and NumPy's functions among it, reads the rows it has.
+    of it, arithmetic, methods of arrays and NumPy's functions among it, reads the rows it has. For
+    ``torch.from_numpy`` make it an array first (:func:`whole`).
     """
 
     def __init__(self, read: Read, shape: tuple[int, ...], dtype: np.dtype, start: int = 0) -> None:
@@ -43,7 +45,22 @@ class Lazy:
             start, stop, _ = key.indices(len(self))
             rows = max(0, stop - start)
             return Lazy(self._read, (rows, *self.shape[1:]), self.dtype, self._start + start)
+        if isinstance(key, int | np.integer) and -len(self) <= key < len(self):
+            row = self._start + int(key) % len(self)
+            return self._read(row, row + 1)[0]
         return np.asarray(self)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(np.asarray(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        arrays = [np.asarray(value) if isinstance(value, Lazy) else value for value in inputs]
+        return getattr(ufunc, method)(*arrays, **options)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = self._read(self._start, self._start + len(self))

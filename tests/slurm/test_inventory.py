@@ -115,7 +115,6 @@ def inventories(draw: st.DrawFn) -> Inventory:
 @given(inventories())
 def test_text_and_back(inventory: Inventory) -> None:
     assert Inventory.model_validate(json.loads(inventory.to_json())) == inventory
-    assert inventory.changes(inventory) == ()
 
 
 def test_a_saved_inventory_is_read_back(tmp_path: Path) -> None:
@@ -199,48 +198,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     cluster(A100).save(tmp_path / "new" / "inventory.json")
     with pytest.raises(InputError, match=r"choose another file"):
         cluster(A100).save(tmp_path / "new" / "inventory.json" / "inventory.json")
-
-
-def changed(before: Inventory, after: Inventory) -> list[str]:
-    return [str(change) for change in before.changes(after)]
-
-
-def test_load_and_growth_are_no_change() -> None:
-    before = cluster(A100)
-    busy = A100.model_copy(update={"idle_nodes": 3, "idle_gpus": 12})
-    h100 = A100.model_copy(update={"gpu_type": "h100"})
-    after = cluster(busy, h100, queued_jobs=9)
-    more = after.partitions["gpu"].model_copy(update={"name": "new"})
-    after = after.model_copy(update={"partitions": {**after.partitions, "new": more}})
-    assert changed(before, after) == []
-
-
-def test_a_partition_that_is_gone() -> None:
-    empty = cluster().model_copy(update={"partitions": {}})
-    assert changed(cluster(A100), empty) == ["partition gpu: gone"]
-
-
-def test_rules_that_changed() -> None:
-    after = cluster(A100, time_limit_min=30, available=False, allowed_qos=("a", "b"))
-    assert changed(cluster(A100), after) == [
-        "partition gpu: available: True -> False",
-        "partition gpu: time_limit_min: 60 -> 30",
-        "partition gpu: allowed_qos: none -> a,b",
-    ]
-
-
-def test_nodes_that_are_gone_down_or_of_another_kind() -> None:
-    kind = "4 x a100, 64 CPUs, 512000 MiB"
-    named = A100.model_copy(update={"nodes": ("a", "b", "c", "d")})
-    fewer = A100.model_copy(update={"count": 3, "nodes": ("a", "b", "c")})
-    assert changed(cluster(named), cluster(fewer)) == [
-        f"partition gpu: {kind}: nodes d: 1 -> none",
-        f"partition gpu: {kind}: usable_nodes: 4 -> 3",
-    ]
-    down = A100.model_copy(update={"down_nodes": 2})
-    assert changed(cluster(A100), cluster(down)) == [f"partition gpu: {kind}: usable_nodes: 4 -> 2"]
-    other = A100.model_copy(update={"mem_mb_per_node": 256000})
-    assert changed(cluster(A100), cluster(other)) == [f"partition gpu: {kind}: nodes: 4 -> none"]
 
 
 def test_preemption_by_priority_or_by_qos() -> None:

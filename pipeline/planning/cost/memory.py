@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.planning.cost.device import GIB, Device
-from pipeline.planning.cost.layout import Cut, Layout, cut, layouts
+from pipeline.planning.cost.layout import Cut, Layout, cut
 from pipeline.planning.cost.model import FLOAT32, ModelShape
 from pipeline.planning.cost.work import Generation, Inference, Training, Work
-from rlinf.errors import PlanError
 
 Array = np.ndarray
 Bytes = Any
@@ -25,8 +24,6 @@ Bytes = Any
 
 PREFILL_TOKENS = 8192
 """Engines cut prompts into pieces of at most this many tokens (vLLM's default is near it)."""
-MOST_GPUS = 4096
-"""How far to look for what would fit."""
 
 
 @dataclass(frozen=True)
@@ -150,77 +147,6 @@ def running_requests(shape: ModelShape, layout: Layout, work: Generation, device
     each = mean_context(work) * kv_bytes_per_token(shape, layout.tp)
     count = np.clip(np.floor(free / each), 1, work.max_running)
     return np.where(free >= least.kv_cache, count, 0.0)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What one layout needs of each GPU, and what there is; in words for people too."""
-
-    layout: Layout
-    memory: Memory
-    device: Device
-
-    @property
-    def lacking_bytes(self) -> float:
-        """How much more memory each GPU would need; 0: it fits."""
-        return max(0.0, float(self.memory.total) - self.device.usable_bytes)
-
-    def __str__(self) -> str:
-        text = (
-            f"{int(self.layout.gpus)} x {self.device.name} ({self.layout}): "
-            f"{_gib(float(self.memory.total))} per GPU ({self.memory}), "
-            f"of {_gib(self.device.usable_bytes)} usable"
-        )
-        return f"{text}; {_gib(self.lacking_bytes)} too much" if self.lacking_bytes else text
-
-
-def least_that_fits(shape: ModelShape, work: Work, device: Device, most_gpus: int) -> Footprint:
-    """The layout on fewest GPUs that fits; of those the one with most memory left.
-
-    If none does, the one that lacks least, whose ``lacking_bytes`` is above 0.
-
-    Raises:
-        PlanError: there are no GPUs.
-    """
-    best: Layout | None = None
-    key = (np.inf, np.inf, np.inf)
-    for some in layouts(shape, work, most_gpus, device.gpus_per_node):
-        needs = memory(shape, some, work).total
-        lacking = np.maximum(needs - device.usable_bytes, 0.0)
-        i = int(np.lexsort((needs, some.gpus, lacking))[0])
-        found = (float(lacking[i]), float(some.gpus[i]), float(needs[i]))
-        if found < key:
-            key, best = found, some.at(i)
-    if best is None:
-        raise PlanError(f"{device.name}: {most_gpus} GPUs, where a stage needs at least one")
-    return Footprint(best, memory(shape, best, work), device)
-
-
-def require_fit(
-    name: str, shape: ModelShape, work: Work, device: Device, most_gpus: int
-) -> Footprint:
-    """The layout on fewest of ``most_gpus`` GPUs that fits.
-
-    Raises:
-        PlanError: none does; says by how much, and what would fit.
-    """
-    found = least_that_fits(shape, work, device, most_gpus)
-    if not found.lacking_bytes:
-        return found
-    message = f"stage {name!r} does not fit: at best {found}"
-    wanted = least_that_fits(shape, work, device, max(MOST_GPUS, most_gpus))
-    if not wanted.lacking_bytes:
-        message += (
-            f"; it would fit on {int(wanted.layout.gpus)} GPUs (there are {most_gpus}): "
-            f"{wanted.layout}"
-        )
-    else:
-        needed = (float(wanted.memory.total) + device.reserve_bytes) / (1 - device.fragmentation)
-        message += (
-            f"; on no number of these GPUs would it fit: take GPUs with {_gib(needed)} or more, "
-            "shorter sequences, or zero=3"
-        )
-    raise PlanError(message)
 
 
 def _column(value: Any) -> Array:

@@ -27,9 +27,6 @@ SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet
 DATA_SHEET_SPREAD = 0.25
 """Relative standard deviation of a time from data sheets. Nine in ten published runs lie within the
 interval that this makes (docs/cost-model.md)."""
-SPREAD_PER_DOUBLING = 0.1
-"""Relative standard deviation added per doubling of the GPUs beyond what was measured, where data
-sheets lead on (assumed)."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,7 @@ class RateTable:
 def data_sheet_rates(shape: ModelShape, work: Work, device: Device, gpus: int) -> RateTable:
     """Rates from data sheets: the quickest layout that fits, for each number of GPUs.
 
-    A stage that fits nowhere has rate 0 throughout;
-    :func:`pipeline.planning.cost.memory.require_fit` says by how much memory it misses.
+    A stage that fits nowhere has rate 0 throughout.
 
     Raises:
         PlanError: a number of GPUs below 0.
@@ -155,53 +151,6 @@ def measured_rates(
         warnings=answer.warnings if np.any(answer.extrapolated & able) else (),
     )
     return _never_falling(table)
-
-
-def calibrated_rates(table: RateTable, points: Sequence[Point], size: float) -> RateTable:
-    """Rates from data sheets, brought to the level of points measured at ``size``.
-
-    For a kind with too few points for a fit, or plans far beyond them: data sheets then say how the
-    time goes on. The factor is the geometric mean of measured over expected; its scatter is the
-    spread, which grows with each doubling beyond what was measured. One process of a point is one
-    GPU.
-
-    Raises:
-        PlanError: no point was measured at this size on a number of GPUs that the table covers.
-    """
-    near = [
-        p
-        for p in points
-        if abs(p.size / size - 1) < 1e-9
-        and p.processes < len(table.rates)
-        and table.rates[p.processes]
-    ]
-    if not near:
-        raise PlanError(
-            f"no point measured at size {size:g} to calibrate with; sizes measured: "
-            f"{', '.join(sorted({f'{p.size:g}' for p in points})) or 'none'}"
-        )
-    ratios = np.log([p.seconds * table.rates[p.processes] for p in near])
-    own = max(p.spread_s / p.seconds for p in near)
-    # Of one point nothing tells how well the factor holds elsewhere.
-    scatter = float(ratios.std(ddof=1)) if len(near) > 1 else DATA_SHEET_SPREAD / 2
-    there = [p.processes for p in near]
-    counts = np.maximum(np.arange(len(table.rates)), 1)
-    doublings = np.maximum(np.log2(counts / max(there)), np.log2(min(there) / counts)).clip(0)
-    spread = np.hypot(np.hypot(scatter, own), SPREAD_PER_DOUBLING * doublings)
-    codes = np.where(doublings > 0, SOURCES.index("extrapolated"), SOURCES.index("fitted"))
-    rates = table.rates / np.exp(ratios.mean())
-    warning = (
-        f"measured on {min(there)} to {max(there)} GPUs; beyond, data sheets lead on, with a wider "
-        "interval"
-    )
-    warnings = (*table.warnings, warning) if np.any(doublings[1:] > 0) else table.warnings
-    return replace(
-        table,
-        rates=rates,
-        spread=np.where(rates > 0, spread, 0.0),
-        source_codes=np.where(rates > 0, codes, SOURCES.index("cannot")),
-        warnings=warnings,
-    )
 
 
 def _empty(gpus: int, source: Source) -> RateTable:

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.artifacts import Manifest, commit, content_digest, describe_files
 from rlinf.channels import file as files
 from rlinf.channels.file import FileReader, read_records, rows_of, write_records
+from rlinf.data.counted import counted
 from rlinf.data.lazy import Lazy
 from rlinf.data.padding import pad
 from rlinf.data.record import Identity, Record
+from rlinf.errors import ArtifactError
 
 
 def records(count: int = 6, width: int = 300) -> list[Record]:
@@ -106,6 +109,87 @@ def test_a_slice_is_that_of_the_array(start: int, stop: Any, inner: int, step: A
     assert np.array_equal(lazy[start:stop][inner:], array[start:stop][inner:])
     assert np.array_equal(np.concatenate([lazy, lazy]), np.concatenate([array, array]))
     assert np.array_equal(lazy[3], array[3])
+    assert np.array_equal(lazy[-2], array[-2])
+
+
+def test_it_computes_as_the_array_does() -> None:
+    array, asked = np.arange(40).reshape(10, 4), list[tuple[int, int]]()
+
+    def read(first: int, last: int) -> np.ndarray:
+        asked.append((first, last))
+        return array[first:last]
+
+    lazy: Any = Lazy(read, array.shape, array.dtype)
+    for made, right in (
+        (lazy == 0, array == 0),
+        (lazy != 0, array != 0),
+        (1 + lazy / 2, 1 + array / 2),
+        (lazy + lazy, array + array),
+        (lazy.astype(np.float32).mean(0), array.mean(0)),
+        (np.sqrt(lazy), np.sqrt(array)),
+        (lazy.reshape(5, -1), array.reshape(5, -1)),
+    ):
+        assert np.array_equal(made, right)
+    asked.clear()
+    assert [row.tolist() for row in lazy] == array.tolist()
+    assert lazy[4].tolist() == array[4].tolist()
+    assert asked == [(0, 10), (4, 5)]
+    assert not hasattr(lazy, "nothing_of_the_kind")
+
+
+def test_a_wide_submask_from_disk_counts(tmp_path: Path) -> None:
+    submask = np.zeros((4, 300), np.float32)
+    submask[1:3, 7] = 1
+    write_records(tmp_path / "a.h5", [Record(Identity(0, 0), {"submask": submask})])
+    (found,) = read_records(tmp_path / "a.h5")
+    assert counted(found).tolist() == [False, True, True, False]
+
+
+def test_the_size_of_blocks_is_the_files_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_records(tmp_path / "a.h5", records())
+    monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 14)
+    found = read_records(tmp_path / "a.h5")
+    assert [record.digest() for record in found] == [record.digest() for record in records()]
+
+
+def test_a_committed_file_that_cannot_be_opened_now_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "out" / "data-1"
+    data.mkdir(parents=True)
+    write_records(data / "a.h5", records())
+    made = describe_files(data)
+    manifest = Manifest(
+        stage="rollout",
+        iteration=0,
+        key="k",
+        content=content_digest(made, {}),
+        data="data-1",
+        files=made,
+        inputs={},
+        metrics={},
+        timing={},
+        host="here",
+        job="",
+        world=1,
+    )
+    commit(tmp_path / "out", manifest)
+    (first, *_, last) = read_records(data / "a.h5")
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.h5py, "File", full)
+        with pytest.raises(OSError, match="Too many open files") as error:
+            np.asarray(first.steps["images"])
+        assert not isinstance(error.value, ArtifactError)
+    path = rows_of(data / "a.h5")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ArtifactError, match="rows"):
+        np.asarray(last.steps["images"])
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])

@@ -12,16 +12,11 @@ from hypothesis import strategies as st
 from pipeline.planning.cost.layout import Layout
 from pipeline.planning.cost.memory import (
     kv_bytes_per_token,
-    least_that_fits,
     memory,
-    require_fit,
     running_requests,
 )
 from pipeline.planning.cost.work import Generation, Inference, StateBytes, Training
-from rlinf.errors import PlanError
 from tests.pipeline.planning.cost.shapes import (
-    A100,
-    LLAMA_2_7B,
     LLAMA_3_8B,
     LLAMA_3_70B,
     MIXTRAL,
@@ -149,45 +144,3 @@ def test_running_requests_fill_the_memory_that_is_left(tp_power, longest, gib):
     each = kv_bytes_per_token(LLAMA_3_8B, tp) * context
     assert count * each <= room or count == 1
     assert (count + 1) * each > room
-
-
-def test_the_least_layout_that_fits_is_found_and_fits():
-    found = least_that_fits(LLAMA_3_8B, Training(256, 2048), A100, 64)
-    assert not found.lacking_bytes
-    # 16 bytes per parameter do not fit on one GPU of 80 GiB.
-    assert 1 < found.layout.gpus <= 4
-
-
-def test_the_error_says_how_much_is_lacking_and_what_would_fit():
-    work = Training(256, 4096)
-    with pytest.raises(PlanError) as caught:
-        require_fit("train", LLAMA_3_70B, work, A100, 8)
-    text = str(caught.value)
-    assert "stage 'train' does not fit: at best 8 x a100-80gb-sxm" in text
-    assert "GiB too much; it would fit on" in text
-    wanted = least_that_fits(LLAMA_3_70B, work, A100, 4096)
-    assert f"{wanted.layout.gpus} GPUs (there are 8): {wanted.layout}" in text
-    assert not require_fit("train", LLAMA_3_70B, work, A100, wanted.layout.gpus).lacking_bytes
-    with pytest.raises(PlanError, match="it would fit on"):
-        require_fit("train", LLAMA_3_70B, work, A100, wanted.layout.gpus - 1)
-
-
-def test_the_error_names_the_memory_that_would_do_where_no_number_of_gpus_does():
-    work = Training(64, 500_000)
-    with pytest.raises(PlanError, match=r"on no number of these GPUs.*GPUs with ([\d.]+) GiB") as e:
-        require_fit("train", LLAMA_2_7B, work, tiny_device(16), 64)
-    needed = float(str(e.value).split("GPUs with ")[1].split(" GiB")[0])
-    enough = require_fit("train", LLAMA_2_7B, work, tiny_device(needed + 0.1), 4096)
-    assert not enough.lacking_bytes
-
-
-def test_a_model_that_fits_is_described_in_words():
-    text = str(require_fit("reward", SMALL, Inference(8, 128), tiny_device(16), 8))
-    assert text.startswith("1 x a40 (tp 1, pp 1, dp 1")
-    assert "too much" not in text
-    assert "weights" in text
-
-
-def test_no_gpus_are_refused():
-    with pytest.raises(PlanError, match="at least one"):
-        least_that_fits(SMALL, Inference(8, 128), A100, 0)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from pipeline.planning.cost.fit import Point
 from pipeline.planning.cost.layout import layouts
-from pipeline.planning.cost.memory import least_that_fits, memory
+from pipeline.planning.cost.memory import memory
 from pipeline.planning.cost.rates import (
     DATA_SHEET_SPREAD,
-    calibrated_rates,
     data_sheet_rates,
     measured_rates,
 )
@@ -88,8 +87,11 @@ def test_rates_never_fall_and_memory_decides_what_runs(shape, work, gib, gpus):
     assert len(table.rates) == gpus + 1
     assert np.all(np.diff(table.rates) >= 0)
     if gpus:
-        least = least_that_fits(shape, work, device, gpus)
-        first = gpus + 1 if least.lacking_bytes else int(least.layout.gpus)
+        fits = [
+            some.gpus[memory(shape, some, work).total <= device.usable_bytes]
+            for some in layouts(shape, work, gpus, device.gpus_per_node)
+        ]
+        first = min((int(counts.min()) for counts in fits if len(counts)), default=gpus + 1)
         assert np.all((table.rates > 0) == (np.arange(gpus + 1) >= first))
     better = data_sheet_rates(shape, work, tiny_device(gib + 10), gpus)
     assert np.all(better.rates >= table.rates * (1 - 1e-12))
@@ -149,19 +151,6 @@ def test_points_too_few_for_a_fit_stand_for_themselves():
     assert table.source(8) == "measured"
     assert table.spread[2] == pytest.approx(0.01)
     assert not measured_rates(points((2, 4), amdahl), 999.0, 8).rates.any()
-
-
-def test_a_few_points_bring_data_sheet_rates_to_their_level():
-    sheet = data_sheet_rates(LLAMA_3_8B, Inference(512, 1024), A100, 64)
-    near = [Point(n, 512.0, 1.7 / sheet.rates[n], 0.0, 3) for n in (8, 16)]
-    table = calibrated_rates(sheet, near, 512.0)
-    assert table.rates[64] == pytest.approx(sheet.rates[64] / 1.7)
-    assert (table.source(12), table.source(64)) == ("fitted", "extrapolated")
-    assert table.spread[64] > table.spread[32] > table.spread[16]
-    assert table.layout(64) == sheet.layout(64)
-    assert "8 to 16 GPUs" in table.warnings[-1]
-    with pytest.raises(PlanError, match="sizes measured: 512"):
-        calibrated_rates(sheet, near, 100.0)
 
 
 def test_the_planner_takes_the_tables_as_they_are():
