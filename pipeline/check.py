@@ -131,7 +131,8 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
     held: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.table.items():
-        key, layout = f"plan.stages.{stage}.layout", plan.of(stage).layout
+        key, job = f"plan.stages.{stage}.layout", plan.of(stage)
+        layout = job.layout
         loads = spec.loads or plan.flow.table.get(spec.like or "", spec).loads
         if loads is not None and of and not spec.whole:
             first, other = held.setdefault((of[stage], loads), (stage, layout))
@@ -152,7 +153,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
                 raise ConfigError(
                     f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
                 )
-        job, pool = plan.of(stage), of.get(stage)
+        pool = of.get(stage)
         size = job.nodes * job.processes if pool is None else sizes[pool]
         layout.check(1 if stage in comes_and_goes else size, key)
 

@@ -39,8 +39,8 @@ DATA = "data-"
 """What the names of data folders begin with."""
 DERIVED = "derived/"
 """What the names of files begin with that only say otherwise what others of the output say. Runs
-with and without them are equal (``content``), and an output that lost them is whole; who reads one
-checks it as any other file."""
+with and without them are equal (``content``), and an output that lost them is whole; whatever
+reads one checks it as any other file."""
 _BLOCK = 1 << 22
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

@@ -107,7 +107,7 @@ class World:
     @property
     def data_rank(self) -> int:
         """Which share of the data is this process's; those of one copy have the same."""
-        return self.rank // self._inner % self.data_size
+        return self._share(self.rank)
 
     @property
     def speaks(self) -> bool:
@@ -125,7 +125,7 @@ class World:
         """Relative speed of each share of the data: of the slowest process that computes it."""
         found = [float("inf")] * self.data_size
         for rank, speed in enumerate(self.shares or (1.0,) * self.size):
-            share = rank // self._inner % self.data_size
+            share = self._share(rank)
             found[share] = min(found[share], speed)
         return tuple(found)
 
@@ -133,6 +133,9 @@ class World:
     def _inner(self) -> int:
         """Neighbouring ranks with the same data."""
         return self.layout.tp * self.layout.cp
+
+    def _share(self, rank: int) -> int:
+        return rank // self._inner % self.data_size
 
     def mine(self, count: int) -> list[int]:
         """Which of ``count`` like pieces of work are this process's own, or its copy's."""
