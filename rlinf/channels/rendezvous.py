@@ -256,6 +256,11 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
             said = (store.get(_here(other)).decode() for other in range(1, size))
             store.set(_VIA, next(filter(None, said), own))
         return store, store.get(_VIA).decode()
+    except DistStoreError as error:
+        store.close()
+        raise StageError(
+            f"rank {rank} waited for all {size} ranks of its group and lost rank 0: {error}"
+        ) from error
     except BaseException:
         store.close()
         raise

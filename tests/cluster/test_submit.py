@@ -22,7 +22,8 @@ from tests.pipeline.helpers import contents, run_here, start_driver, until
 
 pytestmark = pytest.mark.cluster
 ON_SPOT = {**PLAN["stages"], "rollout": {"partition": "spot", "gpus": 1, "gpu_type": "a100"}}
-LONGER = "iterations=24"
+LONGER = "iterations=64"
+"""More than pools do while the commands of the test start."""
 
 
 def rlinf(*command: str, code: int = 0) -> str:
