@@ -3,12 +3,17 @@
 Slurm sends USR2 some time before the wall-time limit or a preemption (NCCL owns USR1) and TERM at
 the end. A handler does nothing else: Python runs it between bytecodes, possibly in the middle of a
 write. Where the signal does not come, the clock sets the flag (:mod:`slurm.deadline`).
+
+Python drops an interrupt that comes in a finalizer or in a callback of a weak reference, such as
+its import system has: it is raised again where the flag is looked at.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
+import sys
+import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,12 +31,19 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self._set = False
+        self._set = self._dropped = False
         self._stop_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def is_set(self) -> bool:
-        """Whether the allocation is about to end."""
+        """Whether the allocation is about to end.
+
+        Raises:
+            KeyboardInterrupt: one came and was dropped; in the main thread.
+        """
+        if self._dropped and threading.current_thread() is threading.main_thread():
+            self._dropped = False
+            raise KeyboardInterrupt
         if not self._set and self._stop_at is not None and time.monotonic() >= self._stop_at:
             self._set = True
             log.warning("this job's time is nearly up and no signal came yet: stopping")
@@ -44,6 +56,8 @@ class StopFlag:
         def handle(number: int, frame: FrameType | None) -> None:
             self._set = True
 
+        self._unraisable = sys.unraisablehook
+        sys.unraisablehook = self._drop
         for number in WARNINGS:
             try:
                 self._previous[number] = signal.signal(number, handle)
@@ -59,3 +73,10 @@ class StopFlag:
     ) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+        sys.unraisablehook = self._unraisable
+
+    def _drop(self, lost: sys.UnraisableHookArgs) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            self._dropped = True
+        else:
+            self._unraisable(lost)

@@ -66,6 +66,9 @@ class GymConfig(Section):
     python: str | None = None
     """The interpreter of those processes, one at least then: a path, or the name of an environment
     that ``make env`` has made or the site file knows. It needs numpy and Gymnasium alone."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """For one answer of such a process, its start included: after it the process counts as hung and
+    is replaced."""
     halves: Literal[1, 2] = 1
     """2: a process steps one half of its environments while the policy answers the other."""
 
@@ -74,7 +77,8 @@ class GymEnvironment(Environment):
     """A start is an environment, a sample the experience of one of them.
 
     An episode in which the simulator raises is lost, and that alone: its steps do not count, and
-    the next one has a new simulator. One that raises :data:`FAILURES` times in a sample is broken.
+    the next one has a new simulator; so are those of a process that dies or hangs. A simulator that
+    fails :data:`FAILURES` times in a sample is broken.
 
     On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
     ones; on the test split it is one episode, or as much of it as fits.
@@ -217,7 +221,8 @@ class GymEnvironment(Environment):
 
 def _process(config: GymConfig) -> Process:
     python = None if config.python is None else interpreter(config.python, "task.python")
-    return Process(MAKER, {"id": config.id, "kwargs": config.kwargs}, python)
+    values = {"id": config.id, "kwargs": config.kwargs}
+    return Process(MAKER, values, python, config.timeout_s)
 
 
 def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, first: int) -> Part:

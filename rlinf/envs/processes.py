@@ -2,12 +2,14 @@
 
 The time loops stay here, a thread each; a process steps the worlds of some of them
 (:mod:`rlinf.envs.simulator`), under its own interpreter where one is named. A socket wakes the one
-who waits at once, and ends when either side dies: the stage then raises, the process then exits.
+who waits at once, and ends when either side dies: the stage then starts another process, and the
+other side exits.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -32,67 +34,149 @@ from rlinf.envs.simulator import Arrays, Link
 from rlinf.errors import InputError, RlinfError
 
 PATIENCE_S = 2.0
+ATTEMPTS = 3
+"""Processes that may die one after the other before episodes begin."""
 PACKAGES = ("site-packages", "dist-packages")
 START = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 """A file that is run directly has its folder on the module search path, with all that is in it."""
+log = logging.getLogger(__name__)
 
 
 class SimulatorError(RlinfError):
-    """A simulator failed in its process, or the process died; the next attempt starts new ones."""
+    """A simulator failed in its process, or the process died again and again; the next attempt
+    starts new ones."""
 
 
 class Process:
     """Worlds in a process, for several threads that take turns; see :class:`simulator.Worlds`.
 
-    All methods raise SimulatorError where the process died or its simulator raised (with its
-    traceback), and InputError where it refused its configuration.
+    One that dies, or answers nothing for ``timeout_s``, is replaced: the episodes that it stepped
+    are lost, and those alone. Methods raise SimulatorError where the simulator raised outside an
+    episode (with its traceback) or no process begins one, and InputError where it refused its
+    configuration.
     """
 
-    def __init__(self, maker: str, values: Mapping[str, Any], python: str | None = None) -> None:
+    def __init__(
+        self,
+        maker: str,
+        values: Mapping[str, Any],
+        python: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
         """
         Args:
             maker: what makes a world: ``module:attribute``, or ``:attribute`` of that file.
             values: its arguments, plain.
             python: the interpreter; None: this one.
+            timeout_s: for one answer, the first of which waits for the simulator to be imported.
         """
+        self._command = (maker, json.dumps(dict(values)))
+        self._python, self._timeout_s = python, timeout_s
+        self._lock, self._closed = threading.Lock(), False
+        self._seen: dict[int, tuple[int, np.ndarray]] = {}
+        """By world its last observation, and the process that it was made in."""
+        self._start()
+
+    def _start(self) -> None:
         mine, its = socket.socketpair()
+        mine.settimeout(self._timeout_s)
         file = str(Path(simulator.__file__).resolve())
         with its:
             self._process = subprocess.Popen(
                 [
-                    *(python or sys.executable, "-c", START),
-                    *(file, str(its.fileno()), maker, json.dumps(dict(values))),
+                    *(self._python or sys.executable, "-c", START),
+                    *(file, str(its.fileno()), *self._command),
                 ],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **machine.environment(), "PYTHONPATH": _path(python)},
+                env={**os.environ, **machine.environment(), "PYTHONPATH": _path(self._python)},
             )
-        self._link, self._lock = Link(mine), threading.Lock()
-        self.pid = self._process.pid
+        self._link, self.pid = Link(mine), self._process.pid
         # Also when nobody closes the environment: at the end of the stage's process.
-        self.end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, self._process)
 
     def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
         order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
-        return self._ask(order, {})[1]["seen"]
+        deaths = 0
+        with self._lock:
+            while True:
+                try:
+                    seen = self._ask(order, {})[1]["seen"]
+                except _Died as death:
+                    deaths += 1
+                    if deaths == ATTEMPTS:
+                        raise SimulatorError(f"{death}; so did {deaths - 1} before it") from None
+                    self._replace(death)
+                else:
+                    self._note(numbers, seen)
+                    return seen
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
-        order = {"do": "step", "worlds": list(numbers)}
-        answer, came = self._ask(order, {"action": actions})
-        return came, dict(answer["errors"])
+        with self._lock:
+            there = [k for k, n in enumerate(numbers) if self._seen[n][0] == self.pid]
+            errors, came = dict[int, str](), Arrays()
+            if there:
+                order = {"do": "step", "worlds": [numbers[k] for k in there]}
+                try:
+                    answer, came = self._ask(order, {"action": actions[there]})
+                    errors = {there[row]: error for row, error in answer["errors"]}
+                except _Died as death:
+                    self._replace(death)
+                    there = []
+            if came:
+                self._note([numbers[k] for k in there], came["seen"])
+            if len(there) == len(numbers):
+                return came, errors
+            return self._with_lost(numbers, there, came, errors)
 
     def spaces(self) -> dict[str, Any]:
-        return self._ask({"do": "spaces"}, {})[0]
+        with self._lock:
+            try:
+                return self._ask({"do": "spaces"}, {})[0]
+            except _Died as death:
+                raise SimulatorError(str(death)) from None
 
     def close(self) -> None:
         """End it; it has nothing to save."""
-        self.end()
+        self._closed = True
+        self._end()
+
+    def _with_lost(
+        self, numbers: Sequence[int], there: list[int], came: Arrays, errors: dict[int, str]
+    ) -> tuple[Arrays, dict[int, str]]:
+        """What came of some rows; the episodes of the others ended with their process."""
+        reward, ends = np.zeros(len(numbers)), np.zeros((2, len(numbers)), np.uint8)
+        ends[0] = 1
+        if came:
+            reward[there] = came["reward"]
+            ends[0, there], ends[1, there] = came["terminated"], came["truncated"]
+        lost = {k: self._why for k in range(len(numbers)) if k not in there}
+        seen = np.stack([self._seen[number][1] for number in numbers])
+        columns = {"seen": seen, "reward": reward, "terminated": ends[0], "truncated": ends[1]}
+        return columns, {**errors, **lost}
+
+    def _note(self, numbers: Sequence[int], seen: np.ndarray) -> None:
+        for number, observation in zip(numbers, seen, strict=True):
+            self._seen[number] = (self.pid, observation)
+
+    def _replace(self, death: _Died) -> None:
+        """Start another process in the place of a dead one."""
+        self._why = str(death)
+        if self._closed:
+            raise SimulatorError(self._why)
+        log.warning("%s: its episodes are lost, and another one takes its place", death)
+        self._link.close()
+        self._end()
+        self._start()
 
     def _ask(self, order: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
         try:
-            with self._lock:
-                self._link.put(order, arrays)
-                answer, columns = self._link.get()
+            self._link.put(order, arrays)
+            answer, columns = self._link.get()
+        except TimeoutError:
+            raise _Died(
+                f"simulator process {self.pid} answered nothing for {self._timeout_s:g} s"
+            ) from None
         except (EOFError, OSError):
             raise self._death() from None
         if "refused" in answer:
@@ -101,14 +185,18 @@ class Process:
             raise SimulatorError(f"simulator process {self.pid}: {answer['failed']}")
         return answer, columns
 
-    def _death(self) -> SimulatorError:
+    def _death(self) -> _Died:
         """Why nothing comes any more."""
         try:
             code = self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            return SimulatorError(f"simulator process {self.pid} closed its connection")
+            return _Died(f"simulator process {self.pid} closed its connection")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        return SimulatorError(f"simulator process {self.pid} {how} while it was needed")
+        return _Died(f"simulator process {self.pid} {how} while it was needed")
+
+
+class _Died(Exception):
+    """A process will answer nothing more; the text says why."""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,21 +18,11 @@ from pipeline.commands.experiment import prepare
 from rlinf import tree
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested
-from slurm.signals import StopFlag
 from stages.layout import CONFIG, stage_folder
 from stages.resident import Resident
 from stages.runner import StageCall, run_stage
 
 Compose = Callable[..., dict[str, Any]]
-
-
-def test_the_flag_is_set_by_the_signal_and_handlers_come_back() -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    with StopFlag() as stop:
-        assert not stop.is_set()
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert stop.is_set()
-    assert signal.getsignal(signal.SIGUSR2) is before
 
 
 def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.channels.base import ChannelClosed
 from rlinf.channels.local import LocalChannel
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
@@ -143,16 +145,46 @@ def test_a_process_that_dies_is_named_with_its_signal(tmp_path: Path, falling: s
         run(environment, engine)
 
 
-def test_the_next_attempt_starts_new_processes(tmp_path: Path) -> None:
+def test_one_that_dies_between_collections_costs_nothing(tmp_path: Path) -> None:
     engine = engine_for(CARTPOLE, tmp_path)
     with simulators(CARTPOLE, processes=2) as environment:
         expected = contents(run(environment, engine))
         first = pids(environment)
         os.kill(first[1], signal.SIGKILL)
-        with pytest.raises(SimulatorError, match=f"process {first[1]} was killed"):
-            run(environment, engine)
-        assert all(gone(pid) for pid in first)
         assert contents(run(environment, engine)) == expected
+        assert pids(environment)[0] == first[0]
+        assert pids(environment)[1] != first[1]
+
+
+@pytest.mark.parametrize(("how", "halves"), [("die", 1), ("die", 2), ("hang", 2)])
+def test_one_that_dies_or_hangs_costs_the_episodes_that_it_steps(
+    tmp_path: Path, falling: str, how: str, halves: int
+) -> None:
+    """Starts 0 to 3 are of one process, 4 to 6 of the other; each sample's episode is one."""
+    task = GymConfig(id=falling, kwargs={"how": "raise", "once": str(tmp_path)})
+    engine = engine_for(task, tmp_path)
+    options: dict[str, Any] = {"processes": 2, "halves": halves}
+    with simulators(task, **options) as environment:
+        whole = run(environment, engine)
+    fails = {"how": how, "once": str(tmp_path / "fell")}
+    with simulators(task, **options, kwargs=fails, timeout_s=8.0) as environment:
+        struck = run(environment, engine)
+        again = pids(environment)
+        assert contents(run(environment, engine)) == contents(whole)
+        assert pids(environment) == again
+        counts = Counter[str]()
+        environment.score(struck, counts)
+    lost = [r.identity.sample for r in struck if not counted(r).all()]
+    assert lost in ([0, 1, 2, 3], [4, 5, 6])
+    assert counts == {"failed_episodes": len(lost)}
+    for before, after in zip(whole, struck, strict=True):
+        if after.identity.sample in lost:
+            # Of the other half the process may have died after one step more.
+            assert counted(after)[:3].sum() <= 1
+            assert counted(after)[4:].all()
+            assert len(after) == len(before)
+        else:
+            assert after.digest() == before.digest()
 
 
 def test_an_error_of_the_policy_is_raised_and_ends_the_processes(tmp_path: Path) -> None:
