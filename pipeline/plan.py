@@ -175,9 +175,10 @@ class Plan(Section):
     transports: dict[str, Transport] = {}
     """By edge between pools, ``rollout -> reward``; stages of one worker pass references. Where
     nothing is said, weights go by shared memory on one node, by socket between nodes; records by
-    socket; all else is read from files. Between nodes ``shared_memory`` means socket. For weights
-    alone there are ``gloo`` and ``nccl``, process groups, which are fast and not encrypted, and
-    ``delta``: as ``file``, but of weights a worker reads what changed since those it has."""
+    socket, those with large rows (images) by file; all else is read from files. Between nodes
+    ``shared_memory`` means socket. For weights alone there are ``gloo`` and ``nccl``, process
+    groups, which are fast and not encrypted, and ``delta``: as ``file``, but of weights a worker
+    reads what changed since those it has."""
     predicted: Forecast | None = None
     _flow: Flow = PrivateAttr(default=on_policy)
 

@@ -17,7 +17,7 @@ from pipeline.run import Run
 from rlinf.channels.world import ALONE, ParallelLayout, World
 from stages.flow import WEIGHTS
 from stages.worker import messages
-from stages.worker.inbox import SHARED_MEMORY, SOCKET
+from stages.worker.inbox import BY_SIZE, SHARED_MEMORY, SOCKET
 from stages.worker.messages import Order, StageOrder
 
 HOLD_S = 0.5
@@ -181,8 +181,9 @@ class Orders:
 
         Records come from all ranks of the maker that speak, weights from its rank 0 alone.
         """
-        usual = SOCKET if name in self._flow.streams else SHARED_MEMORY
-        way = self._plan.transports.get(f"{source.stage} -> {target.stage}", usual)
+        records = name in self._flow.streams
+        said = self._plan.transports.get(f"{source.stage} -> {target.stage}")
+        way = said or (SOCKET if records else SHARED_MEMORY)
         if not takers:
             return
         if way in FOR_WEIGHTS and name == WEIGHTS:
@@ -193,10 +194,10 @@ class Orders:
         ranks = self._ranks(source)
         speakers = World(size=ranks, layout=self._layout(source)).speakers
         makers = list(maker.hosts(ranks).items())
-        for turn, rank in enumerate(speakers if name in self._flow.streams else [0]):
+        for turn, rank in enumerate(speakers if records else [0]):
             first, host = makers[rank]
             for sender, to in tree(first, host, takers, near=near, turn=turn).items():
-                yield first, sender, to
+                yield first, sender, to if said or not records else dict.fromkeys(to, BY_SIZE)
 
     def _by_rows(self, source: Node, node: Node) -> bool:
         """Whether several processes share its model: each reads its rows of the published files,

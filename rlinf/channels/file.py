@@ -32,8 +32,6 @@ from rlinf.errors import ArtifactError
 SCHEMA, WITH_ROWS = 1, 2
 """Of a file; the second has some of its columns in a file beside it."""
 PART_BYTES = 256 << 20
-LARGE_BYTES = 1 << 10
-"""Columns whose rows have at least as much, images and the like, are read as they are used."""
 BLOCK_BYTES = 1 << 18
 """Rows are read and checked by blocks of about so much, or one by one."""
 
@@ -111,7 +109,7 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
         if not records:
             return
         first = records[0]
-        large = _large(first)
+        large = first.large()
         file.attrs["schema"] = WITH_ROWS if large else SCHEMA
         for record in records:
             if (
@@ -202,12 +200,6 @@ def read_infos(path: Path) -> list[tuple[Identity, int, dict[str, Scalar]]]:
 def rows_of(path: Path) -> Path:
     """The file beside a file of records that has its large columns."""
     return path.with_suffix(".rows.hdf5")
-
-
-def _large(record: Record) -> list[str]:
-    """Columns of steps whose rows are large."""
-    sizes = {n: a.itemsize * int(np.prod(a.shape[1:])) for n, a in record.steps.items()}
-    return [name for name, size in sizes.items() if size >= LARGE_BYTES]
 
 
 def _write_rows(path: Path, file: h5py.File, columns: dict[str, list[np.ndarray]]) -> None:

@@ -12,6 +12,7 @@ import torch
 from pipeline.commands.experiment import drive, execute, prepare
 from rlinf.artifacts import read_manifest
 from rlinf.errors import RlinfError
+from stages.runner import FELL
 from tests.pipeline.helpers import contents
 from tests.pipeline.test_driver import weights
 
@@ -34,7 +35,14 @@ POOL = {
     "grain": "segment",
     "stages": dict.fromkeys(("rollout", "inference", "train"), RANKS),
     "pools": [{"stages": STAGES, "gpus": {"local": 2}}],
-    "transports": {"rollout -> train": "file", "rollout -> inference": "file"},
+}
+APART = {
+    **POOL,
+    "pools": [
+        {"stages": STAGES[:2], "gpus": {"local": 1}},
+        {"stages": STAGES[2:], "gpus": {"local": 2}},
+    ],
+    "stages": dict.fromkeys(STAGES[2:], RANKS),
 }
 
 
@@ -51,7 +59,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "one"
 
 
-@pytest.mark.parametrize("plan", [{"stages": dict.fromkeys(STAGES[2:], RANKS)}, POOL])
+@pytest.mark.parametrize(
+    "plan", [{"stages": dict.fromkeys(STAGES[2:], RANKS)}, POOL, APART], ids=["jobs", "one", "two"]
+)
 def test_ranks_that_read_their_own_rows_make_the_update_of_one(
     plan: dict[str, Any], one: Path, compose: Compose, tmp_path: Path
 ) -> None:
@@ -65,6 +75,10 @@ def test_ranks_that_read_their_own_rows_make_the_update_of_one(
     manifest = read_manifest(tmp_path / "two/it/0001/rollout")
     assert manifest is not None
     assert any(name.endswith(".rows.hdf5") for name in manifest.files)
+    for stage in STAGES[2:]:
+        taken = read_manifest(tmp_path / f"two/it/0001/{stage}")
+        assert taken is not None
+        assert FELL not in taken.extra, "that they are read from files is no loss"
 
 
 def test_damage_to_large_rows_is_mended(one: Path, compose: Compose, tmp_path: Path) -> None:
