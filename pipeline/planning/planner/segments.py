@@ -75,12 +75,12 @@ def _rates(work: Work, request: Request) -> RateTable:
     """On 0 to all devices of the kind, everything loaded."""
     count = work.devices.count
     counts = np.arange(count + 1)
-    runnable = (counts <= work_items(work.stage, request.config)) & work.able(counts)
     table = measured_rates(
         work.measured,
         request.profile.samples,
         count,
-        runnable=runnable,
+        runnable=work.able(counts),
+        most=work_items(work.stage, request.config),
         memory_bytes=work.peak_memory_bytes or math.nan,
         fits=work.fits,
     )
