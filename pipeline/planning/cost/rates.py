@@ -34,11 +34,11 @@ class RateTable:
     """Iterations per second of one stage on one kind of GPU. Arrays are ``[gpus + 1]``."""
 
     rates: Array
-    """0 where that many GPUs cannot run it. More GPUs never lower it: a stage need not use all."""
+    """0 where that many GPUs cannot run it; a stage works on all that its pool has."""
     spread: Array
     """Relative standard deviation of each time."""
     used: Array
-    """GPUs in use where that many are there, int64."""
+    """GPUs that have work where that many are there, int64."""
     source_codes: Array
     """Index of each number's source in :data:`SOURCES`, int64."""
     bound_codes: Array
@@ -104,7 +104,7 @@ def data_sheet_rates(shape: ModelShape, work: Work, device: Device, gpus: int) -
     with np.errstate(divide="ignore"):
         rates = 1.0 / best
     spread = np.full(gpus + 1, DATA_SHEET_SPREAD)
-    return _never_falling(replace(table, rates=rates, spread=spread, layouts=tuple(found)))
+    return _only_able(replace(table, rates=rates, spread=spread, layouts=tuple(found)))
 
 
 def measured_rates(
@@ -113,6 +113,7 @@ def measured_rates(
     gpus: int,
     *,
     runnable: Array | None = None,
+    most: int | None = None,
     memory_bytes: float = math.nan,
     fits: bool = True,
 ) -> RateTable:
@@ -123,8 +124,8 @@ def measured_rates(
 
     Args:
         size: work of one iteration, in the unit of the points.
-        runnable: bool ``[gpus + 1]``, False where memory is known not to suffice, or where more
-            GPUs have nothing to do.
+        runnable: bool ``[gpus + 1]``, False where memory is known not to suffice.
+        most: GPUs that there is work for; those beyond stand idle.
         memory_bytes: most that was seen on a GPU; NaN: not known.
         fits: False: points are used as they are, however many.
 
@@ -139,7 +140,7 @@ def measured_rates(
             if point.size == size and point.processes <= gpus and able[point.processes]:
                 table.rates[point.processes] = 1 / point.seconds
                 table.spread[point.processes] = point.spread_s / point.seconds
-        return _never_falling(table)
+        return _only_able(table, most)
     answer = fit_times(points).predict(np.maximum(counts, 1), size)
     codes = np.where(answer.extrapolated, SOURCES.index("extrapolated"), SOURCES.index("fitted"))
     codes = np.where(answer.measured, SOURCES.index("measured"), codes)
@@ -150,7 +151,7 @@ def measured_rates(
         source_codes=codes,
         warnings=answer.warnings if np.any(answer.extrapolated & able) else (),
     )
-    return _never_falling(table)
+    return _only_able(table, most)
 
 
 def _empty(gpus: int, source: Source) -> RateTable:
@@ -167,15 +168,14 @@ def _empty(gpus: int, source: Source) -> RateTable:
     )
 
 
-def _never_falling(table: RateTable) -> RateTable:
-    """Where fewer GPUs are as quick, only those are used; where none run it, nothing is."""
-    best = np.maximum.accumulate(table.rates)
-    able = best > 0
-    # An equal rate on more GPUs does not need them.
-    first = np.searchsorted(best, best, side="left")
+def _only_able(table: RateTable, most: int | None = None) -> RateTable:
+    """Nothing is said of numbers that cannot run it; beyond ``most`` GPUs more stand idle."""
+    first = np.minimum(np.arange(len(table.rates)), len(table.rates) if most is None else most)
+    rates = table.rates[first]
+    able = rates > 0
     return replace(
         table,
-        rates=best,
+        rates=rates,
         spread=np.where(able, table.spread[first], 0.0),
         used=np.where(able, table.used[first], 0),
         source_codes=np.where(able, table.source_codes[first], SOURCES.index("cannot")),

@@ -136,6 +136,21 @@ def with_counts(devices: Mapping[str, Devices], counts: Mapping[str, int]) -> di
     return out
 
 
+def with_floors(devices: Mapping[str, Devices], estimated: Profile) -> dict[str, Devices]:
+    """The same, with what the model's shapes say cannot hold a stage as failures, below the least
+    number of processes that was tried; above it measurements alone count."""
+    out = dict(devices)
+    for name, own in devices.items():
+        least: dict[str, int] = {}
+        for point in own.profile.points:
+            least[point.stage] = min(point.processes, least.get(point.stage, point.processes))
+        guessed = estimated.kinds[name].points if name in estimated.kinds else ()
+        failed = [p for p in guessed if not p.ok and p.processes < least.get(p.stage, 0)]
+        points = (*own.profile.points, *failed)
+        out[name] = replace(own, profile=own.profile.model_copy(update={"points": points}))
+    return out
+
+
 def _told_apart(found: Mapping[str, Devices], inventory: Inventory) -> dict[str, Devices]:
     """With ``same_as``: of partitions over the same nodes the one that is not preempted is better,
     then the one with fewer nodes."""

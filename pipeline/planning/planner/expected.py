@@ -134,8 +134,8 @@ class _Drawn(Predictor):
         self._factors = np.exp(sigma * normal - sigma**2 / 2)
         """Of the times: ``[stages, kinds, draws]``, of mean 1."""
 
-    def rates(self, stage: int, gpus: Array) -> Array:
-        return super().rates(stage, gpus) / self._factors[stage]
+    def rates(self, stage: int, gpus: Array, held: Array) -> Array:
+        return super().rates(stage, gpus, held) / self._factors[stage]
 
     def total_s(self, placement: Placement) -> Array:
         """Seconds of an iteration ``[draws]``."""

@@ -120,11 +120,8 @@ def _check_memory(work: Work, asked: StagePlan, at: str) -> None:
             f"{at}.mem_mb: {asked.mem_mb}, but {asked.processes} processes needed "
             f"{asked.processes * need} MiB when measured on {name}"
         )
-    if asked.nodes * asked.processes >= work.failed:
-        raise PlanError(
-            f"{at}.processes: the stage failed on {work.failed:g} processes when it was measured "
-            f"on {name}; ask for fewer"
-        )
+    if why := work.refused(asked.nodes * asked.processes):
+        raise PlanError(f"{at}.processes: {why}")
 
 
 def _check_time(option: Option, asked: StagePlan, at: str) -> None:

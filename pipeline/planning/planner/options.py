@@ -239,7 +239,7 @@ def _shapes(work: Work, most: int) -> Iterator[tuple[int, int]]:
     for nodes in range(1, work.devices.kind.nodes + 1):
         for processes in range(1, per_node + 1):
             count = nodes * processes
-            if count <= most and count < work.failed and count not in seen:
+            if count <= most and count not in seen and not work.refused(count):
                 seen.add(count)
                 yield nodes, processes
 
@@ -247,7 +247,8 @@ def _shapes(work: Work, most: int) -> Iterator[tuple[int, int]]:
 def _shared_shapes(works: tuple[Work, Work], most: int) -> Iterator[tuple[tuple[int, ...], int]]:
     for processes in range(1, min(work.per_node() for work in works) + 1):
         for nodes in itertools.product(*(_some(work.devices.kind.nodes) for work in works)):
-            if sum(nodes) * processes <= min(most, *(work.failed - 1 for work in works)):
+            count = sum(nodes) * processes
+            if count <= most and not any(work.refused(count) for work in works):
                 yield nodes, processes
 
 

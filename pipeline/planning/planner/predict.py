@@ -53,6 +53,8 @@ class Predictor:
             [problem.table(stage, k) for k in range(len(kinds))] for stage in problem.stages
         ]
         """By stage and kind: rates ``[gpus + 1]``."""
+        self.best = [[np.maximum.accumulate(table) for table in row] for row in self.tables]
+        """By stage and kind: the most that any number of GPUs up to ``[gpus + 1]`` gives."""
         self.groups = cycles(problem)
         """Stage numbers that work in lockstep, in order; most groups hold one stage."""
         self._edges = [
@@ -96,7 +98,7 @@ class Predictor:
         held = gpus if held is None else held
         pool_of = {stage: i for i, pool in enumerate(pools) for stage in pool}
         stages = problem.stages
-        busy = np.stack([self.duration(s, gpus[pool_of[s]]) for s in range(len(stages))])
+        busy = np.stack([self.duration(s, gpus[p], held[p]) for s, p in sorted(pool_of.items())])
         start, finish, first = np.zeros((3, len(stages), count))
         free = [np.zeros(count) for _ in pools]
         for group in self.groups:
@@ -153,25 +155,29 @@ class Predictor:
             return chunks
         return min(1, len(passed))
 
-    def duration(self, stage: int, gpus: Array) -> Array:
-        """Seconds of a stage alone on GPUs ``[kinds, n]``; infinite where it cannot run."""
-        parts = self.rates(stage, gpus)
-        rate = parts.sum(0)
+    def duration(self, stage: int, gpus: Array, held: Array | None = None) -> Array:
+        """Seconds of a stage alone on GPUs ``[kinds, n]``; infinite where it cannot run.
+
+        With fewer ``held``: not more than on any number of GPUs of each kind between the two.
+        """
+        held = gpus if held is None else held
+        parts = self.rates(stage, gpus, held)
+        rate, fastest = parts.sum(0), parts.max(0)
         if not self.problem.stages[stage].divisible:
-            rate = parts.max(0)
-        elif self.problem.mixing != 1.0:
-            # The quickest kind alone is never given up for a mixture that loses more than it adds.
-            several = (parts > 0).sum(0) > 1
-            mixed = np.maximum(rate * self.problem.mixing, parts.max(0))
-            rate = np.where(several, mixed, rate)
+            rate = fastest
+        else:
+            mixed = rate * np.where((parts > 0).sum(0) > 1, self.problem.mixing, 1.0)
+            # All of a pool work; of what is not settled yet a kind could be left out.
+            rate = np.where((gpus == held).all(0), mixed, np.maximum(mixed, fastest))
+            rate = np.where(((held > 0) & (parts == 0)).any(0), 0.0, rate)
         with np.errstate(divide="ignore"):
             return 1.0 / rate
 
-    def rates(self, stage: int, gpus: Array) -> Array:
-        """Iterations per second of a stage on its GPUs of each kind ``[kinds, n]``."""
-        return np.stack(
-            [table[number] for table, number in zip(self.tables[stage], gpus, strict=True)]
-        )
+    def rates(self, stage: int, gpus: Array, held: Array) -> Array:
+        """Iterations per second of a stage on its GPUs of each kind ``[kinds, n]``; with fewer
+        ``held`` the most that a number up to ``gpus`` gives."""
+        kinds = zip(self.tables[stage], self.best[stage], gpus, held, strict=True)
+        return np.stack([np.where(n == own, t[n], best[n]) for t, best, n, own in kinds])
 
     def least_switch(
         self, group: Sequence[int], pools: Sequence[Sequence[int]], pool: int

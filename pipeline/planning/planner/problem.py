@@ -52,7 +52,7 @@ class Stage:
     streams: bool = True
     """Whether it can begin on a part of its input."""
     divisible: bool = True
-    """Whether unlike GPUs add up; otherwise the quickest kind of its pool does all."""
+    """Whether unlike GPUs add up, all of its pool; otherwise the quickest kind does all."""
     chunk_s: float = 0.0
     """Overhead of each micro-batch passed between pools, seconds."""
     switch_s: Mapping[str, float] = field(default_factory=dict)
@@ -116,17 +116,17 @@ class Problem:
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
 
     def table(self, stage: Stage, kind: int) -> np.ndarray:
-        """Rates ``[gpus + 1]`` of a stage on a kind, never falling with more GPUs.
+        """Rates ``[gpus + 1]`` of a stage on a kind; pins are applied here.
 
-        A stage need not use all GPUs of its pool, so more of them never make it slower. Pins are
-        applied here.
+        A stage works on all GPUs of its pool, so a number on which it cannot run, or is slower than
+        on fewer, counts as such.
         """
         entry = self.kinds[kind]
         allowed = self.allowed.get(stage.name)
         rates = stage.rates.get(entry.name)
         if rates is None or (allowed is not None and entry.name not in allowed):
             return np.zeros(entry.gpus + 1)
-        return np.maximum.accumulate(np.asarray(rates, dtype=np.float64))
+        return np.asarray(rates, dtype=np.float64)
 
 
 @dataclass(frozen=True)

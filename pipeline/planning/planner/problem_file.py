@@ -30,9 +30,9 @@ class KindSection(Section):
 class StageSection(Section):
     """A :class:`~pipeline.planning.planner.problem.Stage`, with durations instead of rates."""
 
-    seconds: dict[str, dict[PositiveInt, PositiveFloat]]
-    """By kind and number of GPUs: seconds of one iteration. Numbers in between are as slow as the
-    next lower one that is given; below the lowest it cannot run."""
+    seconds: dict[str, dict[PositiveInt, PositiveFloat | None]]
+    """By kind and number of GPUs: seconds of one iteration; null: it cannot run on so many. Numbers
+    in between are as the next lower one that is given; below the lowest it cannot run."""
     after: tuple[str, ...] = ()
     streams: bool = True
     divisible: bool = True
@@ -90,8 +90,8 @@ class ProblemFile(Section):
                     f"stages.{name}.seconds.{kind}: {max(seconds)} GPUs, but there are {most}"
                 )
             rates[kind] = np.zeros(most + 1)
-            for gpus, value in seconds.items():
-                rates[kind][gpus] = 1 / value
+            for gpus, value in sorted(seconds.items()):
+                rates[kind][gpus:] = 1 / value if value else 0.0
         rest = section.model_dump(exclude={"seconds"})
         return Stage(name, rates, **rest)
 
@@ -104,9 +104,11 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
         for k, kind in enumerate(problem.kinds):
             # Pins are in the table; in between the next lower number stands.
             rates = problem.table(problem.stages[s], k)
-            steps = np.flatnonzero(np.diff(rates, prepend=0.0) > 0)
+            steps = np.flatnonzero(np.diff(rates, prepend=0.0))
             if len(steps):
-                seconds[kind.name] = {int(n): float(1 / rates[n]) for n in steps}
+                seconds[kind.name] = {
+                    int(n): float(1 / rates[n]) if rates[n] > 0 else None for n in steps
+                }
         stages[stage.name] = {
             "seconds": seconds,
             "after": list(stage.after),

@@ -47,10 +47,12 @@ class Relaxation:
         self._gpus = np.array([kind.gpus for kind in problem.kinds], dtype=np.float64)
         count, kinds = len(problem.stages), len(problem.kinds)
         self._lines = [
-            [upper_lines(predictor.tables[s][k]) for k in range(kinds)] for s in range(count)
+            [upper_lines(predictor.best[s][k]) for k in range(kinds)] for s in range(count)
         ]
         everything = self._gpus.astype(np.int64)[:, None]
-        self._least = np.array([predictor.duration(s, everything)[0] for s in range(count)])
+        self._least = np.array(
+            [predictor.duration(s, everything, 0 * everything)[0] for s in range(count)]
+        )
 
     def solve(self, pools: Sequence[Sequence[int]], chunks: Sequence[int] | None = None) -> Relaxed:
         """The relaxation of a grouping of stages into pools, over some grains (default: all).
@@ -178,7 +180,7 @@ class _Program:
             # What does not mix at all is a share of 0.
             problem = self._of.problem
             mixing = problem.mixing if problem.stages[s].divisible else 0.0
-            alone = max(float(table[-1]) for table in self._of.predictor.tables[s])
+            alone = max(float(table[-1]) for table in self._of.predictor.best[s])
             for share in {1.0, mixing}:
                 row = np.zeros(self.size)
                 row[self.speed.start + s] = 1.0

@@ -124,23 +124,48 @@ class _Search:
         self.predictor = Predictor(problem)
         self.relaxation = Relaxation(self.predictor)
         self._sizes = np.array([kind.gpus for kind in problem.kinds])
-        # More GPUs make a stage no slower; leaving some idle only helps where they cost something.
+        tables = [table for row in self.predictor.tables for table in row]
+        several = len(problem.kinds) > 1
+        # Where more GPUs make no stage slower, leaving some idle helps if they cost something.
         self._idle = (
             not isinstance(objective, IterationTime)
             or problem.mixes is not None
             or any(any(stage.switch_s.values()) for stage in problem.stages)
             or any(problem.sync_s.values())
+            or any(np.any(np.diff(table) < 0) for table in tables)
+            or (several and (problem.mixing < 1 or any(np.any(t[1:] == 0) for t in tables)))
         )
         self._moves: dict[int, Array] = {}
+        self._counts: dict[tuple[tuple[int, ...], int], Array] = {}
 
     def bound(self, total_s: float) -> float:
         return self.objective.bound(self.problem, total_s) if math.isfinite(total_s) else math.inf
 
     def is_small(self) -> bool:
         """Whether the problem is counted out."""
-        bars = len(self.problem.stages) + self._idle - 1
-        divisions = math.prod(math.comb(int(size) + bars, bars) for size in self._sizes)
-        return int(self._sizes.sum()) <= EXACT_GPUS or divisions <= EXACT_DIVISIONS
+        if int(self._sizes.sum()) <= EXACT_GPUS:
+            return True
+        divisions = 1.0
+        for k, size in enumerate(self._sizes):
+            ways = np.eye(1, size + 1)[0]
+            for s in range(len(self.problem.stages)):
+                each = np.zeros(size + 1)
+                each[self.counts((s,), k)] = 1.0
+                ways = np.convolve(ways, each)[: size + 1]
+            divisions *= float(ways.sum() if self._idle else ways[-1])
+        return divisions <= EXACT_DIVISIONS
+
+    def counts(self, pool: tuple[int, ...], kind: int) -> Array:
+        """Numbers of GPUs of a kind that a pool of these stages can work on, ascending; 0 too."""
+        if (pool, kind) not in self._counts:
+            entry, able = self.problem.kinds[kind], np.arange(self._sizes[kind] + 1)
+            for s in pool:
+                if self.problem.stages[s].divisible:
+                    able = able[(able == 0) | (self.predictor.tables[s][kind][able] > 0)]
+            if not self.problem.may_mix(pool):
+                able = able[entry.whole(able) == able]
+            self._counts[pool, kind] = able
+        return self._counts[pool, kind]
 
     def solution(self, pools: Pools, found: _Found, bound: float, exact: bool) -> Solution:
         gpus = tuple(tuple(int(n) for n in pool) for pool in found.gpus)
@@ -211,7 +236,10 @@ class _Search:
     ) -> None:
         kind = order[depth]
         last = depth + 1 == len(order)
-        parts = _divisions(int(self._sizes[kind]), len(pools), self._idle)
+        counts = [self.counts(pool, int(kind)) for pool in pools]
+        parts = _divisions(int(self._sizes[kind]), counts, self._idle)
+        if not len(parts):
+            return
         rest = np.zeros(len(order), np.int64)
         rest[order[depth + 1 :]] = self._sizes[order[depth + 1 :]]
         step = max(1, BLOCK // len(parts))
@@ -259,7 +287,7 @@ class _Search:
                 changed = state.copy()
                 changed[pools, k] = 0
                 out.append(changed)
-        return np.array(out).reshape(-1, *state.shape)
+        return np.array(out, np.int64).reshape(-1, *state.shape)
 
     def _moves_of(self, pools: int) -> Array:
         """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
@@ -287,7 +315,7 @@ class _Search:
                     move[a, k], move[b, k], move[a, j], move[b, j] = -size, size, size, -size
                     if a < b:
                         out.append(move)
-        self._moves[pools] = np.array(out).reshape(-1, pools, kinds)
+        self._moves[pools] = np.array(out, np.int64).reshape(-1, pools, kinds)
         return self._moves[pools]
 
     def _chunks(self, pools: Pools) -> Array:
@@ -301,7 +329,7 @@ class _Search:
         """
         like = [p for p, pool in enumerate(pools) if not self.problem.may_mix(pool)]
         if not like:
-            return [self._round(gpus)]
+            return [self._round(pools, gpus)]
         gpus = np.maximum(gpus, 0.0)
         choices = np.array(list(itertools.product(range(len(self._sizes)), repeat=len(like))))
         parts = np.tile(gpus, (len(choices), 1, 1))
@@ -311,8 +339,10 @@ class _Search:
         shares = parts / np.maximum(parts.sum(1, keepdims=True), 1e-9)
         states = np.floor(shares * self._sizes + 1e-6).astype(np.int64)
         states = np.maximum(states, parts > 0)
-        for k, kind in enumerate(self.problem.kinds):
-            states[:, like, k] = kind.whole(states[:, like, k])
+        for k in range(len(self._sizes)):
+            for p, pool in enumerate(pools):
+                counts = self.counts(pool, k)
+                states[:, p, k] = counts[np.searchsorted(counts, states[:, p, k], "right") - 1]
         over = np.maximum(states.sum(1) - self._sizes, 0)
         largest = states.argmax(1)
         for k in range(len(self._sizes)):
@@ -321,19 +351,26 @@ class _Search:
         held = [states[:, p].T for p in range(len(pools))]
         costs, _ = self.best_chunks(pools, held, held)
         # Some cannot run as they are, but are few moves from others that can.
-        return [*states[np.argsort(costs, kind="stable")[:STARTS]], self._round(gpus)]
+        return [*states[np.argsort(costs, kind="stable")[:STARTS]], self._round(pools, gpus)]
 
-    def _round(self, gpus: Array) -> Array:
-        """Whole numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""
+    def _round(self, pools: Pools, gpus: Array) -> Array:
+        """Possible numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""
         gpus = np.maximum(gpus, 0.0)
-        out = np.floor(gpus + 1e-6).astype(np.int64)
+        out = np.zeros(gpus.shape, np.int64)
         for k, most in enumerate(self._sizes):
-            spare = int(most) - int(out[:, k].sum())
-            if self._idle:
-                spare = min(spare, round(float(gpus[:, k].sum())) - int(out[:, k].sum()))
-            order = np.argsort(out[:, k] - gpus[:, k], kind="stable")
-            for i in range(max(0, spare)):
-                out[order[i % len(order)], k] += 1
+            counts = [self.counts(pool, k) for pool in pools]
+            at = [
+                int(np.searchsorted(able, n + 1e-6, "right")) - 1
+                for able, n in zip(counts, gpus[:, k], strict=True)
+            ]
+            out[:, k] = [able[i] for able, i in zip(counts, at, strict=True)]
+            aim = round(float(gpus[:, k].sum())) if self._idle else int(most)
+            spare = min(aim, int(most)) - int(out[:, k].sum())
+            for p in np.argsort(out[:, k] - gpus[:, k], kind="stable"):
+                more = counts[p][at[p] + 1 :] - out[p, k]
+                if len(more) and more[0] <= spare:
+                    out[p, k] += more[0]
+                    spare -= int(more[0])
         return out
 
     def _keep(self, pools: Pools, new: _Found, found: dict[Pools, _Found]) -> None:
@@ -347,16 +384,18 @@ def _steps(most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
-def _divisions(total: int, parts: int, idle: bool) -> Array:
-    """All ways to give ``total`` GPUs to pools: int ``[n, parts]``; some to none if ``idle``."""
-    bins = parts + idle
-    if bins == 1:
-        return np.array([[total]])
-    bars = np.array(list(itertools.combinations(range(total + bins - 1), bins - 1)))
-    edges = np.concatenate(
-        [np.full((len(bars), 1), -1), bars, np.full((len(bars), 1), total + bins - 1)], axis=1
-    )
-    return (np.diff(edges, axis=1) - 1)[:, :parts]
+def _divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
+    """All ways to give ``total`` GPUs to pools: int ``[n, pools]``; some to none if ``idle``.
+
+    Args:
+        counts: by pool, the numbers that it can have.
+    """
+    out = np.zeros((1, 0), np.int64)
+    for able in counts:
+        left = total - out.sum(1)
+        row, column = np.nonzero(able[None] <= left[:, None])
+        out = np.concatenate([out[row], able[column][:, None]], axis=1)
+    return out if idle else out[out.sum(1) == total]
 
 
 def _check(problem: Problem) -> None:

@@ -75,17 +75,17 @@ def _rates(work: Work, request: Request) -> RateTable:
     """On 0 to all devices of the kind, everything loaded."""
     count = work.devices.count
     counts = np.arange(count + 1)
-    runnable = (counts <= work_items(work.stage, request.config)) & (counts < work.failed)
     table = measured_rates(
         work.measured,
         request.profile.samples,
         count,
-        runnable=runnable,
+        runnable=work.able(counts),
+        most=work_items(work.stage, request.config),
         memory_bytes=work.peak_memory_bytes or math.nan,
         fits=work.fits,
     )
     if not table.rates.any():
-        raise PlanError("no number of devices that is there was measured")
+        raise PlanError(work.refused(count) or "no number of devices that is there was measured")
     known = request.corrections.get((work.stage, work.devices.name), Correction())
     spread = np.minimum(table.spread, known.spread)
     return replace(table, rates=table.rates / known.working, spread=spread)

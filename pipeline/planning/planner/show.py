@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig
 from pipeline.plan import Grain, Plan, Sources, read_plan
-from pipeline.planning.planner.devices import devices_of, local_devices
+from pipeline.planning.planner.devices import devices_of, local_devices, with_floors
 from pipeline.planning.planner.jobs import assess
 from pipeline.planning.planner.options import Correction
 from pipeline.planning.planner.page import page
@@ -33,7 +34,7 @@ from pipeline.run import Run
 from pipeline.terminal import terminal
 from rlinf.artifacts import save_text
 from rlinf.config import RunConfig, validate
-from rlinf.errors import PlanError
+from rlinf.errors import DataError, PlanError
 from slurm.site import Site, load_site
 from stages.flow import flow_of
 from stages.layout import PLAN
@@ -67,6 +68,10 @@ def request(
             profile, notes = estimated(config, inventory, known), (UNMEASURED,)
         devices, more = devices_of(inventory, known, profile, sources.partitions)
         notes += more
+        if not profile.estimated:
+            # Without data sheets, or of another sort of model, measurements alone say what fits.
+            with suppress(PlanError, DataError):
+                devices = with_floors(devices, estimated(config, inventory, known))
     elif profile is not None:
         devices = local_devices(profile, local_kind())
     else:

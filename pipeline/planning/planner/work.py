@@ -56,8 +56,7 @@ class Work:
             raise PlanError(f"no measurement of stage {stage!r} succeeded ({why})")
         self.peak_memory_bytes = max(p.peak_memory_bytes or 0 for p in ran)
         """Of a process."""
-        self.failed = _failed(points)
-        """The least number of processes above all that ran on which it failed."""
+        self._tried = _tried(points, profile)
         self._cold = {
             p.processes: p.cold.median_s - p.time.median_s
             for p in ran
@@ -80,6 +79,29 @@ class Work:
                 f"{len(places)} measurements of stage {stage!r}, none of the whole batch of "
                 f"{self.samples} samples; measure on with: rlinf profile"
             )
+
+    def refused(self, count: int) -> str:
+        """Why so many processes cannot run it; "" where they can, as far as is known.
+
+        What failed once fails again. A number that was not tried is as the next lower one that
+        was: processes that share a node need more of it the more there are. Below all that was
+        tried it is as the next higher one: fewer devices each hold more.
+        """
+        lower = [tried for tried in self._tried if tried <= count]
+        near = max(lower) if lower else min(self._tried)
+        failure = self._tried[near]
+        if not failure:
+            return ""
+        runs = sorted(tried for tried, why in self._tried.items() if not why)
+        able = ", ".join(map(str, runs)) or "nothing"
+        return (
+            f"stage {self.stage!r} failed on {near} processes of {self.devices.name} ({failure}), "
+            f"so {count} are not planned with; it runs on {able}"
+        )
+
+    def able(self, counts: Array) -> Array:
+        """Which numbers of processes can run it, bool ``[n]``."""
+        return np.array([not self.refused(int(count)) for count in counts], dtype=bool)
 
     def times(self, counts: Array, share: float = 1.0) -> tuple[Array, Array, Array]:
         """Seconds, their standard deviations, and whether they were extrapolated.
@@ -169,9 +191,17 @@ def work_items(stage: str, config: RunConfig) -> int:
     return config.rollout.batch * config.rollout.group_size
 
 
-def _failed(points: list[schema.Point]) -> float:
-    most = max((p.processes for p in points if p.ok), default=0)
-    return min((p.processes for p in points if not p.ok and p.processes > most), default=math.inf)
+def _tried(points: list[schema.Point], profile: Profile) -> dict[int, str]:
+    """By number of processes: how it failed there, "" where the run's own work was done.
+
+    What fails of less work, or in smaller micro-batches, fails of the run's own too.
+    """
+    own = profile.token_budget or math.inf
+    tried = {p.processes: "" for p in points if p.ok and p.token_budget in (None, own)}
+    for p in points:
+        if not p.ok and p.samples <= profile.samples and (p.token_budget or 0) <= own:
+            tried[p.processes] = p.failure
+    return tried
 
 
 def _sum(*parts: Seconds) -> Seconds:

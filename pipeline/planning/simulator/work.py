@@ -128,20 +128,21 @@ class Work:
 
 
 def stage_speed(problem: Problem, stage: Stage, gpus: tuple[int, ...]) -> Speed:
-    """The speed of a stage on GPUs of each kind: together, or the quickest kind alone if better.
+    """The speed of a stage on GPUs of each kind: together, or of the quickest kind alone where only
+    one can do it.
 
     Raises:
         PlanError: it cannot run there.
     """
     tables = [problem.table(stage, k) for k in range(len(gpus))]
     rates = np.array([table[n] for table, n in zip(tables, gpus, strict=True)])
-    # GPUs that add nothing stay idle.
-    used = np.array([np.searchsorted(t, rate) for t, rate in zip(tables, rates, strict=True)])
-    mixing = problem.mixing if stage.divisible else 0.0
-    together = rates.sum() * (mixing if (rates > 0).sum() > 1 else 1.0)
-    if rates.max(initial=0.0) > together:
+    # GPUs that have nothing to do stay idle.
+    used = np.array([np.argmax(t == rate) for t, rate in zip(tables, rates, strict=True)])
+    if not stage.divisible:
         rates = np.where(np.arange(len(rates)) == rates.argmax(), rates, 0.0)
-        together = rates.sum()
+    elif np.any((rates == 0) & (np.array(gpus) > 0)):
+        rates = 0 * rates
+    together = rates.sum() * (problem.mixing if (rates > 0).sum() > 1 else 1.0)
     if not together > 0:
         held = ", ".join(f"{n} {k.name}" for n, k in zip(gpus, problem.kinds, strict=True) if n)
         raise PlanError(f"stage {stage.name!r}: cannot run on {held or 'a pool without GPUs'}")

@@ -51,7 +51,7 @@ def each_by_itself(shape, work, device, gpus) -> np.ndarray:
 @pytest.mark.parametrize("shape", [SMALL, LLAMA_3_8B])
 def test_the_table_is_what_trying_each_layout_finds(work, shape):
     device = tiny_device(24)
-    best = np.minimum.accumulate(each_by_itself(shape, work, device, 12))
+    best = each_by_itself(shape, work, device, 12)
     table = data_sheet_rates(shape, work, device, 12)
     with np.errstate(divide="ignore"):
         assert 1 / table.rates == pytest.approx(best)
@@ -62,7 +62,7 @@ def test_the_table_is_what_trying_each_layout_finds(work, shape):
             assert table.bound(gpus) == "unknown"
             assert table.used[gpus] == table.rates[gpus] == 0
             continue
-        assert layout.gpus == table.used[gpus] <= gpus
+        assert layout.gpus == table.used[gpus] == gpus
         used = memory(shape, layout, work).total
         assert used == pytest.approx(table.memory_bytes[gpus])
         assert used <= device.usable_bytes
@@ -81,20 +81,20 @@ def test_the_table_is_what_trying_each_layout_finds(work, shape):
     st.integers(0, 40),
 )
 @settings(deadline=None, max_examples=30)
-def test_rates_never_fall_and_memory_decides_what_runs(shape, work, gib, gpus):
+def test_memory_decides_what_runs(shape, work, gib, gpus):
     device = tiny_device(gib)
     table = data_sheet_rates(shape, work, device, gpus)
     assert len(table.rates) == gpus + 1
-    assert np.all(np.diff(table.rates) >= 0)
     if gpus:
         fits = [
             some.gpus[memory(shape, some, work).total <= device.usable_bytes]
             for some in layouts(shape, work, gpus, device.gpus_per_node)
         ]
-        first = min((int(counts.min()) for counts in fits if len(counts)), default=gpus + 1)
-        assert np.all((table.rates > 0) == (np.arange(gpus + 1) >= first))
+        able = {int(count) for counts in fits for count in counts}
+        assert set(np.flatnonzero(table.rates)) == able
     better = data_sheet_rates(shape, work, tiny_device(gib + 10), gpus)
-    assert np.all(better.rates >= table.rates * (1 - 1e-12))
+    # More requests at once may cost a little on a number of GPUs that has room for all anyway.
+    assert np.all(better.rates >= table.rates * 0.98)
 
 
 def test_what_bounds_a_stage_is_what_one_would_expect():
@@ -140,15 +140,21 @@ def test_memory_that_does_not_suffice_is_respected():
     assert np.all(table.rates[:4] == 0)
     assert np.isnan(table.memory_bytes[3])
     assert table.memory_bytes[4] == 7e9
-    assert table.rates[16] == table.rates[10] > table.rates[9]
-    assert (table.used[16], table.source(16)) == (10, "extrapolated")
+    assert table.source(10) == "extrapolated"
+    assert np.all(table.rates[11:] == 0)
+
+
+def test_gpus_that_there_is_no_work_for_stand_idle():
+    table = measured_rates(points((1, 2, 4, 8), amdahl), 1000.0, 32, most=16)
+    assert np.all(table.rates[16:] == table.rates[16])
+    assert list(table.used[15:18]) == [15, 16, 16]
 
 
 def test_points_too_few_for_a_fit_stand_for_themselves():
     table = measured_rates(points((2, 4), amdahl), 1000.0, 8)
-    assert np.all(table.rates[:2] == 0)
-    assert 1 / table.rates[2:] == pytest.approx([amdahl(2)] * 2 + [amdahl(4)] * 5)
-    assert table.source(8) == "measured"
+    assert list(np.flatnonzero(table.rates)) == [2, 4]
+    assert 1 / table.rates[[2, 4]] == pytest.approx([amdahl(2), amdahl(4)])
+    assert (table.source(4), table.source(8)) == ("measured", "cannot")
     assert table.spread[2] == pytest.approx(0.01)
     assert not measured_rates(points((2, 4), amdahl), 999.0, 8).rates.any()
 

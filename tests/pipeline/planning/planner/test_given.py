@@ -6,17 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.commands.experiment import compose
-from pipeline.plan import Plan, parse_plan
+from pipeline.plan import Grain, Plan, parse_plan
 from pipeline.planning.planner.jobs import assess
 from pipeline.planning.planner.propose import propose
 from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.work import Work
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
+from stages.flow import flow_of
 from tests.pipeline.planning.planner.test_propose import ask
 
+FAILED = {"time": None, "failure": "out of memory"}
 GOOD = {"partition": "h100", "gpu_type": "h100", "processes": 1, "gpus": 1}
 
 
@@ -100,9 +104,70 @@ def test_what_ran_out_of_memory_when_measured_is_refused(config: RunConfig) -> N
         return point.model_copy(update={"time": None, "failure": "out of memory"})
 
     request = changed(ask(config), failed)
-    with pytest.raises(PlanError, match="failed on 4 processes when it was measured on h100"):
+    with pytest.raises(PlanError, match=r"failed on 4 processes of h100 \(out of memory\)"):
         assess(request, plan(nodes=2, processes=2, gpus=2), "plan.yaml")
     assert propose(replace(request, devices={"h100": request.devices["h100"]})).rows[3].devices < 4
+
+
+@pytest.mark.parametrize("objective", ["gpu-hours", "money", "time", "time-to-end"])
+@pytest.mark.parametrize("grain", ["stage", "segment"])
+def test_training_is_never_put_where_it_failed(
+    config: RunConfig, objective: str, grain: Grain
+) -> None:
+    """One device would be the cheapest; it ran out of memory, and two and four did not."""
+
+    def failed(point: Any) -> Any:
+        if point.processes > 1:
+            return point
+        return point.model_copy(update={"time": None, "failure": "needs 90 GiB"})
+
+    request = changed(ask(config, "h100", objective=objective, grain=grain), failed)
+    best = propose(request).plan
+    assert best.of("train").nodes * best.of("train").processes >= 2
+    with pytest.raises(PlanError, match=r"needs 90 GiB.*so 1 are not planned with; .* 2, 4"):
+        assess(request, plan(), "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("ran", "failed", "able"),
+    [
+        ({4, 8}, {1, 2}, {4, 5, 6, 7, 8, 9}),  # devices that each hold more the fewer they are
+        ({2, 8}, {4}, {1, 2, 3, 8, 9}),  # four on one node, eight on two
+        ({4}, {2}, {4, 5, 6, 7, 8, 9}),
+        ({1, 2, 4}, {8}, {1, 2, 3, 4, 5, 6, 7}),
+        ({8}, {4}, {8, 9}),
+    ],
+)
+def test_memory_is_a_floor_below_and_between_what_ran(
+    config: RunConfig, ran: set[int], failed: set[int], able: set[int]
+) -> None:
+    request = ask(config)
+    own = request.devices["h100"]
+    some = next(p for p in own.profile.points if p.stage == "train" and p.samples == 32)
+    points = tuple(
+        some.model_copy(update={"processes": n} | ({} if n in ran else FAILED))
+        for n in sorted(ran | failed)
+    )
+    profile = own.profile.model_copy(update={"points": points})
+    train = flow_of(config).table["train"]
+    work = Work(replace(own, profile=profile), "train", train, request.profile)
+    assert {n for n in range(1, 10) if work.able(np.array([n]))[0]} == able
+
+
+def test_other_work_says_of_the_runs_own_what_follows(config: RunConfig) -> None:
+    """Smaller micro-batches that fit prove nothing; less work that fails does."""
+    request = ask(config)
+    own = request.devices["h100"]
+    some = next(p for p in own.profile.points if p.stage == "train" and p.samples == 32)
+    more = [
+        {"token_budget": 128, "processes": 2} | FAILED,
+        {"samples": 16, "processes": 1} | FAILED,
+    ]
+    points = (some.model_copy(update={"processes": 2}), *(some.model_copy(update=m) for m in more))
+    profile = own.profile.model_copy(update={"points": points})
+    train = flow_of(config).table["train"]
+    work = Work(replace(own, profile=profile), "train", train, request.profile)
+    assert list(work.able(np.array([1, 2]))) == [False, True]
 
 
 def test_a_node_too_small_for_the_processes_is_refused(config: RunConfig) -> None:

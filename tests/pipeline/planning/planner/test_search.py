@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.planning.planner.objective import Objective
 from pipeline.planning.planner.predict import Predictor
-from pipeline.planning.planner.problem import Kind, Problem, Stage
+from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
 from pipeline.planning.planner.relax import Relaxation, upper_lines
 from pipeline.planning.planner.search import groupings, solve
 from rlinf.errors import PlanError
@@ -140,6 +140,35 @@ def test_a_pin_is_kept_and_an_impossible_one_refused() -> None:
     )
     with pytest.raises(PlanError, match="'reward' can run nowhere on kind1"):
         solve(nowhere)
+
+
+def test_a_stage_is_never_given_a_pool_of_which_it_would_use_a_part() -> None:
+    """Training runs on four, is slower on five, and not at all on six, whatever four would do."""
+    gpus = np.arange(7)
+    train = np.array([0, 0, 0, 0, 1 / 10, 1 / 20, 0])
+    stages = [Stage("rollout", {"gpu": gpus / 60}), Stage("train", {"gpu": train}, ("rollout",))]
+    problem = Problem(stages, [Kind("gpu", 6)], chunks=(1,))
+    best = solve(problem)[0]
+    assert best.exact
+    assert best.placement.gpus == ((4,),)
+    assert best.cost == pytest.approx(15 + 10)
+    for held, seconds in ((4, 25), (5, 32), (6, math.inf)):
+        placement = Placement(((0, 1),), ((held,),), 1)
+        assert float(Predictor(problem).one(placement).total_s) == pytest.approx(seconds)
+
+
+def test_all_kinds_of_a_pool_work_on_what_can_be_divided() -> None:
+    """A slow kind that is held costs what it costs; one that cannot run a stage cannot be held."""
+    rates = {"fast": np.array([0, 1.0]), "slow": np.array([0, 0.01])}
+    kinds = [Kind("fast", 1), Kind("slow", 1)]
+    problem = Problem([Stage("train", rates)], kinds, sync=None, mixing=0.9)
+    best = solve(problem)[0]
+    assert (best.placement.gpus, best.cost) == (((1, 0),), pytest.approx(1.0))
+    both = Placement(((0,),), ((1, 1),), 1)
+    assert float(Predictor(problem).one(both).total_s) == pytest.approx(1 / (0.9 * 1.01))
+    other = Problem([Stage("train", {"fast": rates["fast"]})], kinds, sync=None)
+    assert math.isinf(Predictor(other).one(both).total_s)
+    assert solve(other)[0].placement.gpus == ((1, 0),)
 
 
 def test_alternatives_are_other_groupings_and_cost_more() -> None:

@@ -79,7 +79,7 @@ def test_no_more_processes_than_failed_are_planned_with(asked: Request) -> None:
     profiled = own.model_copy(update={"points": (*own.points, failed)})
     changed = {**asked.devices, "a100": replace(asked.devices["a100"], profile=profiled)}
     _, tables = build(replace(asked, devices=changed))
-    assert tables["train"]["a100"].used[8] == 5
+    assert list(np.flatnonzero(tables["train"]["a100"].rates)) == [1, 2, 3, 4, 5]
     assert tables["train"]["h100"].used[8] == 8
 
 
@@ -89,7 +89,7 @@ def test_a_few_measurements_count_for_what_they_are(asked: Request) -> None:
     few = [p for p in own.profile.points if p.samples == 32 and p.processes in (1, 4)]
     thin = replace(own, profile=own.profile.model_copy(update={"points": tuple(few)}))
     rates = build(replace(asked, devices={"h100": thin}))[1]["train"]["h100"].rates
-    assert rates[1] == rates[2] == rates[3] < rates[4]
+    assert list(np.flatnonzero(rates)) == [1, 4]
     assert rates[4] == pytest.approx(1 / clusters.work("train", "h100", 4), rel=0.01)
 
 

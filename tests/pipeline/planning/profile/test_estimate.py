@@ -188,3 +188,23 @@ def test_what_the_sheets_do_not_tell_is_to_be_measured(config: RunConfig, compos
         estimated(cartpole, groups(a100=1), Site())
     with pytest.raises(PlanError, match=r"no profile\.json; make one with: rlinf profile"):
         request(config, Sources(profile=""))
+
+
+def test_below_what_was_measured_the_shapes_say_what_fits(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    """Training was tried on whole nodes alone; one GPU has no room, as can be told beforehand."""
+    inventory = groups(a100=2)
+    (name, own), *_ = estimated(config, inventory, Site()).kinds.items()
+    points = tuple(p for p in own.points if p.stage != "train" or p.processes >= 8)
+    whole = estimated(config, inventory, Site()).model_copy(
+        update={"estimated": False, "kinds": {name: own.model_copy(update={"points": points})}}
+    )
+    saved = tmp_path / "inventory.json"
+    saved.write_text(inventory.model_dump_json())
+    whole.save(tmp_path / "profile.json")
+    sources = Sources(profile=str(tmp_path / "profile.json"), inventory=str(saved))
+    asked = request(config, sources)
+    work = Work(asked.devices[name], "train", on_policy.table["train"], asked.profile)
+    assert "it needs 1" in work.refused(1)
+    assert not work.refused(8)
