@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    model_validator,
+)
 
 from rlinf.channels.world import ALONE, ParallelLayout
 from rlinf.config import RunConfig, Section, validate
@@ -78,6 +85,11 @@ class Pool(Section):
     max_workers: PositiveInt | None = None
     """Of an elastic pool: more workers are asked for, up to so many, while each shortens iterations
     enough, and let go, down to ``workers``, where they do not. Null: their number stays."""
+    ranks: dict[str, tuple[NonNegativeInt, ...]] = {}
+    """By stage the processes of the pool that compute it, numbered in the order of ``gpus``; all of
+    them where nothing is said. Stages with others compute side by side, before or after one that
+    has all: rollouts on some, their judgement and evaluations on the rest, then training on all.
+    Stages that train need all, for they share the model."""
     helps_rollout: bool = False
     """Beside an elastic pool: its workers generate too until nothing is left to give out, hand the
     long tail over to the elastic pool, and go back to their own stages."""
@@ -306,6 +318,12 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
         ValueError: names the key.
     """
     generates, elastic = flow.generates, {n for n, stage in flow.table.items() if stage.elastic}
+    homes = plan.homes() if plan.pools else {}
+    for i, pool in enumerate(plan.pools):
+        if pool.ranks and pool.workers:
+            raise ValueError(f"pools[{i}].ranks: each worker is a job of one process; leave it out")
+        for stage, ranks in pool.ranks.items():
+            _check_ranks(plan, stage, ranks, f"pools[{i}].ranks.{stage}", homes.get(stage) == i)
     for i, pool in enumerate(plan.pools):
         if pool.helps_rollout and generates in pool.stages:
             raise ValueError(
@@ -340,6 +358,28 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
             "once weights are committed and take those that came for rollouts; say it of "
             f"'{flow.publishes} -> {generates}'"
         )
+
+
+def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], key: str, here: bool) -> None:
+    """What is said of the processes that compute a stage in a pool.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if not here:
+        raise ValueError(f"{key}: this pool does not run it{nearest(stage, plan.flow.table)}")
+    size = sum(plan.pools[plan.homes()[stage]].gpus.values())
+    if sorted(set(ranks)) != list(ranks) or not ranks or ranks[-1] >= size:
+        raise ValueError(f"{key}: {list(ranks)}; give some of 0 to {size - 1}, in order, each once")
+    flow = plan.flow
+    free = [n for n, s in flow.table.items() if s.loads != "trainer" and n not in flow.offline]
+    if stage not in free or plan.of(stage).layout.split():
+        raise ValueError(
+            f"{key}: all processes of the pool share the model that {stage} computes with; only "
+            f"{', '.join(free)} may have some of them, where no layout splits their model"
+        )
+    if flow.table[stage].elastic and any(pool.workers for pool in plan.pools):
+        raise ValueError(f"{key}: with an elastic pool one process gathers it; leave it out")
 
 
 def read_plan(path: Path, flow: Flow = on_policy) -> Plan:

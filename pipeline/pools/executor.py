@@ -179,7 +179,7 @@ class PoolExecutor:
         members = self._members()
         try:
             for member in members:
-                for worker in member.workers(member.size):
+                for worker in member.workers():
                     self._send(worker, Leave())
             deadline = time.monotonic() + LEAVE_S
             while any(m.joined for m in members) and time.monotonic() < deadline:
@@ -204,7 +204,7 @@ class PoolExecutor:
     def _claim(self) -> None:
         """Keep all generators busy."""
         members = [m for pool in self._slots() if (m := pool.active) is not None]
-        workers = [m.workers(1)[0] for m in members if not m.given]
+        workers = [m.first for m in members if not m.given]
         for worker, order in self._generators.orders(workers, self._helpers()):
             self._send(worker, order)
 
@@ -216,7 +216,7 @@ class PoolExecutor:
             if pool.helps and member is not None:
                 nodes = member.given | pool.waiting.keys()
                 iterations = {self._orders.position(node)[0] for node in nodes}
-                for worker in member.workers(member.size):
+                for worker in member.workers():
                     # What its newest weights come of is computed, and only to be committed.
                     done = self._generators.version(worker)
                     left = (iteration for iteration in iterations if iteration > done)
@@ -243,7 +243,7 @@ class PoolExecutor:
         if first is None or not automatic(folder, self.plan, first.number):
             return
         slots = [pool for pool in self._slots() if not pool.retired]
-        there = [m.workers(1)[0] for pool in slots if (m := pool.active) is not None]
+        there = [m.first for pool in slots if (m := pool.active) is not None]
         if len(there) < len(slots):
             return  # the queue has not given yet what was asked for
         generates = str(self._flow.generates)
@@ -271,7 +271,7 @@ class PoolExecutor:
     def _member(self, worker: str) -> tuple[PoolState, Member] | None:
         for pool in self._pools:
             for member in pool.members:
-                if worker in member.workers(member.size):
+                if worker in member.workers():
                     return pool, member
         return None
 
@@ -306,8 +306,8 @@ class PoolExecutor:
                     return
                 if isinstance(said, Gathered):
                     self._generators.arrived(node, said.starts)
-                elif said.code or not rank_of(worker):
-                    # Rank 0 speaks for all when a stage went well.
+                elif said.code or worker == self._orders.speaker(node, found[1]):
+                    # One speaks for all when a stage went well.
                     self._stage_ended(*found, node, said, ended)
 
     def _stage_ended(
@@ -353,7 +353,7 @@ class PoolExecutor:
             self._over(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
         member.given.clear()
-        for worker in member.workers(member.size):
+        for worker in member.workers():
             self._generators.lost(worker)
 
     def _give_up(
@@ -429,7 +429,7 @@ class PoolExecutor:
 
     def _busy(self, member: Member) -> bool:
         return bool(member.given) or any(
-            self._generators.busy(worker) for worker in member.workers(member.size)
+            self._generators.busy(worker) for worker in member.workers()
         )
 
     def _tell(self) -> None:
@@ -440,7 +440,7 @@ class PoolExecutor:
         workers = self._control.workers()
         for pool in self._pools:
             for member in pool.members:
-                seen = workers.get(member.workers(1)[0])
+                seen = workers.get(member.first)
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
                     # Of a claim on a part of the batch the whole tells: who gathers it.
                     if row["total"] and row["took_s"] is None and row["stage"] != CLAIM:

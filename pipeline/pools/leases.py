@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,14 +52,21 @@ class Member:
         length = self.ends - self.began
         return self.ends - time.time() < min(RENEW_S, RENEW_SHARE * length)
 
-    def workers(self, ranks: int) -> list[str]:
-        return [worker_name(self.name, rank) for rank in range(ranks)]
+    def workers(self, ranks: Iterable[int] | None = None) -> list[str]:
+        """Their names; of all ranks by default."""
+        return [
+            worker_name(self.name, rank) for rank in (range(self.size) if ranks is None else ranks)
+        ]
 
-    def hosts(self, ranks: int) -> dict[str, str | None]:
-        """Where its workers are, as far as that is known."""
+    @property
+    def first(self) -> str:
+        """The worker of rank 0."""
+        return worker_name(self.name, 0)
+
+    def hosts(self, ranks: Iterable[int]) -> dict[str, str | None]:
+        """Where workers are, as far as that is known."""
         return {
-            worker: self.joined.get(rank, {}).get("host")
-            for rank, worker in enumerate(self.workers(ranks))
+            worker_name(self.name, rank): self.joined.get(rank, {}).get("host") for rank in ranks
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.flow import Graph, Node
@@ -45,6 +45,7 @@ class Orders:
         self._of = {stage: pools[number] for stage, number in plan.homes().items()}
         self._layouts = {stage: plan.of(stage).layout for stage in self._of}
         self._alone = {stage for stage in self._of if plan.alone(stage)}
+        self._some = {s: ranks for pool in plan.pools for s, ranks in pool.ranks.items()}
         self._elastic = any(pool.slot is not None for pool in pools)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
@@ -110,7 +111,10 @@ class Orders:
             live: dict[str, Node] = {}
             for name, source in self._graph.inputs(node).items():
                 here = source in member.given or source in pool.waiting
-                if name in self._flow.streams and self._ranks(node) > 1:
+                if (
+                    name in self._flow.streams
+                    and len({*self._ranks(node), *self._ranks(source)}) > 1
+                ):
                     # Ranks of one pool have each their own records: the plan may have them read.
                     here = here and self._sent_live(source, node)
                 published = (source.stage, name) == (self._flow.publishes, WEIGHTS)
@@ -164,7 +168,7 @@ class Orders:
 
     def _hosts(self, target: Node, taker: Member) -> dict[str, str | None]:
         """The workers of a member that compute a stage, and where they are."""
-        return taker.hosts(taker.size if self._gathers(target) else self._ranks(target))
+        return taker.hosts(range(taker.size) if self._gathers(target) else self._ranks(target))
 
     def _gathers(self, node: Node) -> bool:
         """Whether what others generate is only gathered where this is ordered."""
@@ -188,12 +192,12 @@ class Orders:
         if not takers:
             return
         if way in FOR_WEIGHTS and name == WEIGHTS:
-            (first,) = maker.workers(1)
+            first = maker.first
             yield first, first, dict.fromkeys(takers, way)
             return
         near = way == SHARED_MEMORY
         ranks = self._ranks(source)
-        speakers = World(size=ranks, layout=self._layout(source)).speakers
+        speakers = World(size=len(ranks), layout=self._layout(source)).speakers
         makers = list(maker.hosts(ranks).items())
         for turn, rank in enumerate(speakers if records else [0]):
             first, host = makers[rank]
@@ -203,7 +207,7 @@ class Orders:
     def _by_rows(self, source: Node, node: Node) -> bool:
         """Whether several processes share its model: each reads its rows of the published files,
         unless the plan says how the whole is to come."""
-        shares = self._flow.table[node.stage].loads == "trainer" and self._ranks(node) > 1
+        shares = self._flow.table[node.stage].loads == "trainer" and len(self._ranks(node)) > 1
         return shares and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
     def _sent_live(self, source: Node, node: Node) -> bool:
@@ -228,7 +232,7 @@ class Orders:
                 position=self._turn(node),
                 out=self._relative(call.out),
                 attempt=secrets.token_hex(6),
-                ranks=ranks,
+                ranks=tuple(ranks),
                 layout=str(self._layout(node)),
                 inputs={
                     # The gatherer needs of the weights only that they are committed.
@@ -241,7 +245,7 @@ class Orders:
             if node.stage == self._flow.publishes:
                 self._generators.gone(order.out)
             if gathers:
-                weights, gatherer = self._relative(call.inputs["weights"]), member.workers(1)[0]
+                weights, gatherer = self._relative(call.inputs["weights"]), member.first
                 self._generators.begin(node, order.out, weights, gatherer)
             member.given.add(node)
             for worker in member.workers(ranks):
@@ -255,14 +259,19 @@ class Orders:
         given = {other for member in self._members() for other in member.given}
         return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
 
-    def _ranks(self, node: Node) -> int:
+    def speaker(self, node: Node, member: Member) -> str:
+        """The worker that says for all that a stage went well."""
+        return member.workers(self._ranks(node))[0]
+
+    def _ranks(self, node: Node) -> Sequence[int]:
+        """Those of its pool that compute a stage."""
+        if node.stage in self._some:
+            return self._some[node.stage]
         elastic = self._elastic and self._flow.table[node.stage].elastic
-        if elastic or node.stage in self._alone:
-            return 1
-        return self._of[node.stage].size
+        return range(1 if elastic or node.stage in self._alone else self._of[node.stage].size)
 
     def _layout(self, node: Node) -> ParallelLayout:
-        return self._layouts[node.stage] if self._ranks(node) > 1 else ALONE
+        return self._layouts[node.stage] if len(self._ranks(node)) > 1 else ALONE
 
     def _turn(self, node: Node) -> tuple[int, int, int]:
         """Where it takes its turns: after all parts of its batch where it reads them from disk."""

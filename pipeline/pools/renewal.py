@@ -122,7 +122,7 @@ class Renewal:
         waits = {
             whole_of(member.job)
             for member, until in self._ending
-            if now < until and any(w in seen and seen[w].alive for w in member.workers(member.size))
+            if now < until and any(w in seen and seen[w].alive for w in member.workers())
         }
         over = [member for member, _ in self._ending if whole_of(member.job) not in waits]
         if not over:
@@ -132,7 +132,7 @@ class Renewal:
             pool.writing = [member for member in pool.writing if member not in over]
         self._launcher.cancel([member.job for member in over])
         for member in over:
-            for worker in member.workers(member.size):
+            for worker in member.workers():
                 control.forget(worker)
 
     def _units(self) -> list[list[PoolState]]:
@@ -163,7 +163,7 @@ class Renewal:
     def _let_go(self, member: Member, commits_s: float = 0.0) -> None:
         """Have workers leave, which may take so long to end what they are writing."""
         member.leaving = True
-        for worker in member.workers(member.size):
+        for worker in member.workers():
             self._send_to(worker, Leave(commits_s=commits_s))
 
     def _submit(self, pools: Sequence[PoolState]) -> None:

@@ -108,7 +108,7 @@ def write_pools(run: Path, pools: Sequence[PoolState], seen: Mapping[str, Seen])
         _row(pool, member, rank, worker, seen.get(worker))
         for pool in pools
         for member in pool.members
-        for rank, worker in enumerate(member.workers(member.size))
+        for rank, worker in enumerate(member.workers())
     ]
     about: dict[int, dict[str, Any]] = {}
     for pool in pools:

@@ -321,9 +321,7 @@ class Worker:
             self._failed(order, output, error)
 
     def _attempt(self, order: StageOrder, output: Output, turn: Turn | Aside) -> Attempt:
-        layout = ParallelLayout.parse(order.layout)
-        world = replace(self._world, layout=layout) if order.ranks > 1 else World()
-        out = order.out
+        world, out = self._among(order), order.out
         inputs = {}
         for name, (folder, live) in order.inputs.items():
             source = self._board.output(folder) if live else None
@@ -354,6 +352,17 @@ class Worker:
             worker=self._name,
             gathers=order.gathers,
         )
+
+    def _among(self, order: StageOrder) -> World:
+        """Which process this is of those that compute a stage."""
+        ranks, own = order.ranks, self._world
+        if len(ranks) == 1:
+            return World()
+        if len(ranks) == own.size:
+            return replace(own, layout=ParallelLayout.parse(order.layout))
+        # They form no process group: the others of the pool compute something else.
+        shares = own.shares and tuple(own.shares[rank] for rank in ranks)
+        return World(ranks.index(own.rank), len(ranks), own.local_rank, shares)
 
     def _failed(self, order: StageOrder, output: Output, error: BaseException) -> None:
         node = order.node

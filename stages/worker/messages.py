@@ -35,7 +35,8 @@ class StageOrder(Message):
     """Its place in the order of turns (:mod:`stages.turns`)."""
     out: str
     attempt: str
-    ranks: int
+    ranks: tuple[int, ...]
+    """Those of the pool that compute it; the first one speaks for all."""
     layout: str = ""
     """How they share a model; see :meth:`rlinf.channels.world.ParallelLayout.parse`."""
     inputs: dict[str, tuple[str, bool]]
