@@ -190,15 +190,15 @@ class SubmititLauncher:
         code, rank = _exit_note(entry.job, identity)
         status = account if account is not None and not account.state.active else queued
         if status is None and code is None:
-            since = self._missing.setdefault(identity, time.time())
-            if time.time() - since < self.grace_s:
+            since = self._missing.setdefault(identity, time.monotonic())
+            if time.monotonic() - since < self.grace_s:
                 return Status(State.RUNNING, None, "no longer in the queue")
             return Status(State.VANISHED, None, "neither queue nor accounting knows this job")
         if status is None:
             status = Status(State.FAILED if code else State.DONE)
         if status.state is State.DONE and code in (None, 0):
-            since = self._missing.setdefault(identity, time.time())
-            if time.time() - since < self.grace_s:
+            since = self._missing.setdefault(identity, time.monotonic())
+            if time.monotonic() - since < self.grace_s:
                 # The manifest of a job that ended well may show late on a network filesystem.
                 return Status(State.RUNNING, None, "ended; waiting for its manifest")
         if status.state is State.CANCELLED or (code is None and "+" not in identity):

@@ -195,9 +195,9 @@ class Plan(Section):
             place = device(next(iter(held.gpus)), self.defaults)
             # Of several kinds one names the partition; each has a GPU of its own.
             values |= place if len(held.gpus) == 1 else {"partition": place["partition"]}
-        values |= own.model_dump(exclude_unset=True) if own else {}
         if self._flow.table[stage].whole:
             values |= {"nodes": 1, "processes": 1, "shares": None}
+        values |= own.model_dump(exclude_unset=True) if own else {}
         if "layout" in self.defaults.model_fields_set:
             raise PlanError(
                 "plan.defaults.layout: say it of each stage, as plan.stages.train.layout"
@@ -214,6 +214,11 @@ class Plan(Section):
             return own.layout
         follows = self.pools and spec.like is not None and not spec.whole
         return self._layout(spec.like) if follows and spec.like else ALONE
+
+    def alone(self, stage: str) -> bool:
+        """Whether one process does the work of a stage, in a pool too."""
+        needs = self.of(stage)
+        return self._flow.table[stage].whole and needs.nodes * needs.processes == 1
 
     def homes(self) -> dict[str, int]:
         """The number of the pool where each stage is ordered."""

@@ -48,7 +48,7 @@ class Stage:
     """Computes with the model, on a GPU where there are some, in several processes at will. Else it
     is the work of one process without a GPU, where it is a job of its own."""
     whole: bool = False
-    """One process does its work whole, in a pool too."""
+    """One process does its work, in a pool too, unless the plan gives the stage itself more."""
     elastic: bool = False
     """Its workers may come and go: they keep nothing but weights."""
     like: str | None = None

@@ -130,6 +130,9 @@ def bare_engine(ctx: Context, world: World | None = None) -> Engine:
     if held is not None and held.world.layout != world.layout:
         ctx.resident.drop_engine()
     if ctx.resident.engine is None:
+        from rlinf import first_calls
+
+        first_calls.make()
         cls = engines.get(ctx.config.engine.name)
         policy, options = policy_class(ctx.config)
         engine: Engine = cls(ctx.config.engine.options(cls.Config, "engine"), policy, options)

@@ -44,6 +44,7 @@ class Orders:
         self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
         self._of = {stage: pools[number] for stage, number in plan.homes().items()}
         self._layouts = {stage: plan.of(stage).layout for stage in self._of}
+        self._alone = {stage for stage in self._of if plan.alone(stage)}
         self._elastic = any(pool.slot is not None for pool in pools)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and who makes them."""
@@ -255,8 +256,8 @@ class Orders:
         return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
 
     def _ranks(self, node: Node) -> int:
-        stage = self._flow.table[node.stage]
-        if stage.whole or (self._elastic and stage.elastic):
+        elastic = self._elastic and self._flow.table[node.stage].elastic
+        if elastic or node.stage in self._alone:
             return 1
         return self._of[node.stage].size
 

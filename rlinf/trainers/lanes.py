@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from rlinf import first_calls
 from rlinf.models.base import Policy
 
 A = TypeVar("A")
@@ -25,6 +26,7 @@ class Lanes:
     """``count`` threads, each with its view of a policy; one lane is the calling thread itself."""
 
     def __init__(self, policy: Policy, count: int) -> None:
+        first_calls.make()
         self.policies = [policy, *(_twin(policy) for _ in range(count - 1))]
         self._threads = (
             ThreadPoolExecutor(count, "lane", torch.set_num_threads, (1,)) if count > 1 else None

@@ -123,3 +123,11 @@ def test_reward_is_one_process_whatever_the_defaults_say() -> None:
     plan = Plan.model_validate({"defaults": {"nodes": 2, "processes": 2, "shares": [1, 1, 2, 2]}})
     assert plan.of("reward").nodes == plan.of("reward").processes == 1
     assert plan.of("reward").shares is None
+    assert plan.alone("reward")
+    assert not plan.alone("train")
+
+
+def test_reward_is_as_many_as_the_plan_gives_it_itself() -> None:
+    plan = Plan.model_validate({"stages": {"reward": {"processes": 3}}})
+    assert plan.of("reward").processes == 3
+    assert not plan.alone("reward")

@@ -1,0 +1,49 @@
+"""Rewards judged by several processes, as a model that judges would be: the same for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.commands.experiment import execute
+from pipeline.metrics import manifest_of
+from rlinf.channels.file import FileReader
+from tests.pipeline.helpers import contents
+
+Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("undrawn")
+RANKS = {"reward": {"processes": 2}}
+POOLS = {
+    "grain": "segment",
+    "stages": RANKS,
+    "pools": [
+        {"stages": ["rollout", "train", "inference"], "gpus": {"local": 1}},
+        {"stages": ["reward"], "gpus": {"local": 2}},
+    ],
+}
+
+
+def rewards(run: Path) -> dict[int, int]:
+    """Digests by sample."""
+    folder = run / "it/0000/reward"
+    (data,) = folder.glob("data-*")
+    records = FileReader(data.glob("rewards-*.h5"))
+    return {record.identity.sample: record.digest() for record in records}
+
+
+@pytest.mark.parametrize("plan", [{"stages": RANKS}, POOLS], ids=["jobs", "pools"])
+def test_several_processes_judge_as_one_does(
+    plan: dict[str, Any], tiny_run: Path, compose: Compose, tmp_path: Path
+) -> None:
+    values = {**compose("run.name=two", "cluster=local", "iterations=1"), "plan": plan}
+    execute(values)
+    manifest = manifest_of(tmp_path / "two", "reward", 0)
+    assert manifest is not None
+    assert manifest.world == 2
+    assert rewards(tmp_path / "two") == rewards(tiny_run)
+    one, two = contents(tiny_run), contents(tmp_path / "two")
+    for stage in ("train", "sync"):
+        assert two[f"it/0000/{stage}"] == one[f"it/0000/{stage}"]
