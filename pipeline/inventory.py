@@ -29,12 +29,18 @@ def obtain(source: Path | None, site: Path | None) -> Inventory:
     known = load_site(site) if site is not None else None
     if source is not None:
         saved = load_inventory(source)
-        return saved if known is None else saved.with_site(known)
+        return saved if known is None or site is None else _with(saved, known, site)
     try:
         taken = survey(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
     except SlurmError as error:
         raise SlurmError(f"{error}; or read a saved inventory with --from FILE") from None
-    return taken.with_site(known or Site())
+    return taken.with_site(Site()) if known is None or site is None else _with(taken, known, site)
+
+
+def _with(inventory: Inventory, known: Site, path: Path) -> Inventory:
+    """What a site file says, of partitions that are there."""
+    known.check(inventory.partitions, path)
+    return inventory.with_site(known)
 
 
 def show(source: Path | None, save: Path | None, site: Path | None, *, as_json: bool) -> None:

@@ -105,7 +105,7 @@ def local_devices(profile: Profile, kind: Kind) -> dict[str, Devices]:
     Raises:
         PlanError: it was not measured.
     """
-    measured = profile.kinds.get(kind.name)
+    measured = _measured(kind, profile)
     if measured is None:
         raise PlanError(
             f"profile: it has {', '.join(profile.kinds)}, not this machine; "
@@ -182,6 +182,12 @@ def _known(wanted: Collection[str], kinds: Mapping[str, Kind], inventory: Invent
 def _measured(kind: Kind, profile: Profile) -> KindProfile | None:
     own = profile.kinds.get(kind.name)
     if own is not None:
+        if own.devices_per_node != kind.devices_per_node:
+            raise PlanError(
+                f"profile: kinds.{kind.name}.devices_per_node: measured on nodes of "
+                f"{own.devices_per_node} devices, here they have {kind.devices_per_node}; "
+                f"measure again with: rlinf profile --partition {kind.partition}"
+            )
         return own
     for other in profile.kinds.values():
         alike = other.gpu_type == kind.gpu_type and other.devices_per_node == kind.devices_per_node

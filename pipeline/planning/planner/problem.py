@@ -9,12 +9,13 @@ proportion to its speed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlinf.errors import PlanError
+from rlinf.errors import PlanError, nearest
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,22 @@ class Problem:
         if not 0 < self.mixing <= 1:
             raise PlanError(f"mixing: {self.mixing} is not above 0 and at most 1")
         names = [kind.name for kind in self.kinds]
+        stages = [stage.name for stage in self.stages]
+        self._numbers()
+        for where, given, known, what in (
+            *((f"stage {s.name!r}: switch_s", s.switch_s, names, "kind") for s in self.stages),
+            *((f"stage {s.name!r}: after", s.after, stages, "stage") for s in self.stages),
+            *((f"sync_s.{a}", (a, b), names, "kind") for a, b in self.sync_s),
+            *(
+                (f"pin {s}={'+'.join(kinds)}", kinds, names, "kind")
+                for s, kinds in self.allowed.items()
+            ),
+            ("pin", self.allowed, stages, "stage"),
+            ("mixes", self.mixes or (), stages, "stage"),
+        ):
+            for name in given:
+                if name not in known:
+                    raise PlanError(f"{where}: no such {what} {name!r}{nearest(name, known)}")
         seen: set[str] = set()
         for stage in self.stages:
             unknown = set(stage.after) - seen
@@ -99,17 +116,33 @@ class Problem:
             for kind, rates in stage.rates.items():
                 where = f"stage {stage.name!r} on {kind!r}"
                 if kind not in names:
-                    raise PlanError(f"{where}: no such kind of GPU; there are {', '.join(names)}")
+                    raise PlanError(f"{where}: no such kind of GPU{nearest(kind, names)}")
                 if not np.all(np.isfinite(rates)) or np.any(rates < 0):
                     raise PlanError(f"{where}: a measured speed is negative or not a number")
                 if len(rates) != self.kinds[names.index(kind)].gpus + 1 or rates[0]:
                     raise PlanError(f"{where}: speeds must be given for 0 (none) to all GPUs")
+
+    def _numbers(self) -> None:
+        """See that every number is one that can be.
+
+        Raises:
+            PlanError: a negative one, or one that is not finite; names it.
+        """
+        numbers: dict[str, float] = {"cycle_steps": self.cycle_steps}
+        numbers |= {f"micro_batches[{i}]": n for i, n in enumerate(self.chunks)}
+        least = dict.fromkeys(numbers, 1)
+        for kind in self.kinds:
+            numbers |= {f"kinds.{kind.name}.{k}": v for k, v in vars(kind).items() if k != "name"}
         for stage in self.stages:
-            for name in self.allowed.get(stage.name, ()):
-                if name not in names:
-                    raise PlanError(
-                        f"pin {stage.name}={name}: no such kind; there are {', '.join(names)}"
-                    )
+            numbers[f"stages.{stage.name}.chunk_s"] = stage.chunk_s
+            each = stage.switch_s.items()
+            numbers |= {f"stages.{stage.name}.switch_s.{name}": s for name, s in each}
+        numbers |= {f"sync_s.{a}.{b}": s for (a, b), s in self.sync_s.items()}
+        for key, value in numbers.items():
+            if not (math.isfinite(value) and value >= least.get(key, 0)):
+                raise PlanError(
+                    f"{key}: {value} is not a finite number of at least {least.get(key, 0)}"
+                )
 
     def may_mix(self, pool: Sequence[int]) -> bool:
         """Whether a pool of these stages may hold several kinds, and any number of GPUs."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.plan import Pool
 from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
@@ -77,6 +77,13 @@ class ProblemFile(Section):
             mixes=self.mixes,
         )
 
+    @model_validator(mode="after")
+    def _sync_is_known(self) -> ProblemFile:
+        for end in self.sync or ():
+            if end not in self.stages and "sync" in self.model_fields_set:
+                raise ValueError(f"sync: no stage {end!r}{nearest(end, self.stages)}")
+        return self
+
     def _stage(self, name: str, section: StageSection) -> Stage:
         rates = {}
         for kind, seconds in section.seconds.items():
@@ -128,7 +135,7 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
         },
         "stages": stages,
         "micro_batches": list(problem.chunks),
-        "sync": list(problem.sync) if problem.sync else None,
+        "sync": [*problem.sync] if problem.sync and set(problem.sync) <= stages.keys() else None,
         "sync_s": sync_s,
         "mixing": problem.mixing,
         "cycle_steps": problem.cycle_steps,

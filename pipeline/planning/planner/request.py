@@ -108,6 +108,8 @@ def parse_pins(
                     f"there are {', '.join(devices)}"
                 )
             kinds |= mine
+        if stage in found:
+            raise PlanError(f"--pin {pin}: {stage!r} is pinned twice; give its kinds at once")
         found[stage] = frozenset(kinds)
     return found
 
@@ -122,7 +124,7 @@ def parse_counts(values: Sequence[str]) -> dict[str, int]:
     for value in values:
         for part in value.split(","):
             name, _, count = part.partition("=")
-            if not count.isdigit():
+            if not count.isdecimal():
                 raise PlanError(f"--what-if {value}: expected KIND=NUMBER, such as h100=8")
             found[name] = int(count)
     return found

@@ -62,6 +62,7 @@ def request(
     if sources.profile:
         profile = load_profile(Path(sources.profile))
         profile.require(Identity.of(config), (), sources.profile)
+        profile.check_stages(flow_of(config).table, sources.profile)
     if cluster.launcher == "slurm" or saved is not None:
         known, inventory = load_site(site) if site else Site(), obtain(saved, site)
         if profile is None:
@@ -230,8 +231,9 @@ def make(
         show(assess(asked, read_plan(given), str(given), what_ifs))
         return
     proposal = propose(asked, what_ifs)
-    show(proposal)
+    # The files first: who reads what is printed may stop reading.
     beside = write(proposal, out, config.run.name)
+    show(proposal)
     terminal().print(f"plan: {out}\npage: {beside}", soft_wrap=True)
 
 
@@ -255,20 +257,20 @@ def remake(run: Run, sources: Sources | None, objective: str | None, *, apply: b
     lines = compare(run)
     if not lines:
         raise PlanError(f"{run.folder}: two iterations must be finished before a new plan")
-    console = terminal()
-    console.print(actual_table(lines))
     asked = request(run.config, sources, objective or plan.predicted.objective, plan.grain)
     same = plan.predicted.sources is None or sources.profile == plan.predicted.sources.profile
     # Corrections are those of one profile; another one has measured anew.
     known = corrections(plan, actual(run), asked) if same else {}
     proposal = propose(replace(asked, corrections=known))
-    show(proposal)
     if proposal.plan.predicted is not None:
         predicted = proposal.plan.predicted.model_copy(update={"since": time.time()})
         made = proposal.plan.model_copy(update={"predicted": predicted})
         proposal = replace(proposal, plan=made)
     out = run.folder / (PLAN if apply else "replan.yaml")
     beside = write(proposal, out, run.folder.name)
+    console = terminal()
+    console.print(actual_table(lines))
+    show(proposal)
     name = run.folder
     hint = f"\nuse it with: rlinf replan {name} --apply, then rlinf resume {name}"
     if apply:

@@ -41,6 +41,9 @@ def kinds_of(inventory: Inventory, site: Site) -> dict[str, Kind]:
     """All kinds of a cluster, by name; partitions that are closed or have no nodes are left out.
 
     Groups of a partition with one type of GPU count as one kind, that of the larger group.
+
+    Raises:
+        PlanError: no node can be used now.
     """
     found: dict[str, Kind] = {}
     for name, partition in inventory.partitions.items():
@@ -60,6 +63,13 @@ def kinds_of(inventory: Inventory, site: Site) -> dict[str, Kind]:
                     gpu_model=group.gpu_model,
                     duty_cycle=site.of(name).duty_of(group.gpu_type, *group.features),
                 )
+    if not found:
+        down = sum(g.down_nodes for p in inventory.partitions.values() for g in p.groups)
+        closed = [name for name, p in inventory.partitions.items() if not p.available]
+        raise PlanError(
+            f"no node of this cluster can be used now: {down} are down or drained, partitions "
+            f"that are closed: {', '.join(closed) or 'none'}"
+        )
     return dict(sorted(found.items()))
 
 

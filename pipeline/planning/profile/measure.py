@@ -46,7 +46,12 @@ log = logging.getLogger("rlinf")
 CACHE = ".profiles"
 """Folder beside the runs."""
 PATIENCE_MIN = 5
-"""Minutes that the jobs on their own are given at least, and the limit of each."""
+"""Limit of each of the jobs on their own, minutes."""
+ALONE_SHARE, ALONE_S, LINKS_SHARE = 0.5, 60.0, 0.1
+"""Shares of the time that the jobs on their own may take, for which they need so many seconds, and
+that is kept for links between kinds."""
+LEAST_S = 1.0
+"""A job that could measure for less is not started, unless nothing is known yet."""
 START_S = 8.0
 """Set aside for the start of a job until one was measured."""
 WORTHWHILE_S = 15.0
@@ -98,10 +103,11 @@ def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Pr
         launcher = make_launcher(cluster, plan)
         try:
             end = time.time() + 60 * options.minutes
+            kept = 60 * options.minutes * LINKS_SHARE if on_slurm and len(kinds) > 1 else 0.0
             work = Pass(run, cluster, plan, launcher, identity, options)
             for number, kind in enumerate(kinds):
-                work.measure(kind, (end - time.time()) / (len(kinds) - number))
-            between = work.between(kinds) if on_slurm else []
+                work.measure(kind, (end - kept - time.time()) / (len(kinds) - number))
+            between = work.between(kinds, end) if on_slurm else []
         finally:
             launcher.close()
     return work.result(kinds, between, SlurmClient(cluster.poll_s) if on_slurm else None)
@@ -148,23 +154,39 @@ class Pass:
         self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
         for task in tasks:
             load_trial(task.trial)  # a damaged one is refused before anything runs
-        needs = self.stage_plan(kind, 1, 1, time_min=PATIENCE_MIN)
-        log.info("%s: %d iterations of jobs on their own", kind.name, alone.ITERATIONS)
-        self.alone[kind.name] = alone.measure(
-            self.run, self.cluster, needs, folder, max(end, time.time() + 60 * PATIENCE_MIN)
-        )
+        if ALONE_SHARE * seconds >= ALONE_S:
+            needs = self.stage_plan(kind, 1, 1, time_min=PATIENCE_MIN)
+            log.info("%s: %d iterations of jobs on their own", kind.name, alone.ITERATIONS)
+            until = time.time() + ALONE_SHARE * seconds
+            self.alone[kind.name] = alone.measure(self.run, self.cluster, needs, folder, until)
         for number in range(ROUNDS):
             todo = [task for task in tasks if not settled(task)]
             if not todo or (number and self.share_s(tasks, end, len(todo)) < WORTHWHILE_S):
                 break
-            while todo:
+            while todo := self.in_time(tasks, todo, end):
                 # The tasks of an array are of one size; on one machine each is for itself.
                 group = [task for task in todo if task.nodes == todo[0].nodes]
                 group = group if kind.partition else group[:1]
-                share = max(1.0, self.share_s(tasks, end, len(todo)))
+                share = max(LEAST_S, self.share_s(tasks, end, len(todo)))
                 log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(group), share)
                 self.finish(self.submit(kind, group, share), end)
                 todo = todo[len(group) :]
+
+    def in_time(self, tasks: Sequence[Task], todo: list[Task], end: float) -> list[Task]:
+        """Those of some tasks, smallest first, that there is time for; one where nothing is known.
+
+        What is left out is measured by a pass that is given more time.
+        """
+        kept = list(todo)
+        least = 0 if any(load_trial(task.trial) for task in tasks) else 1
+        while len(kept) > least and self.share_s(tasks, end, len(kept)) < LEAST_S:
+            left = kept.pop()
+            log.warning(
+                "%s: no time for %d processes; give more with --minutes",
+                "+".join(left.kinds),
+                left.processes,
+            )
+        return kept
 
     def share_s(self, tasks: Sequence[Task], end: float, jobs: int) -> float:
         """Time to measure that is left for each of some jobs, their starts taken off."""
@@ -237,9 +259,11 @@ class Pass:
     def finish(self, jobs: dict[str, Task], end: float) -> None:
         """Wait until jobs have ended; those that have not started by ``end`` are cancelled.
 
-        Each waits a minute at least, for every number of processes is measured once.
+        Where nothing is known yet they wait a minute at least.
         """
-        open_, end = dict(jobs), max(end, time.time() + PATIENCE_S)
+        open_ = dict(jobs)
+        if not any(load_trial(task.trial) for task in jobs.values()):
+            end = max(end, time.time() + PATIENCE_S)
         while open_:
             for identity, status in self.launcher.poll(list(open_)).items():
                 # The next of an array has its turn as soon as the one before has ended.
@@ -255,8 +279,9 @@ class Pass:
             if open_:
                 time.sleep(self.launcher.poll_s)
 
-    def between(self, kinds: Sequence[Kind]) -> list[Link]:
-        """Links between kinds, each measured by a job on either; those without two are left out."""
+    def between(self, kinds: Sequence[Kind], end: float) -> list[Link]:
+        """Links between kinds, each measured by a job on either; those without two are left out,
+        and those whose jobs could not start before ``end``."""
         found: list[Link] = []
         for pair in combinations(kinds, 2):
             key = digest([kind_key(self.identity, kind) for kind in pair])
@@ -264,7 +289,7 @@ class Pass:
             if self.options.fresh:
                 shutil.rmtree(folder, ignore_errors=True)
             tasks = [self.end_of_link(pair, key, folder, rank) for rank in (0, 1)]
-            if load_trial(tasks[0].trial) is None:
+            if load_trial(tasks[0].trial) is None and time.time() < end:
                 shutil.rmtree(folder / MEETING, ignore_errors=True)
                 jobs: dict[str, Task] = {}
                 for kind, task in zip(pair, tasks, strict=True):

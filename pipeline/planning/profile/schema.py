@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -280,6 +280,22 @@ class Profile(Section):
         for kind in kinds:
             if kind not in self.kinds:
                 raise PlanError(f"{where}: {_lacks(kind, self.kinds)}")
+
+    def check_stages(self, stages: Collection[str], where: str) -> None:
+        """See that it tells of stages of a flow alone.
+
+        Raises:
+            PlanError: names the key of the first that is none, and the nearest that is.
+        """
+        for name, kind in self.kinds.items():
+            named = [(f"points[{i}]", p.stage) for i, p in enumerate(kind.points)]
+            named += [(f"overheads[{i}]", o.stage) for i, o in enumerate(kind.overheads) if o.stage]
+            for key, stage in named:
+                if stage not in stages:
+                    raise PlanError(
+                        f"{where}: kinds.{name}.{key}.stage: no stage {stage!r}"
+                        f"{nearest(stage, stages)}"
+                    )
 
     def to_json(self) -> str:
         """As text that :func:`load_profile` reads."""

@@ -7,17 +7,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from pipeline.commands.experiment import prepare, warm_start
+from pipeline.launch import ClusterConfig
+from pipeline.plan import Plan
 from pipeline.planning.profile.identity import Identity, kind_key
-from pipeline.planning.profile.kinds import local_kind
-from pipeline.planning.profile.measure import Options, cases, conclude, profile, settled
+from pipeline.planning.profile.kinds import Kind, local_kind
+from pipeline.planning.profile.measure import Options, Pass, cases, conclude, profile, settled
 from pipeline.planning.profile.schema import OverheadName, Profile
-from pipeline.planning.profile.trial import ENOUGH, Case, Task, load_trial
+from pipeline.planning.profile.trial import ENOUGH, Case, Task, Trial, load_trial
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError
 from slurm.jobs import State, Status
@@ -37,7 +40,7 @@ def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(compose: Compose) -> None:
     run = prepare(compose(*WORDS))
-    options = Options(minutes=0.3, processes=2)
+    options = Options(minutes=3, processes=2)
     made = profile(run, options, warm_start)
     made.require(Identity.of(run.config), ["local"], "profile.json")
     assert Profile.model_validate_json(made.to_json()) == made
@@ -176,6 +179,39 @@ def test_a_damaged_trial_is_refused_until_fresh(
         profile(run, Options(minutes=0.01, processes=1), warm_start)
     fresh = profile(run, Options(minutes=0.01, processes=1, fresh=True), warm_start)
     assert fresh.kinds["local"].points
+
+
+@pytest.mark.parametrize("minutes", [0.3, 0.5, 2.0, 10.0])
+def test_a_pass_takes_no_longer_than_it_is_given(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, minutes: float
+) -> None:
+    """Of jobs that take 8 s to start and then measure for as long as they are told."""
+    clock, measured = [1000.0], []
+
+    def submit(self: Pass, kind: Kind, group: list[Task], seconds: float) -> dict[str, Task]:
+        for wanted in group:
+            clock[0] += 8 + seconds
+            measured.append(wanted.processes)
+            trial = Trial(key=wanted.key, nodes=1, processes=wanted.processes)
+            wanted.folder.mkdir(parents=True, exist_ok=True)
+            trial.save(wanted.trial)
+        return {}
+
+    def own_jobs(*given: Any) -> list[Any]:
+        clock[0] = given[-1]
+        return []
+
+    monkeypatch.setattr("pipeline.planning.profile.measure.time.time", lambda: clock[0])
+    monkeypatch.setattr("pipeline.planning.profile.alone.measure", own_jobs)
+    monkeypatch.setattr(Pass, "submit", submit)
+    run = prepare(compose(*WORDS))
+    plan, options = Plan.read(run.folder), Options(minutes=minutes)
+    launcher: Any = None
+    work = Pass(run, ClusterConfig(), plan, launcher, Identity.of(run.config), options)
+    kind = replace(local_kind(), cpus_per_node=4, gpus_per_node=0, nodes=1)
+    work.measure(kind, 60 * minutes)
+    assert clock[0] - 1000 <= 60 * minutes + 1
+    assert set(measured) == ({1, 2} if minutes < 0.5 else {1, 2, 4})
 
 
 def test_two_passes_over_one_run_are_refused(compose: Compose) -> None:
