@@ -135,10 +135,10 @@ def _span(manifest: Manifest, span: dict[str, Any]) -> Span:
 
 def lane(span: dict[str, Any]) -> str:
     """Who: workers of a pool keep their lane from one lease to the next."""
-    pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r\d+", span.get("worker", ""))
+    pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r(\d+)", span.get("worker", ""))
     if pool is None:
         return f"{span['host']} · rank {span['rank']}"
-    who = f"rank {span['rank']}" if pool[2] is None else f"worker {pool[2]}"
+    who = f"rank {pool[3]}" if pool[2] is None else f"worker {pool[2]}"
     return f"pool {pool[1]} · {who} · {span['host']}"
 
 
