@@ -64,7 +64,7 @@ def training(data: ReportData) -> Figure | None:
         ("train/grad_norm", "gradient norm"),
         ("rollout/length_mean", "mean length (steps)"),
         ("train/explained_variance", "explained variance"),
-        ("inference/logprob_gap_mean", "|engine - trainer| log-prob"),
+        ("train/engine_gap", "|engine - trainer| log-prob"),
     ]
     present = [(name, title) for name, title in wanted if len(data.column(name)[0])][:9]
     if not present:

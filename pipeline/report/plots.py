@@ -28,6 +28,7 @@ TITLES = {
     "rollout/length_mean": "mean length (steps)",
     "rollout/truncated_share": "share cut off at the limit",
     "rollout/lag_mean": "versions behind, on average",
+    "train/engine_gap": "|engine - trainer| log-prob, equal weights",
     "inference/logprob_gap_mean": "|engine - trainer| log-prob, mean",
     "inference/logprob_gap_max": "|engine - trainer| log-prob, largest",
     "sync/bytes": "bytes of weights published",
@@ -35,7 +36,7 @@ TITLES = {
 HEADLINES = (
     "reward/mean",
     "train/loss",
-    "inference/logprob_gap_mean",
+    "train/engine_gap",
     "rollout/length_mean",
     "train/entropy",
     "train/grad_norm",

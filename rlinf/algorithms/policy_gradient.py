@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,8 +31,9 @@ class PolicyGradientConfig(Section):
     minibatches: int = Field(default=1, gt=0)
     """Optimizer steps per pass."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Denominator of the ratio: computed by the inference stage under the training stack, or taken
-    from the engine."""
+    """Denominator of the ratio: of the policy before the update under the training stack, or taken
+    from the engine. The inference stage computes it where the update has several steps; before the
+    first one the update's own forward pass gives the same."""
     behaviour_weight_cap: float | None = Field(default=None, gt=0)
     """Weight each step by how likely the policy before the update is to do what the policy that
     collected it did, at most this; null: all weigh the same. For stale or inexact rollouts."""
@@ -74,7 +76,12 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        return bool(self.config.old_logprobs == "recompute")
+        return bool(self.config.old_logprobs == "recompute" and not self.one_step)
+
+    @property
+    def one_step(self) -> bool:
+        """Whether an iteration has a single optimizer step."""
+        return bool(self.config.epochs == self.config.minibatches == 1)
 
     @property
     def minibatches(self) -> int:
@@ -82,7 +89,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def streams(self) -> bool:
-        return self.by_group and self.config.epochs == self.config.minibatches == 1
+        return self.by_group and self.one_step
 
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         by_minibatches(self, learner, parts)
@@ -118,6 +125,8 @@ class PolicyGradient(Algorithm):
         """
         outputs = policy.evaluate(inputs, temperature, entropy=entropy)
         outputs, batch, weights = by_unit(outputs, batch, weights, self.config.logprob_level)
+        if self.config.old_logprobs == "recompute" and self.one_step:
+            batch = replace(batch, old_logprobs=outputs.logprobs.detach())
         loss, metrics = self.loss(outputs, batch, weights)
         return loss, {**metrics, **engine_gap(outputs.logprobs, batch)}
 

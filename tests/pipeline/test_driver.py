@@ -41,7 +41,7 @@ def test_a_run_leaves_everything_a_user_looks_for(reference: Path) -> None:
     assert [row["iteration"] for row in rows] == [0, 1]
     assert {"reward/mean", "train/loss", "train/kl_old", "rollout/steps"} <= rows[0].keys()
     assert rows[0]["train/kl_old"] == pytest.approx(0, abs=1e-6), "the first step is on policy"
-    assert rows[0]["inference/logprob_gap_max"] < 1e-4
+    assert rows[0]["train/engine_gap"] < 1e-4
     assert (reference / "report" / "report.html").stat().st_size > 10_000
     assert reference.stat().st_mode & 0o077 == 0, "strangers must not read a run"
     assert not (reference / LOCK).exists()

@@ -137,7 +137,7 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     apart = [{**POOLS[1], "stages": ["reward", "train"]}, {**POOLS[0], "stages": ["inference"]}]
-    settings = ("iterations=3", "retention.last=3", HALF, RECOMPUTED)
+    settings = ("iterations=3", "retention.last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
     values = compose("run.name=apart", *settings, "cluster=local")
     values["plan"] = {
         "grain": "segment",

@@ -23,7 +23,14 @@ from rlinf.models.base import StepOutputs
 
 LEVELS = ("token", "action", "chunk")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
-SETTINGS = {"clip_low": 0.1, "clip_high": 0.2, "entropy_bonus": 0.05, "kl_coefficient": 0.1}
+SETTINGS: dict[str, Any] = {
+    "clip_low": 0.1,
+    "clip_high": 0.2,
+    "entropy_bonus": 0.05,
+    "kl_coefficient": 0.1,
+    "epochs": 2,
+}
+"""Of several steps, so that the old policy is another one."""
 
 
 class Saying:
@@ -68,9 +75,9 @@ def drawn(
 
 
 def computed(
-    batch: StepBatch, outputs: StepOutputs, level: Any, aggregation: Any
+    batch: StepBatch, outputs: StepOutputs, level: Any, aggregation: Any, **more: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    algorithm = GRPO(GRPOConfig(logprob_level=level, aggregation=aggregation, **SETTINGS))
+    algorithm = GRPO(GRPOConfig(logprob_level=level, aggregation=aggregation, **(SETTINGS | more)))
     reduced = at_level(batch, level)
     units = reduced.require("units")
     weights, mass = step_shares(units.flatten(1), aggregation)
@@ -132,6 +139,21 @@ def test_the_loss_is_that_of_a_loop_over_choices(
     )
     (gradient,) = torch.autograd.grad(loss, outputs.logprobs)
     assert not gradient.numpy()[~counts].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_single_step_is_its_own_old_policy(level: Any) -> None:
+    """The forward pass of the update gives what the inference stage would have computed."""
+    batch, outputs, _ = drawn(3, (2, 2), masked=True)
+    same = replace(batch, old_logprobs=outputs.logprobs.detach())
+    losses = [
+        computed(batch, outputs, level, "token_mean", epochs=1)[0],
+        computed(same, outputs, level, "token_mean")[0],
+    ]
+    first, second = (torch.autograd.grad(loss, outputs.logprobs)[0] for loss in losses)
+    assert float(losses[0].detach()) == pytest.approx(float(losses[1].detach()), rel=1e-6)
+    torch.testing.assert_close(first, second)
+    assert first.abs().sum() > 0
 
 
 @given(seed=st.integers(0, 2**16), level=st.sampled_from(LEVELS))

@@ -241,5 +241,4 @@ def test_an_agent_is_trained_from_end_to_end(compose: Compose, tmp_path: Path) -
     assert any(record.info["turns"] == 2 for record in made.values())
     for row in rows:
         assert row["train/engine_gap"] < 1e-3
-        assert row["inference/logprob_gap_max"] < 1e-2
     assert sum(row["reward/group_std"] > 0 for row in rows), rows
