@@ -21,6 +21,10 @@ RESULTS = Path(__file__).parent / "results.json"
 ROWS = {
     "grpo_vs_trl": "grpo_vs_trl",
     "grpo_tokens_per_s": "grpo_vs_trl",
+    "engine_vs_generate": "generate",
+    "engine_vs_generate_tail": "generate",
+    "engine_tokens_per_cpu_s": "generate",
+    "generate_tokens_per_cpu_s": "generate",
     "trl_tokens_per_s": "grpo_vs_trl",
     "stage_overhead_s": "slurm_jobs",
     "stage_imports_s": "slurm_jobs",

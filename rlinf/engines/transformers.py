@@ -22,6 +22,7 @@ from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
 from rlinf.engines.cache import KeyValueCache
 from rlinf.engines.decoding import Decoding
+from rlinf.engines.fused import FusedStep
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.base import copy_weights
 from rlinf.models.causal_lm import CausalLMConfig, causal_mask, load_tokenizer
@@ -60,6 +61,7 @@ class TransformersEngine(Storages, Engine):
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
         self._module: Any = None
+        self._step: FusedStep | None = None
 
     @classmethod
     def takes_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
@@ -67,9 +69,10 @@ class TransformersEngine(Storages, Engine):
 
     def load(self, folder: Path, version: int) -> None:
         if self._module is None or not reload_weights(self._module, folder):
-            self._module = None  # the old one leaves the memory first
+            self._module = self._step = None  # the old one leaves the memory first
             module = load_module(folder, self._policy_config).eval()
             self._module = placed(module, self.device)
+            self._step = FusedStep.of(self._module)
             use_decode_attention(self._module)
         tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
         self._tokenizer = tokenizer
@@ -92,7 +95,7 @@ class TransformersEngine(Storages, Engine):
 
     def close(self) -> None:
         self.forget()
-        self._module, self.version = None, -1
+        self._module, self._step, self.version = None, None, -1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -158,6 +161,10 @@ class TransformersEngine(Storages, Engine):
             positions: of the tokens in their samples, ``[B, n]``.
             mask: as the model takes it; None: every row attends to all columns.
         """
+        if self._step is not None and tokens.shape[1] == 1 and len(cache):
+            logits = self._step(tokens, positions, mask, cache)
+            cache.advance(1)
+            return logits.float()
         if mask is None:
             mask = torch.ones(1, 1, 1, cache.length + 1, dtype=torch.bool, device=self.device)
         output = self._module(

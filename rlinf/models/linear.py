@@ -50,7 +50,7 @@ class OneDNNLinear(nn.Linear):
                 input, weight, self.bias
             )
             return output
-        return _product(input, weight, self.bias)
+        return product(input, weight, self.bias)
 
 
 class _Product(torch.autograd.Function):
@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.biased = bias is not None
-        return _product(input, weight, bias)
+        return product(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,14 +69,17 @@ class _Product(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         of_input = of_weight = of_bias = None
         if wanted[0]:
-            of_input = _product(gradient, weight.t(), None).view(input.shape)
+            of_input = product(gradient, weight.t(), None).view(input.shape)
         if wanted[1]:
-            of_weight = _product(gradient.t(), input.reshape(-1, weight.shape[1]).t(), None)
+            of_weight = product(gradient.t(), input.reshape(-1, weight.shape[1]).t(), None)
         if ctx.biased and wanted[2]:
             of_bias = gradient.sum(0)
         return of_input, of_weight, of_bias
 
 
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``input @ weight.T + bias`` on a CPU, without a gradient, by the quickest kernel."""
+    if not available() or input.dtype != torch.float32:
+        return F.linear(input, weight, bias)
     output: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return output

@@ -1,0 +1,134 @@
+"""One new token of every row through a dense decoder, with few and large products; for CPUs.
+
+The library's modules take some sixty operations a layer, each with its call of a module, its
+checks and its copies; with small models on a CPU that is as much time as the arithmetic. Here a
+layer is one product for queries, keys and values, one for gate and up, and what stands between
+them; keys and values are written where attention reads them.
+
+The joined weights are the memory of the module's own: those are views of them, so what is written
+to the one is in the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlinf.engines.attention import attend
+from rlinf.engines.cache import KeyValueCache
+from rlinf.models.linear import OneDNNLinear, product
+
+FAMILIES = {"llama", "qwen2", "qwen3"}
+"""Model types whose decoder layers are as computed here."""
+
+
+class FusedStep:
+    """The network of one of :data:`FAMILIES`."""
+
+    def __init__(self, module: Any) -> None:
+        self._network, self._head = module.model, module.lm_head
+        self._layers = [_Layer(layer) for layer in module.model.layers]
+
+    @classmethod
+    def of(cls, module: Any) -> FusedStep | None:
+        """For a module that is all of ordinary parts on a CPU; None: it goes its own way."""
+        return cls(module) if _suits(module) else None
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValueCache
+    ) -> Tensor:
+        """Logits ``[B, V]`` after ``tokens`` ``[B, 1]``, which join the cache.
+
+        Args:
+            positions: of the tokens in their samples, ``[B, 1]``.
+            mask: bool ``[B, 1, 1, length + 1]``; None: every row attends to all columns.
+        """
+        network = self._network
+        hidden = F.embedding(tokens[:, 0], network.embed_tokens.weight)
+        cos, sin = network.rotary_emb(hidden, positions)
+        # Halves are exchanged and the first one's sign turned: the sign goes to the sine.
+        half = sin.shape[-1] // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        for number, layer in enumerate(self._layers):
+            hidden = layer(hidden, cos, sin, mask, cache, number)
+        hidden = _normed(hidden, network.norm)
+        return product(hidden, self._head.weight, self._head.bias)
+
+
+class _Layer:
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._before, self._after = layer.input_layernorm, layer.post_attention_layernorm
+        self._joined, self._bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gates, _ = _join(mlp.gate_proj, mlp.up_proj)
+        self._out, self._down = attention.o_proj, mlp.down_proj
+        self._norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self._width, self._scaling = attention.head_dim, attention.scaling
+        self._heads = attention.q_proj.out_features // self._width
+        self._kv_heads = attention.k_proj.out_features // self._width
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: KeyValueCache,
+        number: int,
+    ) -> Tensor:
+        rows, heads, kv_heads = len(hidden), self._heads, self._kv_heads
+        made = product(_normed(hidden, self._before), self._joined, self._bias)
+        made = made.view(rows, heads + 2 * kv_heads, self._width)
+        turned = made[:, : heads + kv_heads]
+        if self._norms[0] is not None:
+            parts = turned[:, :heads], turned[:, heads:]
+            turned = torch.cat(
+                [_normed(part, norm) for part, norm in zip(parts, self._norms, strict=True)], dim=1
+            )
+        swapped = turned.roll(self._width // 2, dims=-1)
+        turned = torch.addcmul(turned * cos, swapped, sin)
+        keys, values = cache.update(
+            turned[:, heads:, None], made[:, heads + kv_heads :, None], number
+        )
+        seen = attend(turned[:, :heads, None], keys, values, mask, self._scaling)
+        hidden = hidden + product(seen.view(rows, -1), self._out.weight, self._out.bias)
+        gate, up = product(_normed(hidden, self._after), self._gates, None).chunk(2, dim=-1)
+        return hidden + product(F.silu(gate) * up, self._down.weight, None)
+
+
+def _normed(hidden: Tensor, norm: Any) -> Tensor:
+    return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+@torch.no_grad()
+def _join(*parts: Any) -> tuple[Tensor, Tensor | None]:
+    """Weights of several linear layers below each other, and their biases; theirs are views."""
+    joined = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    start = 0
+    for part in parts:
+        stop = start + part.out_features
+        part.weight.data = joined[start:stop]
+        if bias is not None:
+            part.bias.data = bias[start:stop]
+        start = stop
+    return joined, bias
+
+
+def _suits(module: Any) -> bool:
+    settings: Any = getattr(module, "config", None)
+    if getattr(settings, "model_type", None) not in FAMILIES:
+        return False
+    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    ordinary = all(type(part) in (nn.Linear, OneDNNLinear) for part in linear)
+    kinds = set(getattr(settings, "layer_types", None) or ["full_attention"])
+    return (
+        ordinary
+        and kinds == {"full_attention"}
+        and settings.hidden_act == "silu"
+        and not getattr(settings, "mlp_bias", False)
+        and all(part.weight.device.type == "cpu" for part in linear)
+    )
