@@ -187,8 +187,8 @@ class Plan(Section):
     transports: dict[str, Transport] = {}
     """By edge between pools, ``rollout -> reward``; stages of one worker pass references. Where
     nothing is said, weights go by shared memory on one node, by socket between nodes; records by
-    socket, those with large rows (images) by file; all else is read from files. Between nodes
-    ``shared_memory`` means socket. For weights alone there are ``gloo`` and ``nccl``, process
+    socket, but trajectories with large rows (images) by file; all else is read from files. Between
+    nodes ``shared_memory`` means socket. For weights alone there are ``gloo`` and ``nccl``, process
     groups, which are fast and not encrypted, and ``delta``: as ``file``, but of weights a worker
     reads what changed since those it has."""
     predicted: Forecast | None = None

@@ -42,8 +42,6 @@ class Stream:
         self._reached: dict[int, int] = {}
         """By start of a range: the first sample of it that is not known to be here."""
         self._untaken: set[int] = set()
-        self.left_to_files = False
-        """Whether some are not sent, because their rows are large: all are to be read from disk."""
 
     def put(self, record: Record) -> None:
         """Add a record; a sample that is here already is dropped."""
@@ -61,12 +59,6 @@ class Stream:
         with self._changed:
             self._ends[rank] = count
             self._due = sum(self._ends.values()) if len(self._ends) >= ranks else None
-            self._changed.notify_all()
-
-    def leave_to_files(self) -> None:
-        """Records are made that will not come."""
-        with self._changed:
-            self.left_to_files = True
             self._changed.notify_all()
 
     def complete(self, samples: range) -> bool:
@@ -207,10 +199,8 @@ class Output:
         Args, Raises: as :meth:`attempt`.
         """
         stream = self.stream(channel)
-        there = self._wait(
-            lambda: stream.left_to_files or stream.complete(samples), stopping, on_disk
-        )
-        return stream.take(samples) if there and not stream.left_to_files else None
+        there = self._wait(lambda: stream.complete(samples), stopping, on_disk)
+        return stream.take(samples) if there else None
 
     def arrived(self, channel: str) -> list[Record]:
         """All records of a channel that are here, in the order they came."""

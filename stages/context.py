@@ -240,8 +240,7 @@ class Context:
             if entry.output is not None and entry.taken:
                 entry.output.compare(channel, records)
             # Some of it may be missing in memory for ever, and need not be compared again.
-            if entry.output is not None:
-                entry.fell |= not entry.output.stream(channel).left_to_files
+            entry.fell |= entry.output is not None
             entry.output = None
             self._read[channel] = records
         return [r for r in self._read[channel] if r.identity.sample in samples]

@@ -15,9 +15,11 @@ from pipeline.pools.leases import Member, PoolState
 from pipeline.pools.routes import tree
 from pipeline.run import Run
 from rlinf.channels.world import ALONE, ParallelLayout, World
+from rlinf.data.record import LARGE_BYTES
 from stages.flow import WEIGHTS
+from stages.parts import environment_class
 from stages.worker import messages
-from stages.worker.inbox import BY_SIZE, SHARED_MEMORY, SOCKET
+from stages.worker.inbox import SHARED_MEMORY, SOCKET
 from stages.worker.messages import Order, StageOrder
 
 HOLD_S = 0.5
@@ -44,6 +46,8 @@ class Orders:
         self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
         self._of = {stage: pools[number] for stage, number in plan.homes().items()}
         self._layouts = {stage: plan.of(stage).layout for stage in self._of}
+        environment, options = environment_class(run.config)
+        self._large = environment.row_bytes(options) >= LARGE_BYTES
         self._alone = {stage for stage in self._of if plan.alone(stage)}
         self._some = {s: ranks for pool in plan.pools for s, ranks in pool.ranks.items()}
         self._elastic = any(pool.slot is not None for pool in pools)
@@ -187,8 +191,8 @@ class Orders:
         Records come from all ranks of the maker that speak, weights from its rank 0 alone.
         """
         records = name in self._flow.streams
-        said = self._plan.transports.get(f"{source.stage} -> {target.stage}")
-        way = said or (SOCKET if records else SHARED_MEMORY)
+        usual = SOCKET if records else SHARED_MEMORY
+        way = self._plan.transports.get(f"{source.stage} -> {target.stage}", usual)
         if not takers:
             return
         if way in FOR_WEIGHTS and name == WEIGHTS:
@@ -202,7 +206,7 @@ class Orders:
         for turn, rank in enumerate(speakers if records else [0]):
             first, host = makers[rank]
             for sender, to in tree(first, host, takers, near=near, turn=turn).items():
-                yield first, sender, to if said or not records else dict.fromkeys(to, BY_SIZE)
+                yield first, sender, to
 
     def _by_rows(self, source: Node, node: Node) -> bool:
         """Whether several processes share its model: each reads its rows of the published files,
@@ -211,8 +215,10 @@ class Orders:
         return shares and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
     def _sent_live(self, source: Node, node: Node) -> bool:
-        edge = f"{source.stage} -> {node.stage}"
-        return self._plan.transports.get(edge, "socket") not in AFTER_COMMIT
+        large = self._large and source.stage == self._flow.generates
+        usual = "file" if large else "socket"
+        way = self._plan.transports.get(f"{source.stage} -> {node.stage}", usual)
+        return way not in AFTER_COMMIT
 
     def _send(self, pool: PoolState, member: Member) -> None:
         """Order all stages whose inputs are settled."""

@@ -26,7 +26,7 @@ from rlinf.artifacts import commit_of
 from rlinf.channels.base import ChannelClosed, Sink, Source
 from rlinf.checked import read_bytes, read_through
 from rlinf.data.lazy import Lazy
-from rlinf.data.record import Identity, Record, Scalar
+from rlinf.data.record import LARGE_BYTES, Identity, Record, Scalar
 from rlinf.errors import ArtifactError
 
 SCHEMA, WITH_ROWS = 1, 2
@@ -109,7 +109,7 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
         if not records:
             return
         first = records[0]
-        large = first.large()
+        large = _large(first)
         file.attrs["schema"] = WITH_ROWS if large else SCHEMA
         for record in records:
             if (
@@ -200,6 +200,12 @@ def read_infos(path: Path) -> list[tuple[Identity, int, dict[str, Scalar]]]:
 def rows_of(path: Path) -> Path:
     """The file beside a file of records that has its large columns."""
     return path.with_suffix(".rows.hdf5")
+
+
+def _large(record: Record) -> list[str]:
+    """Columns of steps whose rows are large."""
+    sizes = {n: a.itemsize * int(np.prod(a.shape[1:])) for n, a in record.steps.items()}
+    return [name for name, size in sizes.items() if size >= LARGE_BYTES]
 
 
 def _write_rows(path: Path, file: h5py.File, columns: dict[str, list[np.ndarray]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -55,11 +54,6 @@ class Record:
             return self
         steps = {name: column[start:stop] for name, column in self.steps.items()}
         return Record(self.identity, steps, self.context, self.info)
-
-    def large(self) -> list[str]:
-        """Columns of steps whose rows are large."""
-        sizes = {n: a.dtype.itemsize * math.prod(a.shape[1:]) for n, a in self.steps.items()}
-        return [name for name, size in sizes.items() if size >= LARGE_BYTES]
 
     def digest(self) -> int:
         """64 bits of all it holds but the attempt, as it was when this was first asked."""

@@ -107,6 +107,16 @@ class Environment(Part, ABC):
         """
 
     @classmethod
+    def row_bytes(cls, config: Any) -> int:
+        """Bytes of one step in the largest column of its trajectories, as far as the configuration
+        tells.
+
+        From :data:`rlinf.data.record.LARGE_BYTES` on trajectories are read from files, of which
+        each process takes the steps that it computes with, unless a plan says otherwise.
+        """
+        return 0
+
+    @classmethod
     def extent(cls, config: Any, processor: Any) -> Extent:
         """How much there is of the task, after a look at all of it; asked before a run begins.
 

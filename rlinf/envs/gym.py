@@ -113,6 +113,10 @@ class GymEnvironment(Environment):
         return {"observation": config.observation, "action": config.action.model_dump()}
 
     @classmethod
+    def row_bytes(cls, config: GymConfig) -> int:
+        return np.dtype(np.float32).itemsize * (config.observation or 0)
+
+    @classmethod
     def verify(cls, config: GymConfig) -> None:
         found, given = cls.measured(config), cls.describe(config)
         for name, value in found.items():

@@ -29,12 +29,6 @@ TO, FROM, RANK, RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
 MADE_OF = "_made_of"
 """Of a record that was made of what was not committed yet: by which attempt that was."""
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
-BY_SIZE = "by_size"
-"""By socket, but those with large rows are left to files, of which each takes what it needs."""
-LEFT = Record(Identity(0, -2, 0))
-"""Sent in the place of such records."""
-END = -1
-"""The sample of what says how many records there are."""
 SHARED_BYTES = 128 << 20
 """Shared memory of a worker that takes records so; none may be larger."""
 Taker = Callable[[str, Record], None]
@@ -118,10 +112,6 @@ class Inbox:
             self._takers[channel](folder, replace(record, info=info))
             return
         output = self._board.output(folder)
-        if record.identity == LEFT.identity:
-            output.stream(channel).leave_to_files()
-            self._passing(to, maker, record)
-            return
         if (made_of := info.pop(MADE_OF, None)) is not None:
             output.made_of(str(made_of))
         stream = output.stream(channel)
@@ -204,7 +194,6 @@ class Outbox:
 
         None: it has no inbox, or none that answers.
         """
-        way = SOCKET if way == BY_SIZE else way
         kind = SharedMemorySink if way == SHARED_MEMORY else SocketSink
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
             if (name, way) not in self._open:
@@ -267,9 +256,6 @@ class Sender:
     ) -> None:
         self._to, self._outbox, self._made = to, outbox, made
         self._channels: dict[str, Sink] = {}
-        self._by_size: set[str] = set()
-        self._told: set[str] = set()
-        """Workers that know that records are left to files."""
         # No record may come between those made before and the next one, or after the end.
         self._lock = threading.Lock()
         self._whole = True
@@ -289,9 +275,6 @@ class Sender:
                     self._outbox.drop(name, None)
                     continue
                 self._channels[name] = channel
-                self._told.discard(name)
-                if way == BY_SIZE:
-                    self._by_size.add(name)
                 before = [self._addressed(record) for record in self._made()]
                 self._send(name, before if self._end is None else [*before, self._end])
 
@@ -306,7 +289,7 @@ class Sender:
     def close(self) -> None:
         with self._lock:
             info = {**self._about, COUNT: len(self._put)}
-            self._end = Record(Identity(0, END, 0), info=info)
+            self._end = Record(Identity(0, -1, 0), info=info)
             for name in list(self._channels):
                 self._send(name, [self._end])
 
@@ -324,13 +307,8 @@ class Sender:
     def _send(self, name: str, records: Sequence[Record]) -> None:
         with self._leaving_out(name):
             for record in records:
-                left = name in self._by_size and bool(record.large())
-                if left and name in self._told:
-                    continue
-                if left:
-                    self._told.add(name)
                 try:
-                    self._channels[name].put(self._addressed(LEFT) if left else record)
+                    self._channels[name].put(record)
                 except DataError as error:
                     raise DataError(
                         f"{self._to}: {error}; where records are that large, leave shared_memory "

@@ -33,6 +33,7 @@ RANKS = {"processes": 2}
 STAGES = ["rollout", "reward", "inference", "train"]
 POOL = {
     "grain": "segment",
+    "chunks": 2,
     "stages": dict.fromkeys(("rollout", "inference", "train"), RANKS),
     "pools": [{"stages": STAGES, "gpus": {"local": 2}}],
 }

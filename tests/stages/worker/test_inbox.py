@@ -17,7 +17,7 @@ import pytest
 from rlinf.data.record import Identity, Record
 from rlinf.errors import DataError, InputFailed
 from stages.board import Board
-from stages.worker.inbox import BY_SIZE, SHARED_BYTES, SHARED_MEMORY, SOCKET, Inbox, Outbox
+from stages.worker.inbox import SHARED_BYTES, SHARED_MEMORY, SOCKET, Inbox, Outbox
 
 TO = "it/0000/rollout:trajectories"
 SENDER = """
@@ -99,43 +99,6 @@ def test_a_sender_goes_on_when_an_inbox_is_not_there_or_vanishes(tmp_path: Path)
 
 def number(sample: int) -> Record:
     return Record(Identity(0, sample, 0), {"actions": np.array([sample])})
-
-
-def test_records_with_large_rows_are_left_to_files_unless_a_way_is_said(tmp_path: Path) -> None:
-    """Also for a worker that asks once all are made, and for one whose way the plan says."""
-    boards = {name: Board() for name in ("early", "late", "told")}
-    inboxes = [Inbox(tmp_path, name, board) for name, board in boards.items()]
-    outputs = {name: board.output("it/0000/rollout") for name, board in boards.items()}
-    made = [Record(Identity(0, s), {"seen": np.zeros((2, 256), np.float32)}) for s in range(8)]
-    outbox = Outbox(tmp_path)
-    outbox.want(TO, {"early": BY_SIZE, "told": SOCKET})
-    writer = outbox.stream(TO, 0, 1, lambda: made)
-    for record in made:
-        writer.put(record)
-    writer.close()
-    outbox.want(TO, {"late": BY_SIZE})
-    for name in ("early", "late"):
-        assert until(lambda name=name: outputs[name].stream("trajectories").left_to_files)
-        assert outputs[name].records("trajectories", range(8), lambda: False) is None
-        assert len(outputs[name].stream("trajectories")) == 0
-    assert len(outputs["told"].records("trajectories", range(8), lambda: False) or ()) == 8
-    outbox.close()
-    for inbox in inboxes:
-        inbox.close()
-
-
-def test_records_with_small_rows_are_sent_whatever_their_length(tmp_path: Path) -> None:
-    board = Board()
-    inbox, outbox = Inbox(tmp_path, "a", board), Outbox(tmp_path)
-    outbox.want(TO, {"a": BY_SIZE})
-    writer = outbox.stream(TO, 0, 1, list)
-    writer.put(Record(Identity(0, 0), {"x": np.zeros((4000, 255), np.float32)}))
-    writer.close()
-    output = board.output("it/0000/rollout")
-    (record,) = output.records("trajectories", range(1), lambda: False) or ()
-    assert record.steps["x"].shape == (4000, 255)
-    outbox.close()
-    inbox.close()
 
 
 @pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])
