@@ -20,11 +20,11 @@ from rlinf.errors import InputFailed, RequeueRequested
 STREAMS = "streams"
 """In a manifest's ``extra``: the digest of each channel's records."""
 LOOK_S = 0.5
-"""How often one who waits looks whether it has been asked to stop."""
+"""How often a waiting stage looks whether it has been asked to stop."""
 
 
 def keep_newest(held: dict[Any, Any], count: int) -> None:
-    """Let go of the oldest entries of what would grow for ever."""
+    """Drop the oldest entries of what would grow for ever."""
     while len(held) > count:
         held.pop(next(iter(held)), None)
 
@@ -116,7 +116,7 @@ class Output:
         self._failure: str | None = None
         self._made_of: set[str] = set()
         self.spoilt = False
-        """Nothing of it counts: who has it gives up, another one takes its place on the board."""
+        """Nothing of it counts: its readers give up, another one takes its place on the board."""
 
     def stream(self, channel: str) -> Stream:
         """The stream of a channel."""
@@ -237,7 +237,7 @@ class Output:
             yield from new
 
     def forget(self, channel: str) -> None:
-        """Let go of a channel that was read."""
+        """Drop a channel that was read."""
         with self._changed:
             self._streams.pop(channel, None)
 

@@ -34,7 +34,7 @@ class Turns:
         self._closed = False
 
     def close(self) -> None:
-        """Nobody has a turn any more: the process ends, which must not wait for those who wait."""
+        """There are no more turns: the process ends, which must not wait for waiting stages."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -127,7 +127,7 @@ class Aside(contextlib.nullcontext[None]):
     """In place of a turn: of a stage that computes nothing, or has a queue of its own."""
 
     def part(self, number: int) -> None:
-        """Go on to a part of the batch: nobody is in the way."""
+        """Go on to a part of the batch: no other stage is in the way."""
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
         """While it waits for an input."""

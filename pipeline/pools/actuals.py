@@ -91,7 +91,7 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
             if len(ready) == len(known):
                 whole.setdefault(stage, []).append(_end(manifest) - max(ready))
                 inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
-                # Who orders an elastic rollout only gathers what others generate.
+                # The worker that is ordered an elastic rollout only gathers what others generate.
                 seconds = generated.get(iteration) if stage == graph.flow.generates else None
                 busy.setdefault(stage, []).append(seconds or busy_s(run.folder, stage, iteration))
         ends = [

@@ -1,4 +1,5 @@
-"""Who generates what: the starts of a batch are given out in claims, to workers that come and go.
+"""Which worker generates what: starts of a batch are given out in claims, to workers that come and
+go.
 
 A claim is a list of starts that one worker does. What a worker leaves behind goes back and is given
 out again, lowest start first, so that the front of the batch is complete early. Pure bookkeeping:
@@ -39,7 +40,7 @@ class Claims:
 
     @property
     def left(self) -> int:
-        """Starts that nobody does yet."""
+        """Starts that no worker does yet."""
         return len(self._left)
 
     @property
@@ -104,7 +105,7 @@ class Pace:
         self._speeds[worker] = (self._speeds.get(worker, speed) + speed) / 2
 
     def speeds(self, workers: Sequence[str]) -> dict[str, float]:
-        """Starts per second; who was not seen yet is taken for average."""
+        """Starts per second; a worker not seen yet is taken for average."""
         known = [self._speeds[worker] for worker in workers if worker in self._speeds]
         average = sum(known) / len(known) if known else 1.0
         return {worker: self._speeds.get(worker, average) for worker in workers}

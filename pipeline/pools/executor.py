@@ -348,7 +348,7 @@ class PoolExecutor:
             self._over_with(pool, member, status, ended)
 
     def _hand_back(self, member: Member, reason: str, ended: dict[Node, Outcome]) -> None:
-        """What a member had to do must be started again; that is nobody's failure."""
+        """What a member had to do must be started again; that counts as no failure."""
         for node in member.given:
             self._over(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
@@ -408,7 +408,7 @@ class PoolExecutor:
     def _over_with(
         self, pool: PoolState, member: Member, status: Status, ended: dict[Node, Outcome]
     ) -> None:
-        """A member's job has ended, or was given up by who submitted it.
+        """A member's job has ended, or was given up by its submitter.
 
         Raises:
             InputError: no other try helps.
@@ -442,7 +442,7 @@ class PoolExecutor:
             for member in pool.members:
                 seen = workers.get(member.first)
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
-                    # Of a claim on a part of the batch the whole tells: who gathers it.
+                    # Of a claim on a part of the batch the whole tells: the worker that gathers it.
                     if row["total"] and row["took_s"] is None and row["stage"] != CLAIM:
                         self.progress(*(row[key] for key in PROGRESS))
         write_pools(self.run.folder, self._pools, workers)

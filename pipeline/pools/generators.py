@@ -89,7 +89,7 @@ class Generators:
     _over: dict[str, _Given] = field(default_factory=dict)
     """Claims of rollouts that are over; the word that one is done may come a little later."""
     _successors: dict[str, str] = field(default_factory=dict)
-    """Who is to go on with the tail of a claim that is on its way."""
+    """The worker that is to go on with the tail of a claim that is on its way."""
     _left: list[_Left] = field(default_factory=list)
     """Not ordered yet."""
     _pace: Pace = field(default_factory=Pace)
@@ -99,7 +99,7 @@ class Generators:
     """Starts in them."""
     _failures: Counter[str] = field(default_factory=Counter)
     _weights: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By weights on their way: who has them in its memory, by which attempt."""
+    """By weights on their way: the workers that have them in memory, by which attempt."""
     _version: dict[str, int] = field(default_factory=dict)
     """By worker: the iteration whose weights came to it last."""
     _prepared: set[str] = field(default_factory=set)

@@ -52,9 +52,9 @@ class Orders:
         self._some = {s: ranks for pool in plan.pools for s, ranks in pool.ranks.items()}
         self._elastic = any(pool.slot is not None for pool in pools)
         self._live: dict[Node, dict[str, Node]] = {}
-        """Of a stage that was ordered: inputs that come from memory, and who makes them."""
+        """Of a stage that was ordered: inputs that come from memory, and their makers."""
         self._subscribed: dict[Node, set[tuple[str, str, str]]] = defaultdict(set)
-        """Of a stage that was ordered: inputs, who has been told to send them, and to whom."""
+        """Of a stage that was ordered: inputs, the workers told to send them, and to which."""
 
     def home(self, node: Node) -> PoolState:
         """The pool where a stage is ordered."""
@@ -89,7 +89,7 @@ class Orders:
         ends = (maker.name, taker.name)
         for marks in self._subscribed.values():
             for mark in list(marks):
-                # Those who take pass on: the tree is made anew.
+                # Takers pass on: the tree is made anew.
                 within = ends == (mark[2], mark[2])
                 if mark[1:] == ends or within:
                     marks.discard(mark)
@@ -135,7 +135,7 @@ class Orders:
         )
 
     def _subscribe(self) -> None:
-        """Tell who makes something which workers elsewhere wait for it; again if they changed.
+        """Tell the maker of an input which workers elsewhere wait for it; again if they changed.
 
         Those that come late are sent what was made before.
         """
@@ -162,7 +162,7 @@ class Orders:
                     )
 
     def _takers(self, source: Node, target: Node) -> list[Member]:
-        """Who computes a stage; of a rollout in claims all those that may generate."""
+        """The members that compute a stage; of a rollout in claims all those that may generate."""
         if not self._gathers(target):
             return [member for member in self._members() if target in member.given]
         if source.stage != self._flow.publishes or not self._sent_live(source, target):
@@ -186,7 +186,7 @@ class Orders:
         maker: Member,
         takers: Mapping[str, str | None],
     ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Who made it, who sends it, and to whom by which way.
+        """The maker, the sender, and the takers with the way to each.
 
         Records come from all ranks of the maker that speak, weights from its rank 0 alone.
         """

@@ -1,4 +1,4 @@
-"""Who sends an input to which workers, and how: shared memory on one node, sockets elsewhere."""
+"""Which worker sends an input to which others: by shared memory on one node, sockets elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The resident pools of a run as ``rlinf status`` shows them, from the file that the driver writes.
 
-The file is as old as the driver's last look; who reads it says how old.
+The file is as old as the driver's last look; its reader says how old.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Simulators in processes of their own, so that they are stepped beside the policy.
 
 The time loops stay here, a thread each; a process steps the worlds of some of them
-(:mod:`rlinf.envs.simulator`), under its own interpreter where one is named. A socket wakes the one
-who waits at once, and ends when either side dies: the stage then starts another process, and the
+(:mod:`rlinf.envs.simulator`), under its own interpreter where one is named. A socket wakes the side
+that waits at once, and ends when either side dies: the stage then starts another process, and the
 other side exits.
 """
 

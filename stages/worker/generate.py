@@ -87,7 +87,7 @@ class Generator:
             self._ended(claim, rest=order.starts)
 
     def drop(self) -> None:
-        """Nobody wants the claims of until now any more."""
+        """The claims of until now are no longer wanted."""
         self._waiting.clear()
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -153,16 +153,16 @@ class Generator:
             self._report(ClaimEnded(claim=claim, host=gethostname(), **said))
 
     def _send(self, ctx: Context, order: Claim) -> tuple[list[Record], str]:
-        """Send trajectories to who gathers them.
+        """Send trajectories to the worker that gathers them.
 
         Returns:
             The unfinished ones, and the successor that has them, if one has.
 
         Raises:
-            InputFailed: who gathers no longer takes them, or the weights are not there.
+            InputFailed: that worker no longer takes them, or the weights are not there.
         """
         self._take_weights(ctx, order)
-        # Who gathers sees whether the weights were committed in the end.
+        # The gathering worker sees whether the weights were committed in the end.
         mark = {} if order.attempt is None else {MADE_OF: order.attempt}
         to, claim, out = order.to, order.claim, order.out
         sender = self._outbox.writer(f"{out}:trajectories", [to], 0, 1)

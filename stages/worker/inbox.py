@@ -34,7 +34,7 @@ SHARED_BYTES = 128 << 20
 Taker = Callable[[str, Record], None]
 Passing = Callable[[str, str, Record], None]
 TRANSFER_FAULTS = (RlinfError, ChannelClosed, OSError)
-"""What may go wrong when records or weights are sent: those who wait for them read the disk."""
+"""What may go wrong when records or weights are sent: stages that wait for them read the disk."""
 log = logging.getLogger("rlinf")
 
 
@@ -44,7 +44,7 @@ class Inbox:
     Args:
         takers: of what is no stream of records, by channel: given the output and what came.
         shared: take records through shared memory too.
-        passing: given all that belongs to streams: output and channel, who made it, what came.
+        passing: given all that belongs to streams: output and channel, the maker, what came.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Outbox:
             threading.Thread(target=sender.admit, args=(dict(ways),), daemon=True).start()
 
     def forget(self, folders: Collection[str]) -> None:
-        """Let go of outputs that are committed: who asks for their records finds them on disk."""
+        """Forget outputs that are committed: their records are read from disk from now on."""
         with self._lock:
             for known in (self._senders, self._wanted):
                 for to in [to for to in known if to.rpartition(":")[0] in folders]:
@@ -207,7 +207,7 @@ class Outbox:
             keys = [key for key, known in self._open.items() if known is channel]
             for key in keys:
                 del self._open[key]
-            # Who sends many things finds out with each of them.
+            # A sender of many things finds out with each of them.
             tell = name not in self._parting
             self._parting.add(name)
         # Beside the stage, which need not wait until the connection has ended.
@@ -241,7 +241,7 @@ def _leave(channel: Sink) -> None:
 
 
 class Sender:
-    """A worker that is gone is left out: it or who takes its place asks anew, or reads the disk.
+    """A worker that is gone is left out: it or its successor asks anew, or reads the disk.
 
     One that comes late is sent what was made before.
     """
@@ -301,7 +301,7 @@ class Sender:
         return self._whole
 
     def _addressed(self, record: Record) -> Record:
-        # What is passed on says already who made it.
+        # What is passed on names its maker already.
         return replace(record, info={FROM: self._outbox.name, **record.info, TO: self._to})
 
     def _send(self, name: str, records: Sequence[Record]) -> None:

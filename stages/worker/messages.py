@@ -104,7 +104,7 @@ class HandOver(Message):
 
 
 class Drop(Message):
-    """Nobody wants the claims of until now any more."""
+    """The claims of until now are no longer wanted."""
 
     what: Literal["drop"] = "drop"
 

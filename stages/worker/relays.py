@@ -22,7 +22,7 @@ class Relays:
         self._outbox = outbox
         self._thread = Queue("relays", TRANSFER_FAULTS)
         self._relays: dict[str, dict[str, _Relay]] = {}
-        """By output and channel, and by who makes it."""
+        """By output and channel, and by the worker that makes it."""
 
     def want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
         """Workers that get from here what a worker makes, what came before too; returns at once."""
@@ -33,7 +33,7 @@ class Relays:
         self._thread.submit(f"a record of {to}", self._arrived, to, maker, record)
 
     def forget(self, folders: Collection[str]) -> None:
-        """Let go of outputs that are committed: who asks for them reads them from disk."""
+        """Forget outputs that are committed: they are read from disk from now on."""
         self._thread.submit("outputs", self._forget, folders)
 
     def close(self) -> None:
