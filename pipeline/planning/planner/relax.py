@@ -54,11 +54,16 @@ class Relaxation:
             [predictor.duration(s, everything, 0 * everything)[0] for s in range(count)]
         )
 
-    def solve(self, pools: Sequence[Sequence[int]], chunks: Sequence[int] | None = None) -> Relaxed:
+    def solve(
+        self,
+        pools: Sequence[Sequence[int]],
+        chunks: Sequence[int] | None = None,
+        enough_s: float = float("inf"),
+    ) -> Relaxed:
         """The relaxation of a grouping of stages into pools, over some grains (default: all).
 
         The more they differ the looser it is: each is granted the least overhead of all, and the
-        shortest pieces.
+        shortest pieces. A bound above ``enough_s`` is not made better.
         """
         kinds, stages = len(self.problem.kinds), len(self.problem.stages)
         if not np.all(np.isfinite(self._least)):
@@ -73,7 +78,7 @@ class Relaxation:
             wrong = [
                 s for s in range(stages) if speeds[s] > 0 and times[s] * speeds[s] < 1 - TOLERANCE
             ]
-            if not wrong:
+            if not wrong or value > enough_s * (1 + 1e-6):
                 break
             for s in wrong:
                 program.add_tangent(s, speeds[s])
@@ -84,21 +89,28 @@ class Relaxation:
         return Relaxed(value * (1 - 1e-6), x[program.gpus].reshape(len(pools), kinds))
 
 
-def upper_lines(rates: Array) -> Array:
-    """Lines ``[n, 2]`` (slope, height at zero) on or above rates ``[gpus + 1]``; at most LINES."""
+def hull(rates: Array) -> list[int]:
+    """Numbers of GPUs, ascending, that are corners of the least concave curve above rates
+    ``[gpus + 1]``, which never fall."""
     points = np.flatnonzero(np.diff(rates, prepend=-1.0) > 0)
     points = np.unique(np.concatenate([[0], points, [len(rates) - 1]]))
-    hull: list[int] = []
+    corners: list[int] = []
     for i in points:
-        while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
+        while len(corners) > 1:
+            a, b = corners[-2], corners[-1]
             if (rates[b] - rates[a]) * (i - a) > (rates[i] - rates[a]) * (b - a):
                 break
-            hull.pop()
-        hull.append(int(i))
-    if len(hull) == 1:
+            corners.pop()
+        corners.append(int(i))
+    return corners
+
+
+def upper_lines(rates: Array) -> Array:
+    """Lines ``[n, 2]`` (slope, height at zero) on or above rates ``[gpus + 1]``; at most LINES."""
+    corners = hull(rates)
+    if len(corners) == 1:
         return np.array([[0.0, rates[0]]])
-    left, right = np.array(hull[:-1]), np.array(hull[1:])
+    left, right = np.array(corners[:-1]), np.array(corners[1:])
     slope = (rates[right] - rates[left]) / (right - left)
     lines = np.stack([slope, rates[left] - slope * left], axis=1)
     if len(lines) > LINES:

@@ -19,16 +19,20 @@ import numpy as np
 from pipeline.planning.planner.objective import IterationTime, Objective
 from pipeline.planning.planner.predict import Prediction, Predictor
 from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.quick import quick_bounds
 from pipeline.planning.planner.relax import Relaxation, Relaxed
 from rlinf.errors import PlanError
 
 Array = np.ndarray
 Pools = tuple[tuple[int, ...], ...]
 
-EXACT_GPUS = 16
-"""Problems up to this size are always counted out."""
+EXACT_GPUS, EXACT_GROUPINGS = 16, 52
+"""Problems up to this size, and of up to five stages, are always counted out."""
 EXACT_DIVISIONS = 200_000
-"""Larger ones are when there are no more divisions of the largest grouping than this."""
+"""Others are when there are no more divisions of the largest grouping than this; of more groupings
+fewer."""
+MOST_RELAXED = 250
+"""Groupings that are relaxed: all of six stages."""
 STARTS = 8
 """Divisions that are improved where pools must be of one kind."""
 BLOCK = 8192
@@ -66,16 +70,13 @@ def solve(
     """
     _check(problem)
     search = _Search(problem, objective or IterationTime())
-    relaxed = {pools: search.relaxation.solve(pools) for pools in groupings(problem)}
-    bounds = {pools: search.bound(r.bound_s) for pools, r in relaxed.items()}
-    order = sorted(relaxed, key=lambda pools: (bounds[pools], len(pools), pools))
-    found: dict[Pools, _Found] = {}
-    for pools in order:
-        if math.isfinite(bounds[pools]) and bounds[pools] <= _worst(found, alternatives):
-            search.improve(pools, relaxed[pools], found)
-    exact = search.is_small()
+    every = list(groupings(problem))
+    quick = quick_bounds(search.predictor, every)
+    bounds = {p: search.bound(float(b)) for p, b in zip(every, quick, strict=True)}
+    found, relaxed = search.look(bounds, alternatives)
+    exact = search.is_small(len(every))
     if exact:
-        for pools in order:
+        for pools in sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools)):
             if bounds[pools] <= _worst(found, 1):
                 search.count_out(pools, found)
     if not found:
@@ -85,7 +86,7 @@ def solve(
         )
     best = sorted(found.items(), key=lambda item: (item[1].cost, len(item[0]), item[0]))
     least = best[0][1].cost
-    bound = least if exact else search.tighten(bounds, least)
+    bound = least if exact else search.tighten(bounds, relaxed, least)
     return [search.solution(pools, f, bound, exact) for pools, f in best[:alternatives]]
 
 
@@ -109,6 +110,16 @@ class _Found:
     gpus: Array
     """Int ``[pools, kinds]``."""
     chunks: int
+
+
+def _one_moved(pools: Pools, other: Pools) -> bool:
+    """Whether two groupings are the same but for the pool of one stage."""
+    # Without that stage the pools that are left are the same.
+    return any(
+        {tuple(t for t in pool if t != s) for pool in pools} - {()}
+        == {tuple(t for t in pool if t != s) for pool in other} - {()}
+        for s in range(sum(len(pool) for pool in other))
+    )
 
 
 def _worst(found: dict[Pools, _Found], wanted: int) -> float:
@@ -141,9 +152,44 @@ class _Search:
     def bound(self, total_s: float) -> float:
         return self.objective.bound(self.problem, total_s) if math.isfinite(total_s) else math.inf
 
-    def is_small(self) -> bool:
-        """Whether the problem is counted out."""
-        if int(self._sizes.sum()) <= EXACT_GPUS:
+    def look(
+        self, bounds: dict[Pools, float], alternatives: int
+    ) -> tuple[dict[Pools, _Found], set[Pools]]:
+        """What is found in the groupings that could be good, whose ``bounds`` are made better.
+
+        The next one is the most promising of those that differ from the best so far in the pool of
+        one stage, else of all. Those that cannot be among the wanted ones are left out; of many
+        stages there are more than can be looked at.
+
+        Returns:
+            The best of each grouping, and the groupings that were relaxed.
+        """
+        found: dict[Pools, _Found] = {}
+        order = sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools))
+        waiting, seen, near = dict.fromkeys(order), set[Pools](), iter(())
+        best: Pools | None = None
+        while waiting and len(seen) < MOST_RELAXED:
+            worst = _worst(found, alternatives)
+            leader = min(found, key=lambda pools: found[pools].cost, default=None)
+            if leader != best:
+                best = leader
+                close = [p for p in waiting if _one_moved(p, best)] if best else []
+                near = iter(close)
+            pools = next((p for p in near if p in waiting), None) or next(iter(waiting))
+            del waiting[pools]
+            if not (math.isfinite(bounds[pools]) and bounds[pools] <= worst):
+                continue
+            seen.add(pools)
+            enough_s = worst if isinstance(self.objective, IterationTime) else math.inf
+            relaxed = self.relaxation.solve(pools, enough_s=enough_s)
+            bounds[pools] = max(bounds[pools], self.bound(relaxed.bound_s))
+            if math.isfinite(bounds[pools]) and bounds[pools] <= worst:
+                self.improve(pools, relaxed, found)
+        return found, seen
+
+    def is_small(self, groupings: int) -> bool:
+        """Whether the problem, with so many groupings, is counted out."""
+        if int(self._sizes.sum()) <= EXACT_GPUS and groupings <= EXACT_GROUPINGS:
             return True
         divisions = 1.0
         for k, size in enumerate(self._sizes):
@@ -153,7 +199,7 @@ class _Search:
                 each[self.counts((s,), k)] = 1.0
                 ways = np.convolve(ways, each)[: size + 1]
             divisions *= float(ways.sum() if self._idle else ways[-1])
-        return divisions <= EXACT_DIVISIONS
+        return divisions * max(1.0, groupings / EXACT_GROUPINGS) <= EXACT_DIVISIONS
 
     def counts(self, pool: tuple[int, ...], kind: int) -> Array:
         """Numbers of GPUs of a kind that a pool of these stages can work on, ascending; 0 too."""
@@ -193,11 +239,12 @@ class _Search:
         least = costs.argmin(0)
         return costs[least, np.arange(count)], options[least]
 
-    def tighten(self, bounds: dict[Pools, float], least: float) -> float:
-        """The least bound of all groupings, those below ``least`` bounded grain by grain."""
-        tight = least
-        for pools, loose in bounds.items():
-            each = [loose]
+    def tighten(self, bounds: dict[Pools, float], relaxed: set[Pools], least: float) -> float:
+        """The least bound of all groupings; the ``relaxed`` ones that decide are bounded grain by
+        grain."""
+        tight = min([least, *(loose for pools, loose in bounds.items() if pools not in relaxed)])
+        for pools in sorted(relaxed, key=lambda pools: bounds[pools]):
+            each = [loose := bounds[pools]]
             if loose < tight and len(pools) > 1:
                 grains = (self.relaxation.solve(pools, (m,)) for m in self.problem.chunks)
                 each.append(min(self.bound(relaxed.bound_s) for relaxed in grains))
