@@ -34,6 +34,7 @@ ROWS = {
     "inventory_5000_nodes_s": "inventory",
     "plan_128x4_ms": "planner",
     "plan_4096x8_s": "planner",
+    "plan_eight_stages_s": "planner",
     "plan_gap": "planner",
     "plan_vs_exhaustive": "planner",
     "plan_public_case_s": "planner",

@@ -30,10 +30,12 @@ def measure() -> list[Row]:
     worst = max(ratios)
     medium = [random_problem(seed, (32,) * 4, 4, smooth=True) for seed in range(20)]
     large = [random_problem(seed, (512,) * 8, 4, smooth=True) for seed in range(10)]
+    eight = [random_problem(seed, (64, 32), 8, smooth=True) for seed in range(5)]
     gaps = [solve(problem)[0].gap for problem in medium + large]
     return [
         median_row("plan_128x4_ms", [1e3 * seconds(p) for p in medium], "ms", 200, "lower"),
         median_row("plan_4096x8_s", [seconds(p) for p in large], "s", 2, "lower"),
+        median_row("plan_eight_stages_s", [seconds(p) for p in eight], "s", 10, "lower"),
         median_row("plan_gap", gaps, "share", None, "lower"),
         Row("plan_vs_exhaustive", round(worst, 9), "x", 1.0, "lower", len(ratios), 0.0),
         median_row("plan_public_case_s", [solve(public_case())[0].cost], "s", 289.1, "lower"),

@@ -1,10 +1,11 @@
 """A bound on every grouping of stages into pools at once, from what each pool needs by itself.
 
-Give each kind of GPU a price such that all of them together cost 1. Within ``T`` seconds a pool does
-its stages one after the other, for which it needs GPUs of at least some price; where the prices of a
-grouping's pools add up to more than 1, none of its placements is done in ``T``. A price is bounded
-from below by letting each stage of a pool spend all of it on the GPUs that suit that stage best.
-What stages of different pools wait for each other is left to :mod:`pipeline.planning.planner.relax`.
+Give each kind of GPU a price such that all of them together cost 1. Within ``T`` seconds a pool
+does its stages one after the other, for which it needs GPUs of at least some price; where the
+prices of a grouping's pools add up to more than 1, none of its placements is done in ``T``. A price
+is bounded from below by letting each stage of a pool spend all of it on the GPUs that suit that
+stage best. That stages of different pools wait for each other is left to
+:mod:`pipeline.planning.planner.relax`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def quick_bounds(predictor: Predictor, groupings: Sequence[Sequence[Sequence[int
             # The first budget that suffices; what the pool needs is more than the one before.
             first = np.searchsorted(-seconds, -times * (1 + 1e-9))
             row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
-        enough = sum(costs[pools[:, p]] for p in range(len(stages))) <= 1
+        enough = np.sum([costs[pools[:, p]] for p in range(len(stages))], axis=0) <= 1
         last = np.where(enough.any(1), enough.argmax(1), TIMES) - 1
         found = np.maximum(found, np.where(last >= 0, times[last], 0.0))
     return found

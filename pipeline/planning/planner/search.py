@@ -1,9 +1,10 @@
 """Finding the best placement: every grouping of stages into pools, every division of the GPUs.
 
-Each grouping is first relaxed to a linear program (:mod:`pipeline.planning.planner.relax`): a bound
-that nothing in it goes below, and a fractional division to start from. Groupings are looked at in
-order of their bounds; one whose bound is above what has been found is left out. A division is
-improved by moving GPUs between pools. Small problems are then counted out, branch by branch, so
+Every grouping has a quick bound (:mod:`pipeline.planning.planner.quick`) that nothing in it goes
+below. The promising ones are relaxed to a linear program (:mod:`pipeline.planning.planner.relax`):
+a better bound, and a fractional division to start from. One whose bound is above what has been
+found is left out; of seven stages and more there are more groupings than are looked at. A division
+is improved by moving GPUs between pools. Small problems are then counted out, branch by branch, so
 that their answer is exact; for the others the least bound tells how far it can be from the best.
 """
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.planning.planner.groupings import Neighbours, Pools, groupings
 from pipeline.planning.planner.objective import IterationTime, Objective
 from pipeline.planning.planner.predict import Prediction, Predictor
 from pipeline.planning.planner.problem import Placement, Problem
@@ -24,7 +26,6 @@ from pipeline.planning.planner.relax import Relaxation, Relaxed
 from rlinf.errors import PlanError
 
 Array = np.ndarray
-Pools = tuple[tuple[int, ...], ...]
 
 EXACT_GPUS, EXACT_GROUPINGS = 16, 52
 """Problems up to this size, and of up to five stages, are always counted out."""
@@ -70,7 +71,7 @@ def solve(
     """
     _check(problem)
     search = _Search(problem, objective or IterationTime())
-    every = list(groupings(problem))
+    every = groupings(problem)
     quick = quick_bounds(search.predictor, every)
     bounds = {p: search.bound(float(b)) for p, b in zip(every, quick, strict=True)}
     found, relaxed = search.look(bounds, alternatives)
@@ -90,36 +91,12 @@ def solve(
     return [search.solution(pools, f, bound, exact) for pools, f in best[:alternatives]]
 
 
-def groupings(problem: Problem) -> Iterator[Pools]:
-    """All ways to divide the stages over pools, fewest pools first."""
-    count = len(problem.stages)
-    most = sum(kind.gpus for kind in problem.kinds)
-    codes: list[tuple[int, ...]] = [(0,)]
-    for _ in range(1, count):
-        codes = [(*code, i) for code in codes for i in range(max(code) + 2)]
-    for code in sorted(codes, key=lambda code: (max(code), code)):
-        if max(code) < most:
-            yield tuple(
-                tuple(s for s in range(count) if code[s] == pool) for pool in range(max(code) + 1)
-            )
-
-
 @dataclass(frozen=True)
 class _Found:
     cost: float
     gpus: Array
     """Int ``[pools, kinds]``."""
     chunks: int
-
-
-def _one_moved(pools: Pools, other: Pools) -> bool:
-    """Whether two groupings are the same but for the pool of one stage."""
-    # Without that stage the pools that are left are the same.
-    return any(
-        {tuple(t for t in pool if t != s) for pool in pools} - {()}
-        == {tuple(t for t in pool if t != s) for pool in other} - {()}
-        for s in range(sum(len(pool) for pool in other))
-    )
 
 
 def _worst(found: dict[Pools, _Found], wanted: int) -> float:
@@ -166,15 +143,15 @@ class _Search:
         """
         found: dict[Pools, _Found] = {}
         order = sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools))
-        waiting, seen, near = dict.fromkeys(order), set[Pools](), iter(())
+        waiting, seen = dict.fromkeys(order), set[Pools]()
+        neighbours, near = Neighbours(order), iter(list[Pools]())
         best: Pools | None = None
         while waiting and len(seen) < MOST_RELAXED:
             worst = _worst(found, alternatives)
             leader = min(found, key=lambda pools: found[pools].cost, default=None)
             if leader != best:
                 best = leader
-                close = [p for p in waiting if _one_moved(p, best)] if best else []
-                near = iter(close)
+                near = iter(neighbours.of(best) if best else [])
             pools = next((p for p in near if p in waiting), None) or next(iter(waiting))
             del waiting[pools]
             if not (math.isfinite(bounds[pools]) and bounds[pools] <= worst):

@@ -7,13 +7,13 @@ import math
 
 import numpy as np
 
+from pipeline.planning.planner.groupings import groupings
 from pipeline.planning.planner.objective import IterationTime, Money, Objective, TimeTo
 from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
-from pipeline.planning.planner.search import groupings
 
 OBJECTIVES: tuple[Objective, ...] = (IterationTime(), Money(), TimeTo(20))
-NAMES = ("rollout", "reward", "inference", "train", "critic")
+NAMES = ("rollout", "reward", "inference", "train", "critic", "teacher", "judge", "search")
 
 
 def random_problem(

@@ -1,0 +1,58 @@
+"""All groupings of the stages, those that are alike, and what bounds all of them at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pipeline.planning.planner.groupings import Neighbours, Pools, groupings
+from pipeline.planning.planner.objective import IterationTime
+from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.quick import quick_bounds
+from pipeline.planning.planner.search import solve
+from tests.pipeline.planning.planner.problems import exhaustive, random_problem
+
+
+@pytest.mark.parametrize(("stages", "ways"), [(1, 1), (2, 2), (4, 15), (6, 203)])
+def test_there_are_as_many_as_partitions_of_a_set(stages: int, ways: int) -> None:
+    every = groupings(random_problem(0, (16, 8), stages))
+    assert len(every) == len(set(every)) == ways
+    assert all(sorted(s for pool in pools for s in pool) == list(range(stages)) for pools in every)
+
+
+def without(pools: Pools, stage: int) -> set[tuple[int, ...]]:
+    return {tuple(s for s in pool if s != stage) for pool in pools} - {()}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 5])
+def test_neighbours_are_those_that_are_equal_without_one_stage(stages: int) -> None:
+    every = groupings(random_problem(0, (16, 8), stages))
+    neighbours = Neighbours(every)
+    for pools in every:
+        expected = [
+            other
+            for other in every
+            if other != pools and any(without(other, s) == without(pools, s) for s in range(stages))
+        ]
+        assert neighbours.of(pools) == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_placement_is_quicker_than_the_quick_bound_of_its_grouping(seed: int) -> None:
+    problem = random_problem(seed, ((6,), (4, 3), (2, 2, 2))[seed % 3], 1 + seed % 4)
+    every = groupings(problem)
+    bounds = dict(zip(every, quick_bounds(Predictor(problem), every), strict=True))
+    least = exhaustive(problem, IterationTime())
+    assert min(bounds.values()) <= least * (1 + 1e-9)
+    if not math.isfinite(least):
+        return
+    for solution in solve(problem, alternatives=len(every)):
+        assert bounds[solution.placement.pools] <= solution.cost * (1 + 1e-9)
+
+
+def test_eight_stages_have_a_plan_and_a_bound() -> None:
+    problem = random_problem(3, (64, 32), 8, smooth=True)
+    best, *others = solve(problem, alternatives=3)
+    assert math.isfinite(best.cost)
+    assert best.bound <= best.cost <= min(other.cost for other in others)
