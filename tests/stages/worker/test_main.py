@@ -97,7 +97,7 @@ def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> St
         position=(iteration, 0, ["rollout", "reward", "inference"].index(stage)),
         out=f"it/{iteration:04d}/{stage}",
         attempt=f"{stage}{iteration}",
-        ranks=1,
+        ranks=(0,),
         inputs=live,
         gathers=gathers,
     )

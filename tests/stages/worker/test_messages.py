@@ -18,7 +18,7 @@ STAGE = messages.StageOrder(
     position=(3, 0, 4),
     out="it/0003/train",
     attempt="a",
-    ranks=2,
+    ranks=(0, 1),
     inputs={"rewards": ("it/0003/reward", True)},
 )
 BEGUN = messages.Begun(claim=2, channel="unfinished-b", samples=1, attempt=None)
