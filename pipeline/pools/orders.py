@@ -16,8 +16,8 @@ from pipeline.pools.routes import tree
 from pipeline.run import Run
 from rlinf.channels.world import ALONE, ParallelLayout, World
 from rlinf.data.record import LARGE_BYTES
+from rlinf.envs import environments
 from stages.flow import WEIGHTS
-from stages.parts import environment_class
 from stages.worker import messages
 from stages.worker.inbox import SHARED_MEMORY, SOCKET
 from stages.worker.messages import Order, StageOrder
@@ -46,8 +46,9 @@ class Orders:
         self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
         self._of = {stage: pools[number] for stage, number in plan.homes().items()}
         self._layouts = {stage: plan.of(stage).layout for stage in self._of}
-        environment, options = environment_class(run.config)
-        self._large = environment.row_bytes(options) >= LARGE_BYTES
+        environment = environments.get(run.config.task.name)
+        task = run.config.task.options(environment.Config, "task")
+        self._large = environment.row_bytes(task) >= LARGE_BYTES
         self._alone = {stage for stage in self._of if plan.alone(stage)}
         self._some = {s: ranks for pool in plan.pools for s, ranks in pool.ranks.items()}
         self._elastic = any(pool.slot is not None for pool in pools)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlinf.engines.attention import attend
 from rlinf.engines.cache import KeyValueCache
 from rlinf.models.linear import OneDNNLinear, product
+from rlinf.sharded import is_shared
 
 FAMILIES = {"llama", "qwen2", "qwen3"}
 """Model types whose decoder layers are as computed here."""
@@ -36,6 +37,14 @@ class FusedStep:
     def of(cls, module: Any) -> FusedStep | None:
         """For a module that is all of ordinary parts on a CPU; None: it goes its own way."""
         return cls(module) if _suits(module) else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the module still has the weights that were joined: nothing has put others, or
+        shards of them, in their place."""
+        return not any(is_shared(p) for p in self._network.parameters()) and all(
+            layer.joined for layer in self._layers
+        )
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValueCache
@@ -66,9 +75,16 @@ class _Layer:
         self._gates, _ = _join(mlp.gate_proj, mlp.up_proj)
         self._out, self._down = attention.o_proj, mlp.down_proj
         self._norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self._first = (attention.q_proj, mlp.gate_proj)
         self._width, self._scaling = attention.head_dim, attention.scaling
         self._heads = attention.q_proj.out_features // self._width
         self._kv_heads = attention.k_proj.out_features // self._width
+
+    @property
+    def joined(self) -> bool:
+        """Whether the joined weights begin with the module's own."""
+        both = zip(self._first, (self._joined, self._gates), strict=True)
+        return all(own.weight.data_ptr() == joined.data_ptr() for own, joined in both)
 
     def __call__(
         self,

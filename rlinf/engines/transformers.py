@@ -123,6 +123,8 @@ class TransformersEngine(Storages, Engine):
             Logits ``[B, V]`` of the next tokens, the cache, and which of its columns each row
             attends to: bool ``[B, length + room]``.
         """
+        if self._step is not None and not self._step.holds:
+            self._step = None
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
         # The length is part of a context: 0, which fills it up, is also an ordinary token.

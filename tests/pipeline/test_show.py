@@ -77,6 +77,8 @@ def test_the_status_of_a_finished_run_offers_no_resume(
 def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path: Path) -> None:
     """Interrupted in its warm start, it says where to go on and leaves no traceback."""
     words = ["experiment=arithmetic_grpo", f"run.root={tmp_path}", *QUIET, *TINY]
+    # What a shell starts in the background ignores interrupts, and so do its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     driver = subprocess.Popen(
         [sys.executable, "-m", "rlinf.launch", *words, "warm_start.max_steps=100000"],
         cwd=tree.ROOT,
@@ -84,6 +86,7 @@ def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
+    signal.signal(signal.SIGINT, before)
     assert driver.stderr is not None
     assert "reading the configuration" in driver.stderr.readline()
     while "warm start" not in driver.stderr.readline():

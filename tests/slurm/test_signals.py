@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +20,15 @@ class Freed:
             pass
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever started the tests in the background had interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_python_drops_is_raised_at_the_next_look() -> None:
     with StopFlag() as flag:
         assert not flag.is_set()

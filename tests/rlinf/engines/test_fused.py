@@ -93,6 +93,18 @@ def test_what_has_left_the_device_comes_back_for_it(tmp_path: Path) -> None:
         assert torch.equal(ours, old)
 
 
+def test_weights_that_are_put_in_the_place_of_its_own_are_computed_with(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, "qwen2")
+    layer = engine._module.model.layers[1].self_attn
+    layer.q_proj.weight = torch.nn.Parameter(2 * layer.q_proj.weight.detach())
+    assert engine._step is not None
+    assert not engine._step.holds
+    found = steps(engine)
+    assert engine._step is None
+    for ours, theirs in zip(found, steps(engine), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_in_bfloat16_it_is_as_near_as_the_modules_are(tmp_path: Path) -> None:
     exact = steps(engine_of(tmp_path, "qwen3"))
     engine = engine_of(tmp_path, "qwen3", dtype="bfloat16")
