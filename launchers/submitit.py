@@ -190,17 +190,14 @@ class SubmititLauncher:
         code, rank = _exit_note(entry.job, identity)
         status = account if account is not None and not account.state.active else queued
         if status is None and code is None:
-            since = self._missing.setdefault(identity, time.monotonic())
-            if time.monotonic() - since < self.grace_s:
+            if self._lately_gone(identity):
                 return Status(State.RUNNING, None, "no longer in the queue")
             return Status(State.VANISHED, None, "neither queue nor accounting knows this job")
         if status is None:
             status = Status(State.FAILED if code else State.DONE)
-        if status.state is State.DONE and code in (None, 0):
-            since = self._missing.setdefault(identity, time.monotonic())
-            if time.monotonic() - since < self.grace_s:
-                # The manifest of a job that ended well may show late on a network filesystem.
-                return Status(State.RUNNING, None, "ended; waiting for its manifest")
+        if status.state is State.DONE and code in (None, 0) and self._lately_gone(identity):
+            # The manifest of a job that ended well may show late on a network filesystem.
+            return Status(State.RUNNING, None, "ended; waiting for its manifest")
         if status.state is State.CANCELLED or (code is None and "+" not in identity):
             # What a cancelled job ended with is no wish of its own. The components of a
             # heterogeneous job all have the code of the one that failed.
@@ -213,6 +210,11 @@ class SubmititLauncher:
             status.partition,
             status.node,
         )
+
+    def _lately_gone(self, identity: str) -> bool:
+        """Whether a job has been missing in the queue for no longer than its grace."""
+        since = self._missing.setdefault(identity, time.monotonic())
+        return time.monotonic() - since < self.grace_s
 
 
 def _active(queue: dict[str, Queued] | None, identity: str) -> bool:

@@ -323,7 +323,13 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
         if pool.ranks and pool.workers:
             raise ValueError(f"pools[{i}].ranks: each worker is a job of one process; leave it out")
         for stage, ranks in pool.ranks.items():
-            _check_ranks(plan, stage, ranks, f"pools[{i}].ranks.{stage}", homes.get(stage) == i)
+            if homes.get(stage) != i:
+                raise ValueError(
+                    f"pools[{i}].ranks.{stage}: this pool does not run it"
+                    f"{nearest(stage, flow.table)}"
+                )
+            size = sum(pool.gpus.values())
+            _check_ranks(plan, stage, ranks, size, f"pools[{i}].ranks.{stage}")
     for i, pool in enumerate(plan.pools):
         if pool.helps_rollout and generates in pool.stages:
             raise ValueError(
@@ -360,15 +366,12 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
         )
 
 
-def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], key: str, here: bool) -> None:
-    """What is said of the processes that compute a stage in a pool.
+def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: str) -> None:
+    """What is said of the processes, of ``size``, that compute a stage in its pool.
 
     Raises:
         ValueError: names the key.
     """
-    if not here:
-        raise ValueError(f"{key}: this pool does not run it{nearest(stage, plan.flow.table)}")
-    size = sum(plan.pools[plan.homes()[stage]].gpus.values())
     if sorted(set(ranks)) != list(ranks) or not ranks or ranks[-1] >= size:
         raise ValueError(f"{key}: {list(ranks)}; give some of 0 to {size - 1}, in order, each once")
     flow = plan.flow

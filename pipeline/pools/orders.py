@@ -49,9 +49,13 @@ class Orders:
         environment = environments.get(run.config.task.name)
         task = run.config.task.options(environment.Config, "task")
         self._large = environment.row_bytes(task) >= LARGE_BYTES
-        self._alone = {stage for stage in self._of if plan.alone(stage)}
-        self._some = {s: ranks for pool in plan.pools for s, ranks in pool.ranks.items()}
         self._elastic = any(pool.slot is not None for pool in pools)
+        self._ranks_of: dict[str, Sequence[int]] = {
+            stage: range(1 if self._gathered(stage) or plan.alone(stage) else pool.size)
+            for stage, pool in self._of.items()
+        }
+        for pool in plan.pools:
+            self._ranks_of.update(pool.ranks)
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and their makers."""
         self._subscribed: dict[Node, set[tuple[str, str, str]]] = defaultdict(set)
@@ -272,10 +276,11 @@ class Orders:
 
     def _ranks(self, node: Node) -> Sequence[int]:
         """Those of its pool that compute a stage."""
-        if node.stage in self._some:
-            return self._some[node.stage]
-        elastic = self._elastic and self._flow.table[node.stage].elastic
-        return range(1 if elastic or node.stage in self._alone else self._of[node.stage].size)
+        return self._ranks_of[node.stage]
+
+    def _gathered(self, stage: str) -> bool:
+        """Whether one process gathers what workers that come and go make of it."""
+        return self._elastic and self._flow.table[stage].elastic
 
     def _layout(self, node: Node) -> ParallelLayout:
         return self._layouts[node.stage] if len(self._ranks(node)) > 1 else ALONE

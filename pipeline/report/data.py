@@ -134,12 +134,12 @@ def _span(manifest: Manifest, span: dict[str, Any]) -> Span:
 
 
 def lane(span: dict[str, Any]) -> str:
-    """Who: workers of a pool keep their lane from one lease to the next."""
+    """Of a span: workers of a pool keep theirs from one lease to the next."""
     pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r(\d+)", span.get("worker", ""))
     if pool is None:
         return f"{span['host']} · rank {span['rank']}"
-    who = f"rank {pool[3]}" if pool[2] is None else f"worker {pool[2]}"
-    return f"pool {pool[1]} · {who} · {span['host']}"
+    worker = f"rank {pool[3]}" if pool[2] is None else f"worker {pool[2]}"
+    return f"pool {pool[1]} · {worker} · {span['host']}"
 
 
 def _seconds(manifest: Manifest, spans: Iterable[Span]) -> float:

@@ -60,8 +60,8 @@ class Process:
         self,
         maker: str,
         values: Mapping[str, Any],
-        python: str | None = None,
-        timeout_s: float = 300.0,
+        python: str | None,
+        timeout_s: float,
     ) -> None:
         """
         Args:

@@ -231,7 +231,7 @@ def make(
         show(assess(asked, read_plan(given), str(given), what_ifs))
         return
     proposal = propose(asked, what_ifs)
-    # The files first: who reads what is printed may stop reading.
+    # The files first: the reader of what is printed may close its end.
     beside = write(proposal, out, config.run.name)
     show(proposal)
     terminal().print(f"plan: {out}\npage: {beside}", soft_wrap=True)
