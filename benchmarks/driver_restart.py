@@ -37,6 +37,8 @@ WORDS = [
     "evaluate.every=0",
     "evaluate.samples=8",
     "algorithm.drop_equal_groups=false",
+    # Samples that all fail would not be trained on.
+    "algorithm.entropy_bonus=0.01",
     "log.trackers=[]",
     "cluster=slurm",
 ]

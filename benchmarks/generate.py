@@ -30,7 +30,7 @@ ROUNDS, TIMES = 5, 3
 
 def measure() -> list[Row]:
     """Both rows."""
-    equal, tailed, ours, theirs = [], [], [], []
+    equal, tailed, ours, theirs = (list[float]() for _ in range(4))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model")
@@ -110,7 +110,7 @@ def engine_side(case: str, folder: Path) -> float:
                 "prompt": asked[rows],
                 "prompt_length": np.full(len(rows), WIDTH),
             }
-            info = {"horizon": int(length), "temperature": 1.0}
+            info: dict[str, Any] = {"horizon": int(length), "temperature": 1.0}
             requests.put(Record(Identity(number, int(rows[0])), steps, info=info))
         requests.close()
         replies = engine.generate(requests, seed=0, stage="rollout")

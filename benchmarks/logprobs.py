@@ -39,7 +39,7 @@ def run(way: str) -> None:
     weight = (torch.randn(VOCABULARY, HIDDEN).mul_(0.02)).requires_grad_()
     taken = torch.randint(VOCABULARY, (TOKENS,))
     # A first pass on a few rows: libraries load and allocate what they keep.
-    head_logprobs(hidden[:2], weight[:64], taken[:2] % 64, 1.0).sum().backward()  # type: ignore[no-untyped-call]
+    head_logprobs(hidden[:2], weight[:64], taken[:2] % 64, 1.0).sum().backward()
     hidden.grad = weight.grad = None
     print("ready", flush=True)
     sys.stdin.readline()
@@ -49,7 +49,7 @@ def run(way: str) -> None:
         chosen, entropy = token_logprobs(hidden @ weight.T, taken, 1.0, True)
         assert entropy is not None
         loss = chosen.sum() + entropy.sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 if __name__ == "__main__":

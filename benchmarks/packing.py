@@ -1,4 +1,7 @@
-"""An optimizer step on rows of long-tailed lengths: packed side by side over padded ones."""
+"""Optimizer steps on packed rows: over padded ones, and with prompts that rows share.
+
+One thread; seconds of processor time, each way with the better of two budgets, in turns.
+"""
 
 from __future__ import annotations
 
@@ -20,46 +23,67 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.base import Loss, of_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
-ROWS, MEAN, LONGEST, PROMPT, ROUNDS = 128, 41, 256, 16, 7
-BUDGETS = (512, 2048)
-"""Of a micro-batch: packed rows of one are masked from each other, work that grows with it."""
+GROUPS, GROUP, ROUNDS = 16, 8, 7
+MEAN, LONGEST, PROMPT = 41, 256, 16
+"""Of rows of unlike lengths: of the answers, geometric, and of each prompt."""
+SHARED, ANSWER = 256, 64
+"""Lengths of a prompt that a group shares and of each of its answers."""
+BUDGETS = (2048, 8192)
 
 
 def measure() -> list[Row]:
-    """Seconds padded over seconds packed, one thread, each with the best of its budgets."""
+    """Both rows."""
+    random = np.random.default_rng(0)
+    tail = np.minimum(random.geometric(1 / MEAN, GROUPS * GROUP), LONGEST)
+    tailed = records(PROMPT, tail, GROUP)
+    equal = np.full(4 * GROUP, ANSWER)
+    together, apart = (records(SHARED, equal, group) for group in (GROUP, 1))
+    return [
+        median_row("packing_speedup", ratios([(False, tailed), (True, tailed)]), "", 1.8, "higher"),
+        median_row(
+            "shared_prefix_speedup", ratios([(True, apart), (True, together)]), "", 2.5, "higher"
+        ),
+    ]
+
+
+def ratios(ways: list[tuple[bool, list[Record]]]) -> list[float]:
+    """Seconds of the first way over those of the second, of each round.
+
+    Args:
+        ways: whether rows are packed, and the rows.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = CausalLMConfig(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=512)
         CausalLM.create(config, {"alphabet": "0123456789+="}, 0, folder)
-        ways = [
-            trainer(folder, config, packing=packing, budget=budget)
-            for packing in (False, True)
+        made = [
+            (trainer(folder, config, packing=packing, budget=budget), data)
+            for packing, data in ways
             for budget in BUDGETS
         ]
-        data = records()
-        times: list[list[float]] = [[] for _ in ways]
+        times: list[list[float]] = [[] for _ in made]
         for _ in range(ROUNDS + 1):
-            for made, of in zip(ways, times, strict=True):
-                start = time.perf_counter()
-                made.step(data, of_steps(loss), lr=1e-5)
-                of.append(time.perf_counter() - start)
+            for (one, data), of in zip(made, times, strict=True):
+                start = time.process_time()
+                one.step(data, of_steps(loss), lr=1e-5)
+                of.append(time.process_time() - start)
     medians = [statistics.median(of[1:]) for of in times]
     print("  " + ", ".join(f"{second:.2f} s" for second in medians))
-    best = [min(range(first, first + len(BUDGETS)), key=lambda i: medians[i]) for first in (0, 2)]
-    padded, packed = (times[i][1:] for i in best)
-    ratios = [one / other for one, other in zip(padded, packed, strict=True)]
-    return [median_row("packing_speedup", ratios, "", None, "higher")]
+    half = len(BUDGETS)
+    best = [min(range(first, first + half), key=lambda i: medians[i]) for first in (0, half)]
+    first, second = (times[i][1:] for i in best)
+    return [one / other for one, other in zip(first, second, strict=True)]
 
 
-def records() -> list[Record]:
-    """Rows whose answers have geometric lengths, as those of a language model in training."""
+def records(prompt: int, lengths: np.ndarray, group: int) -> list[Record]:
+    """Rows of one prompt each ``group``; a prompt of so many tokens, answers of those lengths."""
     random = np.random.default_rng(0)
-    lengths = np.minimum(random.geometric(1 / MEAN, ROWS), LONGEST)
+    prompts = random.integers(2, 14, (-(-len(lengths) // group), prompt))
     return [
         Record(
             Identity(0, i),
             {"actions": random.integers(2, 14, length)},
-            {"prompt": random.integers(2, 14, PROMPT)},
+            {"prompt": prompts[i // group]},
         )
         for i, length in enumerate(lengths)
     ]

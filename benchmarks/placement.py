@@ -92,7 +92,8 @@ def drawn(
     options: dict[str, list[Option]], chosen: Sequence[str], seed: int = 0
 ) -> list[list[Option]]:
     """Other plans: for each stage any of its options."""
-    rng, found, seen = random.Random(seed), [], {tuple(chosen)}
+    rng, seen = random.Random(seed), {tuple(chosen)}
+    found: list[list[Option]] = []
     fitting = [[o for o in every if o.count <= CORES] for every in options.values()]
     while len(found) < OTHERS:
         plan = [rng.choice(every) for every in fitting]

@@ -30,6 +30,8 @@ DEMO = [
     "experiment=arithmetic_grpo",
     "++warm_start.max_steps=0",
     "++algorithm.drop_equal_groups=false",
+    # Samples that all fail would not be trained on.
+    "++algorithm.entropy_bonus=0.01",
     "++evaluate.every=0",
     "++evaluate.samples=8",
     "++log.trackers=[]",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem import Placement, Problem
@@ -87,7 +88,7 @@ def main() -> None:
     _save(chart(means), "studies.png")
 
 
-def chart(means: dict[str, dict[str, dict[str, float]]]) -> plt.Figure:
+def chart(means: dict[str, dict[str, dict[str, float]]]) -> Figure:
     """Iteration times relative to the planner's, one panel per scenario."""
     shown = ("calm", "all")
     figure, axes = plt.subplots(1, len(shown), figsize=(10, 3.4), sharey=True)
@@ -120,7 +121,7 @@ def _best_grain(
     return min(options, key=lambda p: float(Predictor(problem).one(p).total_s))
 
 
-def _save(figure: plt.Figure, name: str) -> None:
+def _save(figure: Figure, name: str) -> None:
     figure.savefig(IMAGES / name, dpi=90)
     plt.close(figure)
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.row import Row, median_row
 from benchmarks.slurm_jobs import bring_up
 from rlinf import tree
 from rlinf.artifacts import Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from stages.runner import StageCall
 
 ROUNDS = 3
 STEPS = 3
@@ -89,13 +93,14 @@ class Step:
         from rlinf.config import validate
         from slurm.client import SlurmClient
         from stages.layout import CONFIG
+        from stages.resident import Resident
         from stages.runner import StageCall, run_stage
 
         self._run = prepare(compose([*SETTINGS, f"++run.root={root}"]))
         self._cluster = validate(ClusterConfig, self._run.config.cluster, "cluster")
         self._launcher = SubmititLauncher(SlurmClient(poll_s=0.2))
         graph, folder = Graph(self._run.config), self._run.folder
-        resident: dict[str, Any] = {}
+        resident = Resident()
         self._norms: list[float] = []
         self._count = 0
 
@@ -107,7 +112,7 @@ class Step:
         for stage in ("warm_start", "rollout", "reward", "inference"):
             node = Node(stage, 0)
             run_stage(call(node, graph.folder(folder, node)), resident=resident)
-        self._call = lambda out: call(Node("train", 0), out)
+        self._train: Callable[[Path], StageCall] = lambda out: call(Node("train", 0), out)
 
     def seconds(self, plan: dict[str, Any]) -> float:
         """Seconds of an optimizer step under a plan."""
@@ -119,7 +124,7 @@ class Step:
         out = self._run.folder / f"step-{self._count}"
         stage = parse_plan({"stages": {"train": {**plan, "cpus": 1}}}, "plan").of("train")
         needs = resources(stage, self._cluster)
-        job = stage_job(Node("train", self._count), self._call(out), self._run.folder, needs)
+        job = stage_job(Node("train", self._count), self._train(out), self._run.folder, needs)
         identity = self._launcher.submit(job)
         while (status := self._launcher.poll([identity])[identity]).state.active:
             time.sleep(0.2)

@@ -110,13 +110,18 @@ class Code(_Strict):
     modules: dict[str, Source]
 
     @classmethod
-    def of(cls, config: RunConfig) -> Code:
+    def of(cls, config: RunConfig, *chosen: str) -> Code:
         """The code of this process's own checkout.
+
+        Args:
+            chosen: of these stages alone; all by default.
 
         Raises:
             CodeError: a module cannot be read or parsed.
         """
-        stages = {stage: tuple(sorted(_names(config, stage))) for stage in flow_of(config).table}
+        stages = {
+            stage: tuple(sorted(_names(config, stage))) for stage in chosen or flow_of(config).table
+        }
         names = {name for found in stages.values() for name in found if ":" not in name}
         return cls(stages, {name: _module(name).source for name in sorted(names)})
 
@@ -171,7 +176,7 @@ def stage_code(run: Path, config: RunConfig, stage: str) -> str:
         mark = (run / CODE).stat()
     except FileNotFoundError:
         # A stage program that somebody runs by hand.
-        return Code.of(config).digest(stage)
+        return Code.of(config, stage).digest(stage)
     return _recorded(run, stage, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
 
 
@@ -225,6 +230,7 @@ def _ours(name: str) -> bool:
     return name.partition(".")[0] in ("rlinf", "stages")
 
 
+@cache
 def _counts(name: str) -> bool:
     """Whether results depend on a module of the project."""
     carrier = any(name == c or name.startswith(f"{c}.") for c in CARRIERS)

@@ -55,6 +55,13 @@ class GRPO(PolicyGradient):
         )
         return relative[:, None] * batch.mask, None
 
+    def idle(self, batch: StepBatch) -> Tensor:
+        # A loss of the user's own may have other terms.
+        plain = type(self).loss is GRPO.loss and type(self).objective is GRPO.objective
+        if not plain or self.config.entropy_bonus or self.config.kl_coefficient:
+            return super().idle(batch)
+        return (batch.require("advantages") == 0).flatten(1).all(1)
+
     def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         return policy_terms(self.config, outputs, batch, weights)
 

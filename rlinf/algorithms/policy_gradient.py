@@ -98,6 +98,11 @@ class PolicyGradient(Algorithm):
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
         """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch."""
 
+    def idle(self, batch: StepBatch) -> Tensor:
+        """``[N]`` true for samples whose loss has no gradient, whatever the policy says of them:
+        they weigh in the mean and are not computed. By default none."""
+        return torch.zeros(len(batch), dtype=torch.bool)
+
     @abstractmethod
     def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         """Sum over steps of ``weights`` times the loss, and metrics summed the same way.

@@ -108,6 +108,8 @@ class _Update:
         entropy: bool,
     ) -> None:
         learner = self._learner
+        places, share = self._trained(batch, chosen, weights)
+        chosen, weights = [chosen[place] for place in places], weights[places]
         if not learner.updates and batch.rollout_logprobs is not None:
             fresh = same_version([sample.trajectory for sample in samples], learner.iteration)
             batch = replace(batch, fresh=batch.mask * fresh)
@@ -115,7 +117,7 @@ class _Update:
         def loss(policy: Policy, inputs: Batch, spans: list[Span]) -> Loss:
             length, device = inputs["mask"].shape[1], inputs["mask"].device
             rows = batch.spans([s._replace(row=chosen[s.row]) for s in spans], length, device)
-            return self._algorithm.objective(
+            value, metrics = self._algorithm.objective(
                 policy,
                 inputs,
                 rows,
@@ -123,8 +125,21 @@ class _Update:
                 temperature=learner.temperature,
                 entropy=entropy,
             )
+            return value, {name: metric / share for name, metric in metrics.items()}
 
         learner.accumulate([samples[i].trajectory for i in chosen], loss)
+
+    def _trained(
+        self, batch: StepBatch, chosen: list[int], weights: Tensor
+    ) -> tuple[list[int], float]:
+        """Which of the chosen rows are computed, at least one, and their share of the weight.
+
+        The others would add nothing to the gradient. Metrics are means over those that are.
+        """
+        learns = ~self._algorithm.idle(batch)[chosen]
+        places = learns.nonzero()[:, 0].tolist() or [0]
+        share = float(weights[places].sum() / weights.sum().clamp(min=1e-30))
+        return places, share if len(places) < len(chosen) and share > 0 else 1.0
 
     def _finish(self, scale: float) -> None:
         self._learner.update(scale=scale, check=self._compare)

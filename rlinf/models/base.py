@@ -140,7 +140,8 @@ class Policy(Part, ABC):
 
     @abstractmethod
     def collate(self, records: Sequence[Record]) -> Batch:
-        """Model inputs of trajectories, padded on the right to the longest."""
+        """Model inputs of trajectories: with ``mask`` and, of policies of tokens, ``actions``
+        ``[B, T]``, padded on the right to the longest. A loss may evaluate other ``actions``."""
 
     @abstractmethod
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
@@ -180,6 +181,14 @@ class Policy(Part, ABC):
     def cost(self, record: Record) -> int:
         """Positions a trajectory occupies in a batch: what a token budget counts."""
         return max(1, len(record))
+
+    def shared(self, record: Record) -> tuple[bytes, int]:
+        """What of a trajectory is computed once for all of a batch that have it: the same bytes
+        for each of them, and how many of its positions that are."""
+        return b"", 0
+
+    packs: bool = False
+    """Whether :meth:`use_packing` works."""
 
     def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         """Collate rows side by side from now on, without padding; outputs stay ``[B, T]``.

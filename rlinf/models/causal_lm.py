@@ -41,7 +41,7 @@ from rlinf.models.logprobs import (
     say_whole,
     token_logprobs,
 )
-from rlinf.models.packed import pack, unpack, use_packing
+from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
@@ -76,7 +76,8 @@ class CausalLM(Policy):
     def __init__(self, module: nn.Module, folder: Path) -> None:
         self.module = module
         self._folder = folder
-        self._packing = False
+        self._packing, self._shares = False, False
+        self.packs = getattr(getattr(module, "config", None), "model_type", "") in APART
 
     @classmethod
     def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
@@ -190,24 +191,29 @@ class CausalLM(Policy):
         actions = [record.steps["actions"] for record in records]
         length = max(len(action) for action in actions)
         mask = pad([np.ones(len(action), np.float32) for action in actions], length)
+        steps = {"actions": pad(actions, length), "mask": mask}
         if self._packing:
-            return {**pack(prompts, actions, length), "mask": mask}
+            return {**pack(prompts, actions, length, share=self._shares), **steps}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
         ]
         return {
             "tokens": pad(tokens, max(len(row) for row in tokens)),
             "starts": torch.tensor([len(prompt) for prompt in prompts]),
-            "actions": pad(actions, length),
-            "mask": mask,
+            **steps,
         }
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         mask = batch["mask"]
         if "places" in batch:
-            inputs = {"input_ids": batch["tokens"], "position_ids": batch["positions"]}
-            inputs["logits_to_keep"] = batch["kept"]
-            taken = batch["taken"][None]
+            inputs: dict[str, Any] = {
+                "input_ids": batch["tokens"],
+                "position_ids": batch["positions"],
+                "logits_to_keep": batch["kept"],
+            }
+            if (rows := Rows.of(batch)) is not None:
+                inputs["rows"] = rows
+            taken = batch["actions"].flatten()[batch["places"]][None]
             found = self._logprobs(inputs, lambda features: features, taken, temperature, entropy)
             parts = [None if x is None else unpack(x[0], batch["places"], mask) for x in found]
         else:
@@ -269,11 +275,15 @@ class CausalLM(Policy):
         return token_logprobs(own(out), actions, temperature, entropy)
 
     def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
-        use_packing(self.module, device, dtype)
+        self._shares = use_packing(self.module, device, dtype)
         self._packing = True
 
     def cost(self, record: Record) -> int:
         return len(record.context["prompt"]) + len(record)
+
+    def shared(self, record: Record) -> tuple[bytes, int]:
+        prompt = record.context["prompt"]
+        return (prompt.tobytes(), len(prompt)) if self._shares else (b"", 0)
 
     def blocks(self) -> list[nn.Module]:
         names = set(getattr(self.module, "_no_split_modules", None) or ())

@@ -40,7 +40,7 @@ def cut(
 
     Args:
         together: rows that are to be in one micro-batch; None: each may be by itself, and in parts
-            where the policy's steps stand alone.
+            where the policy's steps stand alone. Those that share a part are brought together then.
         budget: most positions of a micro-batch.
         padded: whether rows are padded to the longest of their micro-batch.
         speeds: of the ranks, relative.
@@ -48,7 +48,11 @@ def cut(
     Raises:
         ValueError: a row is missing in ``together``, or twice there.
     """
-    units = [[row] for row in range(len(records))] if together is None else together
+    if together is None:
+        workers = [speed for speed in speeds for _ in range(lanes)]
+        units = _units(policy, records, budget, workers)
+    else:
+        units = [list(unit) for unit in together]
     if sorted(row for unit in units for row in unit) != list(range(len(records))):
         raise ValueError("each row has to be in one micro-batch")
     pieces, own = list[list[Span]](), list[list[int]]()
@@ -59,9 +63,10 @@ def cut(
     widest = max(map(len, pieces), default=1)
     costs = []
     for piece in pieces:
-        sizes = [policy.cost(records[row].part(start, stop)) for row, start, stop in piece]
+        parts = [records[row].part(start, stop) for row, start, stop in piece]
         # Of padded ones so many times the largest cost are no less than what they take together.
-        costs.append(widest * max(sizes) if padded else sum(sizes))
+        size = widest * max(map(policy.cost, parts)) if padded else _packed(policy, parts)
+        costs.append(size)
     # All of a trajectory is one process's, which says what it is to others.
     totals = [sum(costs[piece] for piece in numbers) for numbers in own]
     given = [
@@ -85,6 +90,54 @@ def cut(
         real = [True] * len(mine) + [False] * missing
         out.append(Cut(spans(mine + [filler] * missing), real))
     return out
+
+
+def _packed(policy: Policy, records: Sequence[Record]) -> int:
+    """Positions of trajectories side by side."""
+    shared = [policy.shared(record) for record in records]
+    own = sum(map(policy.cost, records)) - sum(length for _, length in shared)
+    return own + sum(dict(shared).values())
+
+
+def _units(
+    policy: Policy, records: Sequence[Record], budget: int, workers: Sequence[float]
+) -> list[list[int]]:
+    """Rows by themselves, or with those that share a part, as far as no worker waits for that."""
+    shared = [policy.shared(record) for record in records]
+    if not any(length for _, length in shared):
+        return [[row] for row in range(len(records))]
+    costs = [policy.cost(record) for record in records]
+    groups: dict[object, list[int]] = {}
+    for row, (key, length) in enumerate(shared):
+        groups.setdefault(key if length else row, []).append(row)
+
+    def size(rows: Sequence[int]) -> int:
+        parts = dict(shared[row] for row in rows)
+        return sum(costs[row] - shared[row][1] for row in rows) + sum(parts.values())
+
+    def split(most: int) -> list[list[int]]:
+        units = []
+        for rows in groups.values():
+            unit: list[int] = []
+            for row in rows:
+                if unit and size([*unit, row]) > most:
+                    units.append(unit)
+                    unit = []
+                unit.append(row)
+            units.append(unit)
+        return units
+
+    def slowest(units: list[list[int]]) -> float:
+        given = balance([size(unit) for unit in units], workers)
+        rows = [[row for number in numbers for row in units[number]] for numbers in given]
+        return max(size(mine) / speed for mine, speed in zip(rows, workers, strict=True))
+
+    if len(workers) == 1:
+        return split(budget)
+    share = sum(map(size, groups.values())) // len(workers)
+    # Whole groups first: what a group shares is computed by each worker that has some of it.
+    ways = [split(min(budget, most)) for most in (budget, share, share // 2, share // 4)]
+    return min(ways, key=slowest)
 
 
 def _pieces(

@@ -40,8 +40,9 @@ class FSDPConfig(Section):
 
     token_budget: int = Field(default=8192, gt=0)
     """Most padded positions in one micro-batch."""
-    packing: bool = False
-    """Rows of a micro-batch side by side, without padding between them; none sees another."""
+    packing: bool | None = None
+    """Rows of a micro-batch side by side, without padding between them, a prompt that several
+    answer once; none sees another. null: where the policy can."""
     threads: int = Field(default=1, gt=0)
     """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
     processes of a sharded model split every product. Part of the result: the order of sums."""
@@ -87,7 +88,8 @@ class FSDPTrainer(Storages, Trainer):
         if kind == "cuda":
             torch.cuda.set_device(self.device)
         sharded = world.size > 1 or config.param_dtype != "float32"
-        if config.packing:
+        self._packs = policy.packs if config.packing is None else config.packing
+        if self._packs:
             policy.use_packing(self.device, getattr(torch, config.param_dtype))
         if sharded:
             world.connect(kind)
@@ -116,7 +118,7 @@ class FSDPTrainer(Storages, Trainer):
             records,
             together,
             budget=self.config.token_budget,
-            padded=not self.config.packing,
+            padded=not self._packs,
             speeds=self.world.speeds,
             rank=self.world.data_rank,
             lanes=len(self._lanes),

@@ -125,12 +125,10 @@ def _check_memory(work: Work, asked: StagePlan, at: str) -> None:
 
 
 def _check_time(option: Option, asked: StagePlan, at: str) -> None:
-    limits = [own.time_limit_min for own in option.devices if own.time_limit_min is not None]
-    if asked.time_min and limits and asked.time_min > min(limits):
-        raise PlanError(
-            f"{at}.time_min: {asked.time_min} asked, the partition allows {min(limits)}"
-        )
-    minutes = min([m for m in (asked.time_min, *limits) if m], default=math.inf)
+    most = option.limit_s / 60
+    if asked.time_min and asked.time_min > most:
+        raise PlanError(f"{at}.time_min: {asked.time_min} asked, the partition allows {most:g}")
+    minutes = min(asked.time_min or math.inf, most)
     if option.seconds > 60 * minutes:
         raise PlanError(
             f"{at}.time_min: {minutes:g} minutes, but {option.seconds / 60:.1f} are expected on "

@@ -169,8 +169,7 @@ def _resources(option: Option, *, device: bool) -> StagePlan:
 
 def _minutes(option: Option) -> int:
     asked = max(LEAST_MINUTES, math.ceil(TIME_FACTOR * option.seconds / 60))
-    limits = [own.time_limit_min for own in option.devices if own.time_limit_min]
-    return min([asked, *limits])
+    return int(min(asked, option.limit_s / 60))
 
 
 def _alternative(best: stagewise.Choice, other: stagewise.Choice) -> Alternative:

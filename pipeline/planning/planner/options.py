@@ -53,6 +53,8 @@ class Option:
     peak_memory_bytes: int = 0
     """Of a process."""
     extrapolated: bool = False
+    device: bool = True
+    """Whether it takes GPUs where there are some."""
 
     @property
     def seconds(self) -> float:
@@ -114,6 +116,12 @@ class Option:
         return max(own.losses_per_hour for own in self.devices)
 
     @property
+    def limit_s(self) -> float:
+        """Longest time of a job there."""
+        limits = [own.time_limit_min for own in self.devices if own.time_limit_min is not None]
+        return 60.0 * min(limits, default=math.inf)
+
+    @property
     def place(self) -> str:
         """Where, in a word: ``h100``, ``gpu: a100+h100``."""
         if len(self.devices) == 1:
@@ -160,6 +168,14 @@ def options(
             if shareable(a.devices, b.devices):
                 found += [together((a, b), *shape) for shape in _shared_shapes((a, b), most)]
     found = [option for option in found if math.isfinite(option.seconds)]
+    if found and not any(option.seconds <= option.limit_s for option in found):
+        quickest = min(found, key=lambda option: option.seconds)
+        reasons.append(
+            f"{quickest.place} {quickest.size} is the quickest and takes "
+            f"{quickest.seconds / 60:.1f} minutes, its partition allows {quickest.limit_s / 60:g}"
+        )
+    # A job that its time ends is requeued for ever.
+    found = [option for option in found if option.seconds <= option.limit_s]
     if not found:
         raise PlanError(
             f"stage {stage!r} fits nowhere: {'; '.join(reasons) or 'no device is allowed'}"
@@ -181,6 +197,7 @@ def alone(work: Work, nodes: int, processes: int) -> Option:
         },
         peak_memory_bytes=work.peak_memory_bytes,
         extrapolated=bool(beyond[0]),
+        device=work.device,
     )
 
 

@@ -43,6 +43,8 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 reasons.append(f"{kind}: {error}")
         if not found:
             raise PlanError(f"stage {name!r} fits nowhere: {'; '.join(reasons)}")
+        if name == flow.generates and name not in request.pins:
+            found = _with_gpus(found, devices)
         tables[name] = found
         stages.append(
             Stage(
@@ -54,7 +56,9 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 switch_s=_switches(devices) if flow.table[name].loads == "trainer" else {},
             )
         )
-    with_gpus = {own.kind.gpus_per_node > 0 for own in devices.values()}
+    # A job has like devices; generators are jobs of one device each.
+    generators = tables.get(flow.generates or "", {})
+    alike = len({devices[kind].kind.gpus_per_node > 0 for kind in generators}) == 1
     problem = Problem(
         stages,
         [
@@ -64,11 +68,18 @@ def build(request: Request) -> tuple[Problem, Tables]:
         chunks=[n for n in CHUNKS if request.config.rollout.batch % n == 0],
         sync_s=_transfers(devices, request.profile),
         mixing=MIXING,
-        # A job has like devices; generators are jobs of one device each.
-        mixes=frozenset({flow.generates} if flow.generates and len(with_gpus) == 1 else ()),
+        mixes=frozenset({flow.generates} if flow.generates and alike else ()),
         allowed={stage: kinds for stage, kinds in request.pins.items() if stage in held},
     )
     return problem, tables
+
+
+def _with_gpus(
+    found: Mapping[str, RateTable], devices: Mapping[str, Devices]
+) -> dict[str, RateTable]:
+    """Where GPUs can generate, kinds without any do not: jobs of one pool ask for the same."""
+    some = {kind: table for kind, table in found.items() if devices[kind].kind.gpus_per_node}
+    return some or dict(found)
 
 
 def _rates(work: Work, request: Request) -> RateTable:
@@ -87,8 +98,19 @@ def _rates(work: Work, request: Request) -> RateTable:
     if not table.rates.any():
         raise PlanError(work.refused(count) or "no number of devices that is there was measured")
     known = request.corrections.get((work.stage, work.devices.name), Correction())
-    spread = np.minimum(table.spread, known.spread)
-    return replace(table, rates=table.rates / known.working, spread=spread)
+    spread, rates = np.minimum(table.spread, known.spread), table.rates / known.working
+    limit = work.devices.time_limit_min
+    if limit is not None:
+        # A job that ends before any stage of it does would begin with the same one for ever.
+        starts = sum(part.mean for part in work.overheads(1).values())
+        quickest = starts + 1 / rates.max()
+        rates = np.where(rates * (60 * limit - starts) >= 1, rates, 0.0)
+        if not rates.any():
+            raise PlanError(
+                f"start and work take {quickest / 60:.1f} minutes at best, partition "
+                f"{work.devices.kind.partition} allows jobs of {limit}"
+            )
+    return replace(table, rates=rates, spread=spread)
 
 
 def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """The plan of grain ``stage``: each stage of an iteration is a job of its own.
 
 No stage is made slower or dearer by where another one runs, and an iteration never gets quicker by
-a slower stage. So the best option of each stage, chosen alone, makes the best plan there is.
+a slower stage. So the best option of each stage, chosen alone, makes the best plan there is, as
+long as those that run side by side find room together; where they do not, one waits for the other,
+and plans that put a stage elsewhere or on less are compared with that.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.planning.planner.objective import Objective
 from pipeline.planning.planner.options import Option
@@ -29,25 +32,36 @@ class Choice:
     """In the unit of the objective."""
 
     @property
+    def _places(self) -> dict[str, _Place]:
+        return _places_in_time(self.options, self.after, [o.seconds for o in self.options])
+
+    @property
     def starts(self) -> dict[str, float]:
-        """When each stage is submitted, in seconds from the start of the iteration."""
-        ends = _ends(self.after, {option.stage: option.seconds for option in self.options})
-        return {option.stage: ends[option.stage] - option.seconds for option in self.options}
+        """When each stage can run, in seconds from the start of the iteration."""
+        return {stage: place.start for stage, place in self._places.items()}
 
     @property
     def seconds(self) -> float:
         """Of an iteration: along its longest chain of stages."""
-        ends = _ends(self.after, {option.stage: option.seconds for option in self.options})
-        return max(ends.values())
+        return max(place.end for place in self._places.values())
 
     @property
     def critical(self) -> tuple[str, ...]:
         """The stages of the longest chain, in order."""
-        ends = _ends(self.after, {option.stage: option.seconds for option in self.options})
-        chain = [max(ends, key=lambda stage: ends[stage])]
-        while self.after[chain[-1]]:
-            chain.append(max(self.after[chain[-1]], key=lambda stage: ends[stage]))
+        places = self._places
+        chain = [max(places, key=lambda stage: places[stage].end)]
+        while (before := places[chain[-1]].before) is not None:
+            chain.append(before)
         return tuple(reversed(chain))
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """Stages that wait for another one's devices alone, and for whose."""
+        return {
+            stage: place.before
+            for stage, place in self._places.items()
+            if place.before is not None and place.before not in self.after[stage]
+        }
 
     @property
     def spread_s(self) -> float:
@@ -86,8 +100,14 @@ def choose(
         if not found:
             raise PlanError(f"stage {stage!r}: no way to run it")
     best = [min(found, key=_key(objective)) for found in options.values()]
-    chosen = [_choice(best, after, objective)]
+    first = _choice(best, after, objective)
     others = [_choice(other, after, objective) for other in _others(options, best, objective)]
+    if first.waiting:
+        # The best of each stage are not the best together.
+        every = [first, *others]
+        first = min(every, key=lambda choice: choice.cost)
+        others = [choice for choice in every if choice is not first]
+    chosen = [first]
     seen = {_places(chosen[0])}
     for other in sorted(others, key=lambda choice: choice.cost):
         if (
@@ -100,20 +120,56 @@ def choose(
     return chosen
 
 
-def _ends(after: Mapping[str, tuple[str, ...]], lengths: Mapping[str, float]) -> dict[str, float]:
-    """Where each stage ends if it begins with the last of those it waits for."""
-    ends: dict[str, float] = {}
-    for stage, length in lengths.items():
-        ends[stage] = max((ends[source] for source in after[stage]), default=0.0) + length
-    return ends
+class _Place(NamedTuple):
+    """When a stage runs, and the one whose end it began with."""
+
+    start: float
+    end: float
+    before: str | None
+
+
+def _places_in_time(
+    options: Sequence[Option], after: Mapping[str, tuple[str, ...]], lengths: Sequence[float]
+) -> dict[str, _Place]:
+    """Each stage as early as those it waits for have ended and its devices are free, in order."""
+    held: dict[str, dict[str, int]] = {}
+    places: dict[str, _Place] = {}
+    for option, length in zip(options, lengths, strict=True):
+        mine, room = _held(option), {own.same_as or own.name: own.count for own in option.devices}
+        ready = max((places[source].end for source in after[option.stage]), default=0.0)
+        ends = {place.end for place in places.values() if place.end > ready}
+        for start in sorted({ready, *ends}):
+            beside = [s for s, p in places.items() if p.start < start + length and p.end > start]
+            # As if all of them were there at once: two that follow each other may be counted so.
+            if all(
+                count + sum(held[other].get(name, 0) for other in beside) <= room[name]
+                for name, count in mine.items()
+            ):
+                break
+        before = [s for s in after[option.stage] if places[s].end == start] or [
+            s for s, place in places.items() if place.end == start and start > 0
+        ]
+        held[option.stage] = mine
+        places[option.stage] = _Place(start, start + length, before[0] if before else None)
+    return places
+
+
+def _held(option: Option) -> dict[str, int]:
+    """How many devices of each kind an option holds."""
+    return {
+        own.same_as or own.name: nodes * option.processes
+        for own, nodes in zip(option.devices, option.nodes, strict=True)
+        if option.device or not own.kind.gpus_per_node
+    }
 
 
 def _choice(
     options: Sequence[Option], after: Mapping[str, tuple[str, ...]], objective: Objective
 ) -> Choice:
-    costs = {option.stage: cost(option, objective) for option in options}
+    costs = [cost(option, objective) for option in options]
     # Side by side jobs cost their money each, but only the longer one's time.
-    whole = max(_ends(after, costs).values()) if objective.unit == "s" else sum(costs.values())
+    in_time = _places_in_time(options, after, costs).values() if objective.unit == "s" else ()
+    whole = max(place.end for place in in_time) if in_time else sum(costs)
     return Choice(tuple(options), after, whole)
 
 

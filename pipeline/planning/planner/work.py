@@ -48,6 +48,7 @@ class Work:
 
     def __init__(self, devices: Devices, stage: str, spec: Stage, profile: Profile) -> None:
         self.devices, self.stage, self.samples = devices, stage, profile.samples
+        self.device = spec.device
         self._loads, self._single = spec.loads, ESTIMATED if profile.estimated else SINGLE_SPREAD
         points = [p for p in devices.profile.points if p.stage == stage]
         ran = [p for p in points if p.ok and p.token_budget in (None, profile.token_budget)]

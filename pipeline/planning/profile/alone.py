@@ -106,7 +106,7 @@ def like(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
         if manifest is not None:
             # It was evaluated on more samples, and is to count all the same.
             (partly / MANIFEST).unlink()
-            code = Code.of(made.config).digest("warm_start")
+            code = Code.of(made.config, "warm_start").digest("warm_start")
             key = stage_key(made.config, "warm_start", 0, {}, code)
             commit(partly, replace(manifest, key=key))
         partly.rename(target)

@@ -1,4 +1,4 @@
-"""Rows side by side are what they are alone: none sees another, and positions start again."""
+"""Rows side by side are what they are alone: none sees another, also where a prompt is shared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlinf.data.record import Identity, Record
@@ -15,15 +15,16 @@ from rlinf.errors import ConfigError
 from rlinf.models import causal_lm
 from rlinf.models.causal_lm import CausalLM
 from rlinf.models.mlp import MLPPolicy
-from rlinf.models.packed import APART
+from rlinf.models.packed import APART, Rows, pack, use_packing
 from tests.rlinf.models.test_logprobs import network
 from tests.rlinf.trainers.test_lanes import CONFIG, folder
 
 __all__ = ["folder"]
 CPU = torch.device("cpu")
 TOKENS = st.lists(st.integers(2, 13), min_size=1, max_size=6)
-ROWS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=5)
-POLICIES: dict[Path, CausalLM] = {}
+PROMPTS = st.one_of(TOKENS, st.sampled_from([[3, 4, 5], [7], [3, 4, 5, 6, 7, 8]]))
+ROWS = st.lists(st.tuples(PROMPTS, TOKENS), min_size=1, max_size=7)
+POLICIES: dict[Path, tuple[CausalLM, CausalLM]] = {}
 
 
 def record(prompt: list[int], actions: list[int]) -> Record:
@@ -33,11 +34,10 @@ def record(prompt: list[int], actions: list[int]) -> Record:
 def policies(folder: Path) -> tuple[CausalLM, CausalLM]:
     """One that packs, and one that does not, with the same weights."""
     if folder not in POLICIES:
-        POLICIES[folder] = CausalLM.load(folder, CONFIG)
-    plain = POLICIES[folder]
-    packed = CausalLM(plain.module, folder)
-    packed.use_packing(CPU, torch.float32)
-    return packed, plain
+        packed, plain = (CausalLM.load(folder, CONFIG) for _ in range(2))
+        packed.use_packing(CPU, torch.float32)
+        POLICIES[folder] = packed, plain
+    return POLICIES[folder]
 
 
 @settings(deadline=None, max_examples=30)
@@ -81,7 +81,11 @@ def test_no_row_sees_another(
     changed = data.draw(st.integers(0, len(rows) - 1))
     prompt, actions = rows[changed]
     others = [*rows]
-    others[changed] = ([15 - token for token in prompt], [15 - token for token in actions])
+    # Of rows that share a prompt only the answer: with another prompt it would be no such row.
+    alone = [row[0] for row in rows].count(prompt) == 1
+    again = [15 - token for token in prompt] if alone else prompt
+    assume(again == prompt or again not in [row[0] for row in rows])
+    others[changed] = (again, [15 - token for token in actions])
     with torch.no_grad():
         one, other = (
             packed.evaluate(packed.collate([record(*row) for row in some]), 1.0).logprobs
@@ -91,19 +95,50 @@ def test_no_row_sees_another(
     assert torch.equal(one[same], other[same])
 
 
+def test_a_shared_prompt_stands_there_once() -> None:
+    prompts = [np.array([5, 6, 7])] * 3 + [np.array([8])]
+    batch = pack(prompts, [np.array(row) for row in ([1, 2], [3], [4, 5], [6, 7])], 2, share=True)
+    assert batch["tokens"].tolist() == [[5, 6, 7, 1, 4, 8, 6]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 3, 3, 0, 1]]
+    assert batch["kept"].tolist() == [2, 3, 2, 2, 4, 5, 6]
+    assert batch["places"].tolist() == [0, 1, 2, 4, 5, 6, 7]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("family", sorted(APART))
-def test_these_families_keep_packed_rows_apart(family: str) -> None:
+def test_these_families_keep_packed_rows_apart(family: str, window: int | None) -> None:
     torch.manual_seed(0)
     module = network(family)
+    if window is not None:
+        if getattr(module.config, "sliding_window", None) is None:
+            pytest.skip("without a window")
+        module.config.sliding_window = window
+        for part in module.modules():
+            if getattr(part, "sliding_window", None) is not None:
+                part.sliding_window = window
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    rows = [torch.randint(1, 50, (length,)) for length in (3, 1, 5, 2)]
-    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    inputs = {"input_ids": torch.cat(rows)[None], "position_ids": positions}
+    random = np.random.default_rng(0)
+    first, second = (random.integers(1, 50, length) for length in (6, 3))
+    prompts = [first, second, first, first, random.integers(1, 50, 4)]
+    actions = [random.integers(1, 50, length) for length in (3, 1, 5, 2, 4)]
     with torch.no_grad():
-        packed = module(**inputs, use_cache=False).logits[0]
-        alone = [module(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        alone = [
+            module(
+                input_ids=torch.from_numpy(np.concatenate(row)[None, :-1]), use_cache=False
+            ).logits[0, len(row[0]) - 1 :]
+            for row in zip(prompts, actions, strict=True)
+        ]
+        assert use_packing(module, CPU, torch.float32)
+        batch = pack(prompts, actions, 5, share=True)
+        packed = module(
+            input_ids=batch["tokens"],
+            position_ids=batch["positions"],
+            logits_to_keep=batch["kept"],
+            rows=Rows.of(batch),
+            use_cache=False,
+        ).logits[0]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 

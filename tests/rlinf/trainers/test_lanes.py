@@ -29,12 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(count: int = 11) -> list[Record]:
+    """Some answer the same prompt."""
     random = np.random.default_rng(1)
+    prompts = [random.integers(2, 14, random.integers(1, 6)) for _ in range(1 + count // 3)]
     return [
         Record(
             Identity(0, i),
             {"actions": random.integers(2, 14, random.integers(1, 9))},
-            {"prompt": random.integers(2, 14, random.integers(1, 6))},
+            {"prompt": prompts[i // 3]},
         )
         for i in range(count)
     ]
@@ -56,8 +58,10 @@ def step_loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
 loss = of_steps(step_loss)
 
 
-def updated(folder: Path, threads: int, data: list[Record]) -> dict[str, torch.Tensor]:
-    made = trainer(folder, threads)
+def updated(
+    folder: Path, threads: int, data: list[Record], budget: int = 40
+) -> dict[str, torch.Tensor]:
+    made = trainer(folder, threads, budget)
     for _ in range(3):
         metrics = made.step(data, loss, lr=1e-3)
     assert metrics["rows"] == len(data)
@@ -101,7 +105,7 @@ def test_an_error_in_a_lane_reaches_the_caller(folder: Path) -> None:
 
 def test_what_a_failed_step_left_behind_does_not_count(folder: Path) -> None:
     """Neither gradients of any lane, nor a lane that still runs."""
-    made, calls = trainer(folder, 2), []
+    made, calls = trainer(folder, 2, budget=20), []
 
     def half(policy: Policy, inputs: Batch, spans: list[Span]) -> Any:
         calls.append(spans)
@@ -115,7 +119,7 @@ def test_what_a_failed_step_left_behind_does_not_count(folder: Path) -> None:
     for _ in range(3):
         made.step(records(), loss, lr=1e-3)
     assert len(calls) == count
-    clean = updated(folder, 2, records())
+    clean = updated(folder, 2, records(), 20)
     assert all(torch.equal(clean[name], tensor) for name, tensor in made.full_state().items())
 
 

@@ -28,7 +28,8 @@ LR = 1e-3
 def make(folder: Path, world: World | None = None, **options: Any) -> FSDPTrainer:
     world = world or World()
     policy = (CausalLM.outline if world.size > 1 else CausalLM.load)(folder, CONFIG)
-    config = FSDPConfig.model_validate({"device": "cpu", "token_budget": 40, **options})
+    given = {"device": "cpu", "token_budget": 40, "packing": False, **options}
+    config = FSDPConfig.model_validate(given)
     return FSDPTrainer(policy, config, OptimizerSection(lr=LR), world)
 
 

@@ -17,7 +17,7 @@ from pipeline.planning.planner.proposal import Proposal
 from pipeline.planning.planner.propose import propose
 from pipeline.planning.planner.request import Request, parse_pins
 from pipeline.planning.planner.show import show, write
-from pipeline.planning.planner.stagewise import cost
+from pipeline.planning.planner.stagewise import choose, cost
 from pipeline.planning.profile.schema import Measured
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
@@ -66,6 +66,45 @@ def test_stages_that_do_not_wait_for_each_other_run_side_by_side(config: RunConf
     chain = ("rollout", "train", "sync")
     total = longer + sum(stages[stage].seconds for stage in chain)
     assert forecast.iteration_s == pytest.approx(total)
+
+
+def test_stages_side_by_side_find_room_together(config: RunConfig) -> None:
+    """Each alone is quickest on all H100s: together, one of them goes elsewhere or waits."""
+    options = ask(config, "a100", "h100").options()
+    both = {stage: options[stage] for stage in ("inference", "train")}
+    after: dict[str, tuple[str, ...]] = dict.fromkeys(both, ())
+    objective = ask(config).goal()
+    best = choose(both, after, objective)[0]
+    alone = [min(found, key=lambda option: option.seconds) for found in both.values()]
+    assert [option.place for option in alone] == ["h100", "h100"]
+    assert sum(option.count for option in best.options if option.place == "h100") <= 4
+    assert best.seconds == pytest.approx(best.cost)
+    assert best.seconds < sum(option.seconds for option in alone)
+    assert not best.waiting
+    # With nowhere else to go the second one waits.
+    there = {
+        stage: [o for o in found if o.size == "2x2" and o.place == "h100"]
+        for stage, found in both.items()
+    }
+    waits = choose(there, after, objective)[0]
+    assert waits.waiting == {"train": "inference"}
+    assert waits.seconds == pytest.approx(sum(option.seconds for option in waits.options))
+    assert waits.critical == ("inference", "train")
+
+
+def test_jobs_longer_than_their_partition_allows_are_not_planned(config: RunConfig) -> None:
+    request = ask(config, "a100", "h100")
+    devices = {
+        "a100": request.devices["a100"],
+        "h100": replace(request.devices["h100"], time_limit_min=0),
+    }
+    proposal = propose(replace(request, devices=devices))
+    assert {place for place, _ in rows(proposal).values()} == {"a100"}
+    devices["a100"] = replace(devices["a100"], time_limit_min=0)
+    with pytest.raises(
+        PlanError, match=r"'rollout' fits nowhere: h100 2x2 is the quickest.*allows 0"
+    ):
+        propose(replace(request, devices=devices))
 
 
 @pytest.mark.parametrize("objective", ["time", "gpu-hours", "money", "time-to-end"])

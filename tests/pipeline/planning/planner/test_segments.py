@@ -107,6 +107,17 @@ def test_nodes_of_two_partitions_are_counted_once(config: RunConfig) -> None:
     assert {kind.name: kind.gpus for kind in whole.kinds} == {"a100": 4, "cpu": 8, "h100": 4}
 
 
+def test_beside_gpus_a_partition_without_any_is_for_what_needs_none(config: RunConfig) -> None:
+    request = ask(config, "a100", "h100", "cpu")
+    problem, _ = build(replace(request, grain="segment"))
+    rates = {stage.name: set(stage.rates) for stage in problem.stages}
+    assert rates["rollout"] == {"a100", "h100"}
+    assert rates["reward"] == {"a100", "h100", "cpu"}
+    assert problem.mixes == {"rollout"}  # of both kinds of GPUs, though there is a third kind
+    alone, _ = build(replace(ask(config, "cpu"), grain="segment"))
+    assert set(alone.stages[0].rates) == {"cpu"}
+
+
 def test_a_stage_that_ran_nowhere_is_named(asked: Request) -> None:
     broken = {
         name: replace(own, profile=own.profile.model_copy(update={"points": points}))
@@ -115,3 +126,45 @@ def test_a_stage_that_ran_nowhere_is_named(asked: Request) -> None:
     }
     with pytest.raises(PlanError, match="'train' fits nowhere: a100: no measurement"):
         build(replace(asked, devices=broken))
+
+
+def test_pools_whose_jobs_end_before_a_stage_does_are_not_planned(asked: Request) -> None:
+    def limited(**minutes: int) -> Request:
+        devices = {
+            name: replace(own, time_limit_min=minutes.get(name, 60))
+            for name, own in asked.devices.items()
+        }
+        return replace(asked, devices=devices)
+
+    problem, _ = build(limited(h100=0))
+    assert all(set(stage.rates) == {"a100"} for stage in problem.stages)
+    # Start and imports take 4 s, rollout 40 s on one device of this kind.
+    problem, _ = build(limited(a100=1))
+    assert np.count_nonzero(problem.stages[0].rates["a100"]) == 8
+    slow = {
+        name: replace(
+            own,
+            profile=own.profile.model_copy(
+                update={
+                    "points": tuple(
+                        p.model_copy(
+                            update={"time": type(p.time).of([9 * s for s in p.time.seconds])}
+                        )
+                        for p in own.profile.points
+                        if p.time is not None
+                    )
+                }
+            ),
+        )
+        for name, own in asked.devices.items()
+    }
+    problem, _ = build(
+        replace(limited(a100=1), devices={**slow, "a100": replace(slow["a100"], time_limit_min=1)})
+    )
+    rates = problem.stages[0].rates["a100"]
+    assert not rates[:7].any()
+    assert rates[8] > 0
+    with pytest.raises(
+        PlanError, match=r"'rollout' fits nowhere: a100: start and work take .* jobs of 0"
+    ):
+        build(limited(a100=0, h100=0))
