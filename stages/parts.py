@@ -73,6 +73,13 @@ def sent_type(config: RunConfig) -> torch.dtype | None:
     return dtype
 
 
+def engine_rows(config: RunConfig) -> int | None:
+    """Most samples that a process decodes at once; None: all that it is asked."""
+    cls = engines.get(config.engine.name)
+    rows: int | None = cls.rows(config.engine.options(cls.Config, "engine"))
+    return rows
+
+
 def held_environment(ctx: Context, folder: Callable[[], Path]) -> Environment:
     """The task's environment, with the processor of the policy in ``folder()``; kept resident."""
     held = ctx.resident

@@ -154,6 +154,11 @@ class Engine(Part, ABC):
         """The type in which it takes float32 weights; None: as they are."""
         return None
 
+    @classmethod
+    def rows(cls, config: Any) -> int | None:
+        """Most samples that a process decodes at once, for predictions; None: all it is asked."""
+        return None
+
     @abstractmethod
     def load(self, folder: Path, version: int) -> None:
         """Serve the weights in a policy folder from now on; after :meth:`close` too."""

@@ -67,6 +67,10 @@ class TransformersEngine(Storages, Engine):
     def takes_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
         return None if config.dtype is None else getattr(torch, config.dtype)
 
+    @classmethod
+    def rows(cls, config: TransformersConfig) -> int:
+        return config.max_rows
+
     def load(self, folder: Path, version: int) -> None:
         if self._module is None or not reload_weights(self._module, folder):
             self._module = self._step = None  # the old one leaves the memory first

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
 from pipeline.planning.planner.expected import Expected, expect
 from pipeline.planning.planner.jobs import MOST_CPUS, with_seldom
-from pipeline.planning.planner.predict import Prediction
+from pipeline.planning.planner.predict import Prediction, Predictor
 from pipeline.planning.planner.problem import Placement, Problem
-from pipeline.planning.planner.problem_file import dump_problem
+from pipeline.planning.planner.problem_file import dump_problem, placement_of
 from pipeline.planning.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.search import Solution, solve
 from pipeline.planning.planner.segments import Tables, build
+from pipeline.planning.planner.stagewise import NOTABLE
 from pipeline.planning.planner.work import interval
 from pipeline.pools.actuals import WORK
+from rlinf.errors import PlanError
 from stages.flow import flow_of
 
 ALTERNATIVES = 4
@@ -29,6 +33,80 @@ def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
     """
     problem, tables = build(request)
     best, *others = solve(problem, request.goal(), 1 + ALTERNATIVES)
+    plan = _plan(request, problem, best.placement)
+    return _proposal(request, problem, tables, plan, best, others, what_ifs)
+
+
+def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = ()) -> Proposal:
+    """What a given plan would take, with the best one among its alternatives.
+
+    Args:
+        where: what to call the plan in errors.
+
+    Raises:
+        PlanError: it cannot be; names the key and the limit.
+    """
+    problem, tables = build(request)
+    placement = _placement(problem, plan, where)
+    predicted = Predictor(problem).one(placement)
+    held = [np.array(pool)[:, None] for pool in placement.gpus]
+    total = np.array([float(predicted.total_s)])
+    cost = float(request.goal().cost(problem, total, held)[0])
+    better = solve(problem, request.goal())[0]
+    own = Solution(placement, predicted, cost, better.bound, better.exact and cost <= better.cost)
+    others = [better] if better.cost < own.cost / NOTABLE else []
+    return _proposal(request, problem, tables, plan, own, others, what_ifs)
+
+
+def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
+    """The placement that a plan describes.
+
+    Raises:
+        PlanError: it holds what is not there, more than there is, or a stage cannot run on its
+            pool; or it is of a sort that is not predicted.
+    """
+    stages = [stage.name for stage in problem.stages]
+    pools = []
+    for i, pool in enumerate(plan.pools):
+        said = {"ranks": pool.ranks, "helps_rollout": pool.helps_rollout}
+        if key := next((key for key, value in said.items() if value), None):
+            raise PlanError(f"{where}: pools[{i}].{key}: what this brings is not predicted")
+        # Others, such as evaluations, are no part of every iteration.
+        known = tuple(stage for stage in pool.stages if stage in stages)
+        pools.append(pool.model_copy(update={"stages": known}))
+    try:
+        placement = placement_of(problem, [pool for pool in pools if pool.stages], plan.chunks)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
+    for k, kind in enumerate(problem.kinds):
+        asked = sum(gpus[k] for gpus in placement.gpus)
+        if asked > kind.gpus:
+            raise PlanError(f"{where}: pools: {asked} {kind.name} asked, there are {kind.gpus}")
+    predictor = Predictor(problem)
+    for members, gpus in zip(placement.pools, placement.gpus, strict=True):
+        if sum(n > 0 for n in gpus) > 1 and not problem.may_mix(members):
+            names = ", ".join(stages[s] for s in members)
+            raise PlanError(f"{where}: pools: {names} on several kinds at once is not predicted")
+        for s in members:
+            if not np.isfinite(predictor.duration(s, np.array(gpus)[:, None])[0]):
+                held = zip(gpus, problem.kinds, strict=True)
+                there = " ".join(f"{n} {kind.name}" for n, kind in held if n)
+                raise PlanError(
+                    f"{where}: pools: {stages[s]} cannot run on {there}, or nothing is known of "
+                    "it there; measure with: rlinf profile"
+                )
+    return placement
+
+
+def _proposal(
+    request: Request,
+    problem: Problem,
+    tables: Tables,
+    plan: Plan,
+    best: Solution,
+    others: Sequence[Solution],
+    what_ifs: Sequence[str],
+) -> Proposal:
     expected = expect(problem, best.placement, tables)
     rows = _rows(problem, best, tables)
     forecast = Forecast(
@@ -42,9 +120,8 @@ def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
         sources=request.sources,
         learnt=request.learnt(),
     )
-    plan = _plan(request, problem, best.placement, forecast)
     return Proposal(
-        plan=plan,
+        plan=plan.model_copy(update={"predicted": forecast}),
         problem=dump_problem(problem, plan.pools, plan.chunks),
         mode=best.placement.mode,
         rows=rows,
@@ -121,7 +198,7 @@ def _kinds(problem: Problem, placement: Placement, pool: int) -> str:
     return "+".join(kind.name for kind, n in pairs if n)
 
 
-def _plan(request: Request, problem: Problem, placement: Placement, forecast: Forecast) -> Plan:
+def _plan(request: Request, problem: Problem, placement: Placement) -> Plan:
     pools = tuple(
         _pool(
             tuple(problem.stages[s].name for s in pool),
@@ -141,7 +218,6 @@ def _plan(request: Request, problem: Problem, placement: Placement, forecast: Fo
         stages=stages,
         pools=pools,
         chunks=placement.chunks,
-        predicted=forecast,
     )
 
 

@@ -8,6 +8,10 @@ by the last input:
 
     finish = max(start + t, finish of the last input + t / m)
 
+A stage that takes nothing may be ready with its first micro-batch later than that (``Stage.lead``):
+samples that are decoded side by side end when the longest of them does. One that shares its pool
+makes micro-batches one after another, so more of them take longer (``Stage.again``).
+
 An iteration ends when all stages are done and the new weights have arrived; the next one then
 begins in all pools at once. A pool that changes to a stage brings it in as soon as it is free.
 
@@ -118,13 +122,20 @@ class Predictor:
                     mine = [s for s in group if pool_of[s] == pool]
                     ready = ready + self._switching(mine, held[pool])
                 begin = np.maximum(begin, ready)
-            time = self._group_time(group, pool_of, busy)
+            work = self._group_time(group, pool_of, busy)
             overhead = max(stages[member].chunk_s for member in group)
-            time = time + self.passes(group, pool_of, chunks) * overhead
-            piece = time / chunks
-            end = np.maximum(begin + time, last + piece)
+            more = self.passes(group, pool_of, chunks) * overhead
+            shared = any(not set(pools[pool]) <= set(group) for pool in here)
+            if shared and stages[group[0]].again:
+                work = work * (1 + (chunks - 1) * stages[group[0]].again)
+            time = work + more
+            end = np.maximum(begin + time, last + time / chunks)
+            ahead: float | Array = 1 / chunks
+            if stages[group[0]].lead and not shared:
+                ahead = stages[group[0]].ahead(chunks, gpus[pool_of[group[0]]].sum(0))
+            ready = begin + work * ahead + more / chunks
             for member in group:
-                start[member], finish[member], first[member] = begin, end, begin + piece
+                start[member], finish[member], first[member] = begin, end, ready
             for pool in here:
                 free[pool] = end
         moved = self._moving(pool_of, held)

@@ -56,10 +56,28 @@ class Stage:
     """Whether unlike GPUs add up, all of its pool; otherwise the quickest kind does all."""
     chunk_s: float = 0.0
     """Overhead of each micro-batch passed between pools, seconds."""
+    lead: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """Of one that takes nothing and has its pool to itself, by number of micro-batches and then of
+    GPUs: after what share of its time the first is ready; ``1 / m`` where nothing is said. Numbers
+    of GPUs in between are as the next lower one. The others follow evenly."""
+    again: float = 0.0
+    """Of one that takes nothing and shares its pool: it makes micro-batches one after another, and
+    each after the first takes so much of its time once more."""
     switch_s: Mapping[str, float] = field(default_factory=dict)
     """By kind: seconds to bring it in and out where it shares a pool; 0 when all fits at once."""
     cycle: str | None = None
     """Stages of one cycle (simulate, generate) work in lockstep; they stand next to each other."""
+
+    def ahead(self, chunks: int | np.ndarray, gpus: np.ndarray) -> np.ndarray:
+        """After what share of its time the first of ``chunks`` micro-batches is ready, where it has
+        its pool of ``gpus`` GPUs to itself; float64 like ``gpus``."""
+        found = np.broadcast_to(1.0 / np.asarray(chunks), np.shape(gpus))
+        for parts, shares in self.lead.items():
+            numbers = sorted(shares)
+            first = np.searchsorted(numbers, gpus, side="right") - 1
+            known = np.array([shares[n] for n in numbers])[np.maximum(first, 0)]
+            found = np.where(np.equal(chunks, parts) & (first >= 0), known, found)
+        return found
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,18 @@ class Problem:
                     "does not come before it"
                 )
             seen.add(stage.name)
+            if (stage.after or stage.cycle) and (stage.lead or stage.again):
+                raise PlanError(
+                    f"stage {stage.name!r}: lead and again are of stages that take nothing, and "
+                    "are in no cycle"
+                )
+            for parts, shares in stage.lead.items():
+                for gpus, share in shares.items():
+                    if not 1 - 1e-9 <= parts * share <= parts:
+                        raise PlanError(
+                            f"stage {stage.name!r}: lead.{parts}.{gpus}: {share} is not from "
+                            f"1/{parts} to 1"
+                        )
             for kind, rates in stage.rates.items():
                 where = f"stage {stage.name!r} on {kind!r}"
                 if kind not in names:
@@ -135,6 +165,7 @@ class Problem:
             numbers |= {f"kinds.{kind.name}.{k}": v for k, v in vars(kind).items() if k != "name"}
         for stage in self.stages:
             numbers[f"stages.{stage.name}.chunk_s"] = stage.chunk_s
+            numbers[f"stages.{stage.name}.again"] = stage.again
             each = stage.switch_s.items()
             numbers |= {f"stages.{stage.name}.switch_s.{name}": s for name, s in each}
         numbers |= {f"sync_s.{a}.{b}": s for (a, b), s in self.sync_s.items()}

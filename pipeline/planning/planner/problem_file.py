@@ -37,6 +37,8 @@ class StageSection(Section):
     streams: bool = True
     divisible: bool = True
     chunk_s: float = Field(default=0.0, ge=0)
+    lead: dict[PositiveInt, dict[PositiveInt, float]] = {}
+    again: float = Field(default=0.0, ge=0)
     switch_s: dict[str, float] = {}
     cycle: str | None = None
 
@@ -122,6 +124,8 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
             "streams": stage.streams,
             "divisible": stage.divisible,
             "chunk_s": stage.chunk_s,
+            "lead": {parts: dict(shares) for parts, shares in stage.lead.items()},
+            "again": stage.again,
             "switch_s": dict(stage.switch_s),
             "cycle": stage.cycle,
         }

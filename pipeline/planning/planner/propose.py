@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.planning.planner.jobs import propose_jobs
-from pipeline.planning.planner.pools import propose_pools
+from pipeline.plan import Plan
+from pipeline.planning.planner import jobs, pools
 from pipeline.planning.planner.proposal import Proposal
 from pipeline.planning.planner.request import Request
 
@@ -19,5 +19,18 @@ def propose(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
     Raises:
         PlanError: a stage fits nowhere, or what was asked makes no sense.
     """
-    make = propose_jobs if request.grain == "stage" else propose_pools
+    make = jobs.propose_jobs if request.grain == "stage" else pools.propose_pools
     return make(request, what_ifs)
+
+
+def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = ()) -> Proposal:
+    """What a given plan would take, with the best one of its grain among its alternatives.
+
+    Args:
+        where: what to call the plan in errors.
+
+    Raises:
+        PlanError: it cannot be; names the key and the limit.
+    """
+    make = jobs.assess if plan.grain == "stage" else pools.assess
+    return make(request, plan, where, what_ifs)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from pipeline.planning.cost.rates import RateTable, measured_rates
 from pipeline.planning.planner.devices import Devices
+from pipeline.planning.planner.lead import leads
 from pipeline.planning.planner.options import MIXING, Correction
 from pipeline.planning.planner.problem import Kind, Problem, Stage
 from pipeline.planning.planner.request import Request
@@ -17,7 +20,7 @@ from pipeline.planning.planner.work import Work, work_items
 from pipeline.planning.profile.schema import Link, Profile
 from rlinf.errors import PlanError
 from stages.flow import flow_of
-from stages.parts import make_algorithm
+from stages.parts import engine_rows, make_algorithm
 
 Tables = dict[str, dict[str, RateTable]]
 CHUNKS = (1, 2, 4, 8, 16, 32)
@@ -34,11 +37,14 @@ def build(request: Request) -> tuple[Problem, Tables]:
     stages, tables = [], Tables()
     flow = flow_of(request.config)
     held = flow.after()
+    chunks = [n for n in CHUNKS if request.config.rollout.batch % n == 0]
     for name, after in held.items():
-        found, reasons = {}, []
+        found, works, reasons = dict[str, RateTable](), list[Work](), []
         for kind, own in devices.items():
             try:
-                found[kind] = _rates(Work(own, name, flow.table[name], request.profile), request)
+                work = Work(own, name, flow.table[name], request.profile)
+                found[kind] = _rates(work, request)
+                works.append(work)
             except PlanError as error:
                 reasons.append(f"{kind}: {error}")
         if not found:
@@ -46,6 +52,9 @@ def build(request: Request) -> tuple[Problem, Tables]:
         if name == flow.generates and name not in request.pins:
             found = _with_gpus(found, devices)
         tables[name] = found
+        parts: dict[str, Any] = {}
+        if name == flow.generates:
+            parts = _parts(request, works, chunks)
         stages.append(
             Stage(
                 name,
@@ -54,6 +63,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 streams=flow.table[name].streams is not None or begins,
                 divisible=flow.table[name].device,
                 switch_s=_switches(devices) if flow.table[name].loads == "trainer" else {},
+                **parts,
             )
         )
     # A job has like devices; generators are jobs of one device each.
@@ -65,13 +75,27 @@ def build(request: Request) -> tuple[Problem, Tables]:
             Kind(name, own.count, own.price, own.wait_s(1), own.losses_per_hour, own.per_node)
             for name, own in devices.items()
         ],
-        chunks=[n for n in CHUNKS if request.config.rollout.batch % n == 0],
+        chunks=chunks,
         sync_s=_transfers(devices, request.profile),
         mixing=MIXING,
         mixes=frozenset({flow.generates} if flow.generates and alike else ()),
         allowed={stage: kinds for stage, kinds in request.pins.items() if stage in held},
     )
     return problem, tables
+
+
+def _parts(request: Request, works: Sequence[Work], chunks: Sequence[int]) -> dict[str, Any]:
+    """What is known of a rollout that is passed on in parts."""
+    lines = [work.line(min(point.processes for point in work.measured)) for work in works]
+    # Of unlike kinds the mean.
+    fixed = statistics.fmean(max(0.0, a) / max(1e-9, a + b) for a, b in lines)
+    config, profile = request.config, request.profile
+    most = min(config.rollout.batch, sum(work.devices.count for work in works))
+    counts = [1 << i for i in range(most.bit_length())]
+    found = leads(
+        profile.lengths.samples, profile.samples, engine_rows(config), counts, chunks, fixed
+    )
+    return {"again": fixed, "lead": found}
 
 
 def _with_gpus(

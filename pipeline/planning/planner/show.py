@@ -18,11 +18,10 @@ from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig
 from pipeline.plan import Grain, Plan, Sources, read_plan
 from pipeline.planning.planner.devices import devices_of, local_devices, with_floors
-from pipeline.planning.planner.jobs import assess
 from pipeline.planning.planner.options import Correction
 from pipeline.planning.planner.page import page
 from pipeline.planning.planner.proposal import Proposal
-from pipeline.planning.planner.propose import propose
+from pipeline.planning.planner.propose import assess, propose
 from pipeline.planning.planner.request import Request, parse_pins
 from pipeline.planning.planner.work import SINGLE_SPREAD
 from pipeline.planning.profile.estimate import estimated
@@ -228,7 +227,7 @@ def make(
     """``rlinf plan``: plan, print, write; or assess a given plan, which is left as it is."""
     asked = request(config, sources, objective, grain)
     if given is not None:
-        show(assess(asked, read_plan(given), str(given), what_ifs))
+        show(assess(asked, read_plan(given, flow_of(config)), str(given), what_ifs))
         return
     proposal = propose(asked, what_ifs)
     # The files first: the reader of what is printed may close its end.

@@ -41,7 +41,7 @@ from rlinf.fit import LANGUAGE_MODEL
 from slurm.inventory import Inventory
 from slurm.site import Site
 from stages.flow import flow_of
-from stages.parts import environment_class, make_algorithm, policy_class
+from stages.parts import engine_rows, environment_class, make_algorithm, policy_class
 
 FLOAT32_SHARE = 1 / 16
 """Of the bfloat16 rate, in float32 without TF32: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet), 67
@@ -159,7 +159,7 @@ class _Job:
             token_budget=trainer.get("token_budget"),
             generates_in=sized.get(str(engine.get("dtype")), shape.dtype_bytes),
             trains_in=sized.get(str(trainer.get("param_dtype", "float32")), 4),
-            max_rows=int(engine.get("max_rows", 256)),
+            max_rows=engine_rows(config) or rollout.batch * rollout.group_size,
             group_size=rollout.group_size,
             stages=loads,
             trains=[name for name in held if name != flow.publishes][-1],

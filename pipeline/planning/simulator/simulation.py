@@ -201,7 +201,9 @@ class _Run:
         for k in range(group.pieces):
             yield from self._take(p, group, state)
             for s in group.stages:
-                seconds = pieces[k] if decoding else self.work.speeds[s].seconds / group.pieces
+                seconds = group.shares[k] * self.work.speeds[s].seconds
+                if decoding:
+                    seconds = pieces[k]
                 if s == group.stages[-1]:
                     seconds += group.overhead_s
                 spent = yield from pool.work(seconds, self.names[s], i, k)

@@ -44,6 +44,9 @@ class Group:
     """Micro-batches it works in: as many as it takes or passes on while they are made, else 1."""
     overhead_s: float
     """Of each micro-batch; 0 where nothing comes from or goes to another pool."""
+    shares: tuple[float, ...]
+    """Of the time of its stages that each micro-batch takes: 1 together, but for those that are
+    made one after another and each take some of it again."""
 
 
 class Work:
@@ -117,14 +120,24 @@ class Work:
         inputs = tuple((a, b) for a, b in crossing if b in members and a not in members)
         outputs = tuple((a, b) for a, b in crossing if a in members and b not in members)
         streamed = any(stages[b].streams for _, b in inputs + outputs)
+        pieces = self.placement.chunks if streamed else 1
         return Group(
             members,
             tuple(sorted({self.pool_of[s] for s in members})),
             inputs,
             outputs,
-            self.placement.chunks if streamed else 1,
+            pieces,
             max(stages[s].chunk_s for s in members) if inputs or outputs else 0.0,
+            self._shares(members, pieces),
         )
+
+    def _shares(self, members: tuple[int, ...], pieces: int) -> tuple[float, ...]:
+        stage, chunks = self.problem.stages[members[0]], self.placement.chunks
+        if any(not set(self.placement.pools[self.pool_of[s]]) <= set(members) for s in members):
+            return ((1 + (chunks - 1) * stage.again) / pieces,) * pieces
+        held = sum(self.placement.gpus[self.pool_of[members[0]]])
+        first = float(stage.ahead(pieces, np.array(held))) if stage.lead else 1 / pieces
+        return (first, *((1 - first) / max(1, pieces - 1) for _ in range(pieces - 1)))
 
 
 def stage_speed(problem: Problem, stage: Stage, gpus: tuple[int, ...]) -> Speed:

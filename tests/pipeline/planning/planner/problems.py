@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -59,6 +60,11 @@ def random_problem(
         )
     if made[0].cycle:
         made[1] = Stage(**{**vars(made[1]), "after": (names[0],)})
+    elif (drawn := np.random.default_rng([seed, 1])).random() < 0.5:
+        late, again = drawn.random(2)
+        shares = {m: 1 / m + late * (1 - 1 / m) for m in (2, 8, 32)}
+        lead = {m: {1: share, 4: (1 + share) / 2} for m, share in shares.items()}
+        made[0] = replace(made[0], lead=lead, again=float(again))
     return Problem(
         made,
         kinds,

@@ -14,17 +14,17 @@ import yaml
 from pipeline.commands.experiment import compose as hydra_compose
 from pipeline.commands.experiment import prepare
 from pipeline.needs import pool_needs
-from pipeline.plan import parse_plan
+from pipeline.plan import Plan, parse_plan, read_plan
 from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem_file import read_problem
-from pipeline.planning.planner.propose import propose
+from pipeline.planning.planner.propose import assess, propose
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.segments import build
 from pipeline.planning.planner.show import show, write
 from pipeline.planning.simulator import simulate
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
-from stages.flow import on_policy
+from stages.flow import flow_of, on_policy
 from tests.pipeline.planning.planner.test_propose import ask
 
 
@@ -125,6 +125,48 @@ def test_the_simulator_takes_the_plan_as_it_is(asked: Request, tmp_path: Path) -
     predicted = float(Predictor(problem).one(placement).total_s)
     assert predicted == pytest.approx(proposal.forecast.iteration_s)
     assert simulate(problem, placement).mean_s == pytest.approx(predicted, rel=0.05)
+
+
+def test_a_plan_that_is_given_is_predicted_as_the_one_that_was_made(
+    asked: Request, tmp_path: Path
+) -> None:
+    proposal = propose(asked)
+    write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    plan = read_plan(tmp_path / "plan.yaml", flow_of(asked.config))
+    again = assess(asked, plan, "plan.yaml")
+    assert again.forecast.stages == proposal.forecast.stages
+    assert again.forecast.iteration_s == proposal.forecast.iteration_s
+    assert again.alternatives == ()
+
+
+def test_a_slower_plan_names_the_best_one(asked: Request) -> None:
+    slow = {"stages": list(on_policy.after()), "gpus": {"a100": 1}}
+    found = assess(asked, pooled(slow), "plan.yaml")
+    best = propose(asked).forecast.iteration_s
+    assert found.forecast.iteration_s > best
+    assert [other.seconds for other in found.alternatives] == [pytest.approx(best)]
+    assert not found.exact
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        ([{"gpus": {"a100": 1}, "ranks": {"rollout": [0]}}], r"pools\[0\].ranks: .*not predicted"),
+        ([{"gpus": {"a100": 100}}], "100 a100 asked, there are"),
+        ([{"gpus": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
+        ([{"gpus": {"a100": 1, "h100": 1}}], "several kinds at once"),
+    ],
+)
+def test_what_is_not_there_or_not_predicted_is_refused(
+    asked: Request, pools: list[dict[str, Any]], why: str
+) -> None:
+    every = list(on_policy.after())
+    with pytest.raises(PlanError, match=why):
+        assess(asked, pooled(*({"stages": every, **pool} for pool in pools)), "plan.yaml")
+
+
+def pooled(*pools: dict[str, Any], chunks: int = 1) -> Plan:
+    return parse_plan({"grain": "segment", "pools": list(pools), "chunks": chunks}, "plan.yaml")
 
 
 def test_no_driver_takes_pools_for_jobs(

@@ -41,7 +41,14 @@ def stepped(problem: Problem, placement: Placement) -> float:
         ]
         streamed = any(problem.stages[s].streams for _, s in neighbours)
         passed = chunks if streamed else min(1, len(neighbours))
-        time += passed * max(problem.stages[s].chunk_s for s in group)
+        first, shares = problem.stages[group[0]], [1 / chunks] * chunks
+        if any(not set(placement.pools[pool]) <= set(group) for pool in sums):
+            time *= 1 + (chunks - 1) * first.again
+        elif chunks in first.lead and chunks > 1:
+            held = sum(placement.gpus[pool_of[group[0]]])
+            ahead = first.lead[chunks][4 if held >= 4 else 1]
+            shares = [ahead, *[(1 - ahead) / (chunks - 1)] * (chunks - 1)]
+        overhead = passed * max(problem.stages[s].chunk_s for s in group) / chunks
         clock = 0.0
         for pool in sums:
             change = 0.0
@@ -64,7 +71,7 @@ def stepped(problem: Problem, placement: Placement) -> float:
                         continue
                     streamed = problem.stages[s].streams and pool_of[source] != pool_of[s]
                     clock = max(clock, done[source][chunk if streamed else -1])
-            clock += time / chunks
+            clock += time * shares[chunk] + overhead
             ends.append(clock)
         for s in group:
             done[s] = ends

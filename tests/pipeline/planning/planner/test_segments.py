@@ -11,6 +11,7 @@ from pipeline.commands.experiment import compose
 from pipeline.planning.planner.devices import devices_of
 from pipeline.planning.planner.expected import expect
 from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.problem import Placement
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.search import solve
 from pipeline.planning.planner.segments import build
@@ -50,6 +51,22 @@ def test_beyond_what_was_measured_tables_say_so_and_their_spread_grows(asked: Re
     assert (train.source(4), train.source(8)) == ("measured", "extrapolated")
     assert train.spread[8] > train.spread[4]
     assert train.memory_bytes[8] == 400 << 20
+
+
+def test_parts_made_one_after_another_take_what_does_not_shrink_again(asked: Request) -> None:
+    """Where the rollout shares its pool; where it has one to itself all is decoded at once."""
+    problem, _ = build(asked)
+    times = [clusters.work("rollout", kind, 1) for kind in ("a100", "h100")]
+    rollout, train = problem.stages[0], len(problem.stages) - 1
+    again = np.mean([clusters.FIXED / seconds for seconds in times])
+    assert rollout.again == pytest.approx(again, rel=0.02)
+    rest = tuple(range(train))
+    one = Predictor(problem).one(Placement((rest, (train,)), ((1, 0), (1, 0)), 1))
+    four = Predictor(problem).one(Placement((rest, (train,)), ((1, 0), (1, 0)), 4))
+    longer = float(four.finish_s[0] - one.finish_s[0])
+    assert longer == pytest.approx(3 * rollout.again * times[0], rel=0.02)
+    apart = Placement(((0,), rest[1:], (train,)), ((1, 0), (1, 0), (1, 0)), 4)
+    assert float(Predictor(problem).one(apart).finish_s[0]) == pytest.approx(times[0], rel=0.01)
 
 
 def test_what_one_process_does_is_not_quicker_on_two_kinds(asked: Request) -> None:
