@@ -17,8 +17,8 @@ from rlinf.errors import PlanError
 from stages.flow import flow_of
 
 MIXING = 0.95
-"""Share of the summed speed that unlike devices keep on one stage: the goal of the benchmark
-``hetero_efficiency``."""
+"""Share of the summed speed that unlike devices keep on one stage, where that was not measured: the
+goal of the benchmark ``hetero_efficiency``."""
 LEAST_SHARE = 0.02
 """Of the batch, for the slower of two kinds."""
 
@@ -219,7 +219,8 @@ def together(works: tuple[Work, Work], nodes: tuple[int, ...], processes: int) -
         for work, count, share in zip(works, counts, (first, 1 - first), strict=True)
     ]
     slowest = max(range(2), key=lambda i: float(parts[i][0][0]))
-    seconds, spread, _ = (float(value[0]) / MIXING for value in parts[slowest])
+    kept = mixing(works)
+    seconds, spread, _ = (float(value[0]) / kept for value in parts[slowest])
     speeds = [first / counts[0], (1 - first) / counts[1]]
     each = [work.overheads(sum(nodes) * processes) for work in works]
     return Option(
@@ -236,6 +237,20 @@ def together(works: tuple[Work, Work], nodes: tuple[int, ...], processes: int) -
         max(work.peak_memory_bytes for work in works),
         any(bool(part[2][0]) for part in parts),
     )
+
+
+def mixing(works: tuple[Work, Work]) -> float:
+    """Share of the summed speed that a stage keeps on devices of two kinds: what either was
+    measured to take for its part of the batch, beside what both took for all of it."""
+    for name, (mixture, place) in works[0].mixtures.items():
+        if name not in works[1].measured_as:
+            continue
+        given = mixture.speeds[place] / sum(mixture.speeds)
+        parts = zip(works, (given, 1 - given), strict=True)
+        slowest = max(float(work.times(np.array([1]), share)[0][0]) for work, share in parts)
+        if math.isfinite(slowest):
+            return min(1.0, slowest / mixture.median_s)
+    return MIXING
 
 
 def shareable(a: Devices, b: Devices) -> bool:

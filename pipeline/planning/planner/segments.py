@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from pipeline.planning.cost.rates import RateTable, measured_rates
 from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.lead import leads
-from pipeline.planning.planner.options import MIXING, Correction
+from pipeline.planning.planner.options import MIXING, Correction, mixing
 from pipeline.planning.planner.problem import Kind, Problem, Stage
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.work import Work, work_items
@@ -34,7 +35,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
     """
     devices = {name: own for name, own in request.priced().items() if own.same_as is None}
     begins = make_algorithm(request.config).streams
-    stages, tables = [], Tables()
+    stages, tables, mixed = [], Tables(), list[Work]()
     flow = flow_of(request.config)
     held = flow.after()
     chunks = [n for n in CHUNKS if request.config.rollout.batch % n == 0]
@@ -54,6 +55,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
         tables[name] = found
         parts: dict[str, Any] = {}
         if name == flow.generates:
+            mixed = works
             parts = _parts(request, works, chunks)
         stages.append(
             Stage(
@@ -77,11 +79,16 @@ def build(request: Request) -> tuple[Problem, Tables]:
         ],
         chunks=chunks,
         sync_s=_transfers(devices, request.profile),
-        mixing=MIXING,
+        mixing=_mixing(mixed),
         mixes=frozenset({flow.generates} if flow.generates and alike else ()),
         allowed={stage: kinds for stage, kinds in request.pins.items() if stage in held},
     )
     return problem, tables
+
+
+def _mixing(works: Sequence[Work]) -> float:
+    """Of generators of several kinds what the worst pair keeps of their summed speed."""
+    return min((mixing(pair) for pair in combinations(works, 2)), default=MIXING)
 
 
 def _parts(request: Request, works: Sequence[Work], chunks: Sequence[int]) -> dict[str, Any]:

@@ -49,6 +49,22 @@ class Work:
     def __init__(self, devices: Devices, stage: str, spec: Stage, profile: Profile) -> None:
         self.devices, self.stage, self.samples = devices, stage, profile.samples
         self.device = spec.device
+        own = devices.profile
+        mine = [
+            name
+            for name, kind in profile.kinds.items()
+            if (kind.partition, kind.gpu_type) == (own.partition, own.gpu_type)
+        ]
+        self.mixtures = {
+            other: (mixture, mixture.kinds.index(name))
+            for mixture in profile.mixtures
+            for name, other in (mixture.kinds, mixture.kinds[::-1])
+            if mixture.stage == stage and name in mine
+        }
+        """By the profile's name of another kind: what was measured of both in one job, and which of
+        its two kinds this one is."""
+        self.measured_as = frozenset(mine)
+        """Names in the profile of the kind that was measured."""
         self._loads, self._single = spec.loads, ESTIMATED if profile.estimated else SINGLE_SPREAD
         points = [p for p in devices.profile.points if p.stage == stage]
         ran = [p for p in points if p.ok and p.token_budget in (None, profile.token_budget)]

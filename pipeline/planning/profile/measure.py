@@ -7,10 +7,9 @@ work is done at once.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,24 +21,25 @@ from launchers.base import Job, Launcher
 from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig, make_launcher, resources
 from pipeline.plan import Plan, StagePlan
-from pipeline.planning.profile import alone, assemble
+from pipeline.planning.profile import alone, assemble, mixture
 from pipeline.planning.profile.bench import MEETING, MEETING_S, STARTED
+from pipeline.planning.profile.conclude import conclude
 from pipeline.planning.profile.identity import Identity, kind_key
 from pipeline.planning.profile.kinds import Kind, kinds_of, local_kind, of_partitions
-from pipeline.planning.profile.schema import SCHEMA, Link, Overhead, Profile, Wait
+from pipeline.planning.profile.mixture import Pair
+from pipeline.planning.profile.schema import SCHEMA, Link, Mixture, Overhead, Profile, Wait
+from pipeline.planning.profile.sizes import cases, token_budget
 from pipeline.planning.profile.trial import Case, Task, load_trial
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
-from rlinf.config import RunConfig, digest, validate
-from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, StageError
-from rlinf.trainers import trainers
+from rlinf.config import digest, validate
+from rlinf.errors import InputError, PlanError, StageError
 from slurm.client import SlurmClient
-from slurm.jobs import State, Status
+from slurm.jobs import State
 from slurm.site import Site, load_site
 from slurm.waits import expected_wait_s, past_waits_s
 from stages.flow import flow_of
 from stages.layout import CONFIG, stage_folder
-from stages.parts import make_algorithm
 
 log = logging.getLogger("rlinf")
 
@@ -47,9 +47,9 @@ CACHE = ".profiles"
 """Folder beside the runs."""
 PATIENCE_MIN = 5
 """Limit of each of the jobs on their own, minutes."""
-ALONE_SHARE, ALONE_S, LINKS_SHARE = 0.5, 60.0, 0.1
-"""Shares of the time that the jobs on their own may take, for which they need so many seconds, and
-that is kept for links between kinds."""
+ALONE_SHARE, ALONE_S, LINKS_SHARE, MIXED_SHARE = 0.5, 60.0, 0.1, 0.15
+"""Shares of the time that the jobs on their own may take, for which they need so many seconds, that
+is kept for links between kinds, and for each pair of kinds in one job."""
 LEAST_S = 1.0
 """A job that could measure for less is not started, unless nothing is known yet."""
 START_S = 8.0
@@ -65,8 +65,6 @@ MOST_CPUS = 4
 """Most processes per node where CPUs are the devices."""
 NEXT_OF_ARRAY = "JobArrayTaskLimit"
 """Slurm's reason why a task of an array waits for the one before."""
-MEMORY = re.compile(r"out.?of.?memory|MemoryError|cannot allocate|SIGKILL", re.IGNORECASE)
-LOST = frozenset({State.CANCELLED, State.TIMEOUT, State.PREEMPTED, State.NODE_FAIL, State.VANISHED})
 
 
 @dataclass(frozen=True)
@@ -103,14 +101,17 @@ def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Pr
         launcher = make_launcher(cluster, plan)
         try:
             end = time.time() + 60 * options.minutes
-            kept = 60 * options.minutes * LINKS_SHARE if on_slurm and len(kinds) > 1 else 0.0
+            pairs = mixture.pairs(kinds, obtain(None, cluster.site)) if on_slurm else []
+            share = LINKS_SHARE * (on_slurm and len(kinds) > 1) + MIXED_SHARE * len(pairs)
+            kept = 60 * options.minutes * min(0.5, share)
             work = Pass(run, cluster, plan, launcher, identity, options)
             for number, kind in enumerate(kinds):
                 work.measure(kind, (end - kept - time.time()) / (len(kinds) - number))
             between = work.between(kinds, end) if on_slurm else []
+            mixed = [found for pair in pairs for found in work.mixed(pair, end, len(pairs))]
         finally:
             launcher.close()
-    return work.result(kinds, between, SlurmClient(cluster.poll_s) if on_slurm else None)
+    return work.result(kinds, between, mixed, SlurmClient(cluster.poll_s) if on_slurm else None)
 
 
 def _kinds(cluster: ClusterConfig, plan: Plan, wanted: Sequence[str]) -> list[Kind]:
@@ -201,29 +202,36 @@ class Pass:
         counts = sorted({most, *(1 << i for i in range(most.bit_length()))})
         shapes = [(1, count) for count in counts]
         shapes += [(2, 2 * most)] if kind.nodes > 1 else []
-        return [
-            Task(
-                config=self.run.folder / CONFIG,
-                initial=stage_folder(self.run.folder, "warm_start", 0),
-                key=folder.name,
-                kinds=(kind.name,),
-                folder=folder / f"{nodes}x{count // nodes}",
-                nodes=nodes,
-                processes=count,
-                cases=cases(self.run.config, count),
-                seconds=1,
-                submitted=0,
-            )
-            for nodes, count in shapes
-        ]
+        return [self.task(kind, folder, nodes, count) for nodes, count in shapes]
 
-    def submit(self, kind: Kind, group: list[Task], seconds: float) -> dict[str, Task]:
+    def task(self, kind: Kind, folder: Path, nodes: int, processes: int) -> Task:
+        """That of one job, with all cases."""
+        return Task(
+            config=self.run.folder / CONFIG,
+            initial=stage_folder(self.run.folder, "warm_start", 0),
+            key=folder.name,
+            kinds=(kind.name,),
+            folder=folder / f"{nodes}x{processes // nodes}",
+            nodes=nodes,
+            processes=processes,
+            cases=cases(self.run.config, processes),
+            seconds=1,
+            submitted=0,
+        )
+
+    def submit(
+        self,
+        kind: Kind,
+        group: list[Task],
+        seconds: float,
+        changed: Callable[[StagePlan], StagePlan] = lambda asked: asked,
+    ) -> dict[str, Task]:
         """Start one job for each task, as an array where there are several; by their ids."""
         # All jobs of an array ask for what the largest needs.
         per_node = max(task.processes // task.nodes for task in group)
         minutes = 5 + round((seconds + START_S) / 60)
         asked = self.stage_plan(kind, group[0].nodes, per_node, time_min=minutes)
-        needs = resources(asked, self.cluster)
+        needs = resources(changed(asked), self.cluster)
         stamp = f"export {STARTED}=$(date +%s.%N)"
         needs = replace(needs, setup=(stamp, *needs.setup), parallel_tasks=1)
         jobs = []
@@ -302,23 +310,64 @@ class Pass:
             found += trial.links if trial is not None else ()
         return found
 
+    def mixed(self, pair: Pair, end: float, pairs: int) -> list[Mixture]:
+        """Iterations of one job with a node of either kind; nothing where there is no time, or
+        training alone on either was not measured."""
+        times = [self.train_s(kind) for kind in pair.kinds]
+        if None in times:
+            return []
+        speeds = mixture.speeds([seconds for seconds in times if seconds is not None])
+        key = digest([*(kind_key(self.identity, kind) for kind in pair.kinds), pair.features])
+        folder = self.cache(f"mixed-{key}")
+        if self.options.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        kind = pair.kinds[0]
+        whole = Case(
+            starts=self.run.config.rollout.batch, token_budget=token_budget(self.run.config)
+        )
+        task = self.task(kind, folder, 2, 2).model_copy(
+            update={"kinds": tuple(kind.name for kind in pair.kinds), "cases": (whole,)}
+        )
+        share = min(end - time.time(), 60 * self.options.minutes * MIXED_SHARE) - START_S
+        if not settled(task) and (share > LEAST_S or not task.trial.exists()):
+            log.info("%s in one job: measured for %.0f s", " and ".join(task.kinds), share)
+            jobs = self.submit(
+                kind, [task], max(LEAST_S, share), lambda asked: pair.resources(asked, speeds)
+            )
+            try:
+                self.finish(jobs, end)
+            except StageError as error:
+                log.warning("%s in one job: %s", " and ".join(task.kinds), error)
+        trial = load_trial(task.trial)
+        samples = self.run.config.rollout.batch * self.run.config.rollout.group_size
+        return mixture.mixtures(pair, speeds, samples, trial) if trial is not None else []
+
+    def train_s(self, kind: Kind) -> float | None:
+        """What training on the whole batch takes on one process of a kind."""
+        samples = self.run.config.rollout.batch * self.run.config.rollout.group_size
+        one = [t for task in self.tasks[kind.name] if task.processes == 1 for t in [task.trial]]
+        trials = [trial for path in one if (trial := load_trial(path)) is not None]
+        ran = [s for t in trials for s in t.samples if s.stage == "train" and not s.failure]
+        seconds = [s.seconds for s in ran if s.samples == samples and s.seconds > 0]
+        return statistics.median(seconds) if seconds else None
+
     def end_of_link(self, pair: Sequence[Kind], key: str, folder: Path, rank: int) -> Task:
         """The task of one of two jobs that meet."""
-        return Task(
-            config=self.run.folder / CONFIG,
-            initial=stage_folder(self.run.folder, "warm_start", 0),
-            key=key,
-            kinds=tuple(kind.name for kind in pair),
-            folder=folder / str(rank),
-            nodes=1,
-            processes=1,
-            seconds=1,
-            submitted=0,
-            rank=rank,
-        )
+        update = {
+            "kinds": tuple(kind.name for kind in pair),
+            "folder": folder / str(rank),
+            "cases": (),
+            "rank": rank,
+            "key": key,
+        }
+        return self.task(pair[rank], folder, 1, 1).model_copy(update=update)
 
     def result(
-        self, kinds: Sequence[Kind], between: Sequence[Link], client: SlurmClient | None
+        self,
+        kinds: Sequence[Kind],
+        between: Sequence[Link],
+        mixed: Sequence[Mixture],
+        client: SlurmClient | None,
     ) -> Profile:
         """All that was measured.
 
@@ -354,6 +403,7 @@ class Pass:
             lengths=lengths,
             kinds=found,
             links=tuple(between),
+            mixtures=tuple(mixed),
         )
 
     def waits(self, kind: Kind, client: SlurmClient) -> list[Wait]:
@@ -382,51 +432,3 @@ def settled(task: Task) -> bool:
     """Whether a task needs no more jobs."""
     trial = load_trial(task.trial)
     return trial is not None and trial.key == task.key and trial.next_case(task.cases) is None
-
-
-def cases(config: RunConfig, processes: int) -> tuple[Case, ...]:
-    """The run's own size, smaller batches, and other token budgets."""
-    budget, batch = token_budget(config), config.rollout.batch
-    minibatches = make_algorithm(config).minibatches
-    found = [Case(starts=batch, token_budget=budget)]
-    for part in (2, 4):
-        starts = batch // part
-        if starts >= processes and not starts * config.rollout.group_size % minibatches:
-            found.append(Case(starts=starts, token_budget=budget))
-    if budget is not None:
-        found += [Case(starts=batch, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)]
-    return tuple(dict.fromkeys(found))
-
-
-def token_budget(config: RunConfig) -> int | None:
-    """That of the run's trainer; None where it has none."""
-    options = config.trainer.options(trainers.get(config.trainer.name).Config, "trainer")
-    budget = getattr(options, "token_budget", None)
-    return None if budget is None else int(budget)
-
-
-def conclude(task: Task, status: Status) -> None:
-    """Note how late the end of a job was noticed, or keep a failure for want of memory as data.
-
-    Raises:
-        InputError, StageError: the job failed for another reason.
-    """
-    if status.state is State.DONE:
-        if trial := load_trial(task.trial):
-            ended = json.loads((task.folder / MANIFEST).read_text())["ended"]
-            trial.with_overhead("completion", time.time() - ended).save(task.trial)
-        return
-    reason = status.reason.strip() or status.state.value
-    trial = load_trial(task.trial)
-    if status.state is State.OUT_OF_MEMORY or MEMORY.search(reason):
-        if trial is not None and trial.running is not None:
-            line = next((r for r in reason.splitlines() if MEMORY.search(r)), "out of memory")
-            trial.after_death(line.strip()).save(task.trial)
-        return
-    where = f"profile of {' - '.join(task.kinds)} on {task.processes} processes"
-    if status.state in LOST:
-        log.warning("%s: job ended early (%s)", where, status.state.value)
-    elif status.exit_code == EXIT_BAD_INPUT:
-        raise InputError(f"{where}: {reason}")
-    else:
-        raise StageError(f"{where}: {reason}")

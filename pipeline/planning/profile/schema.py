@@ -140,6 +140,15 @@ class Overhead(Measured):
     processes: int = Field(gt=0)
 
 
+class Mixture(Measured):
+    """A stage on the whole batch, in one job with one process on a node of either of two kinds."""
+
+    kinds: tuple[str, str]
+    stage: str
+    speeds: tuple[float, float]
+    """In proportion to which work was given out."""
+
+
 class Interval(Section):
     """An estimate with its 95 % confidence interval."""
 
@@ -264,6 +273,8 @@ class Profile(Section):
     """By ``partition``, or ``partition:gpu_type`` where a partition has several."""
     links: tuple[Link, ...] = ()
     """Between kinds of different partitions."""
+    mixtures: tuple[Mixture, ...] = ()
+    """Of kinds that one job can have nodes of."""
 
     def require(self, identity: Identity, kinds: Sequence[str], where: str) -> None:
         """See that this profile serves a run on some kinds.

@@ -12,12 +12,14 @@ import pytest
 from pipeline.commands.experiment import compose
 from pipeline.plan import Grain, Plan, parse_plan
 from pipeline.planning.planner.jobs import assess
+from pipeline.planning.planner.options import MIXING
 from pipeline.planning.planner.propose import propose
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.work import Work
+from pipeline.planning.profile.schema import Mixture
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
-from stages.flow import flow_of
+from stages.flow import Stage, flow_of
 from tests.pipeline.planning.planner.test_propose import ask
 
 FAILED = {"time": None, "failure": "out of memory"}
@@ -78,6 +80,44 @@ def test_an_impossible_plan_names_its_limit(
 ) -> None:
     with pytest.raises(PlanError, match=r"plan\.yaml: stages\." + words):
         assess(ask(config), plan(**train), "plan.yaml")
+
+
+@pytest.mark.parametrize("names", [("a100", "h100"), ("h100", "a100")])
+def test_what_unlike_devices_lose_is_what_was_measured(
+    config: RunConfig, names: tuple[str, str]
+) -> None:
+    """Where it was not, a twentieth is assumed."""
+    request = ask(config, "a100", "h100", "gpu")
+    mixed = {
+        **{"partition": "gpu", "gpu_type": None, "nodes": 2},
+        **{"shares": {"h100": 2, "a100": 1}, "constraint": "[h100*1&a100*1]"},
+    }
+
+    def work(asked: Request) -> float:
+        forecast = assess(asked, plan(**mixed), "plan.yaml").forecast
+        return forecast.stages["train"].parts_s["work"]
+
+    usual = work(request)
+    own = {
+        name: Work(request.devices[name], "train", train_of(config), request.profile)
+        for name in names
+    }
+    given = (1.0, 2.0) if names[0] == "a100" else (2.0, 1.0)
+    shares = [speed / 3 for speed in given]
+    ideal = max(
+        float(own[name].times(np.array([1]), share)[0][0])
+        for name, share in zip(names, shares, strict=True)
+    )
+    seen = Mixture.of([ideal / 0.7] * 3, kinds=names, stage="train", speeds=given)
+    profile = request.profile.model_copy(update={"mixtures": (seen,)})
+    assert work(replace(request, profile=profile)) == pytest.approx(usual * MIXING / 0.7)
+    other = seen.model_copy(update={"stage": "rollout"})
+    profile = request.profile.model_copy(update={"mixtures": (other,)})
+    assert work(replace(request, profile=profile)) == pytest.approx(usual)
+
+
+def train_of(config: RunConfig) -> Stage:
+    return flow_of(config).table["train"]
 
 
 def changed(request: Request, change: Callable[[Any], Any]) -> Request:

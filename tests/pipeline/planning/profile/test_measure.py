@@ -16,10 +16,12 @@ import pytest
 from pipeline.commands.experiment import prepare, warm_start
 from pipeline.launch import ClusterConfig
 from pipeline.plan import Plan
+from pipeline.planning.profile.conclude import conclude
 from pipeline.planning.profile.identity import Identity, kind_key
 from pipeline.planning.profile.kinds import Kind, local_kind
-from pipeline.planning.profile.measure import Options, Pass, cases, conclude, profile, settled
+from pipeline.planning.profile.measure import Options, Pass, profile, settled
 from pipeline.planning.profile.schema import OverheadName, Profile
+from pipeline.planning.profile.sizes import cases
 from pipeline.planning.profile.trial import ENOUGH, Case, Task, Trial, load_trial
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError

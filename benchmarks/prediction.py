@@ -1,0 +1,207 @@
+"""Predicted beside measured: plans of both grains, of two experiments, on unlike partitions.
+
+On the dev cluster with ``a100`` nodes at half the speed of ``h100`` nodes. Each experiment is
+profiled once; then every plan is predicted, and run by the real driver. An iteration is from one
+publication of weights to the next. At most two processes are busy at once, for this machine has
+two cores. What came out is kept in ``prediction.json``; ``docs/images/prediction.png`` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.row import Row
+from benchmarks.slurm_jobs import bring_up
+from pipeline.commands.experiment import drive, named, warm_start
+from pipeline.plan import Plan, Sources, parse_plan
+from pipeline.planning.planner.jobs import plan_of
+from pipeline.planning.planner.propose import assess, propose
+from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.show import request
+from pipeline.planning.profile.alone import like
+from pipeline.planning.profile.measure import Options, profile
+from pipeline.pools.actuals import actual
+from pipeline.report.style import INK, finish
+from pipeline.run import Run
+from rlinf import tree
+from stages.flow import flow_of
+
+CORES, MINUTES = 2, 4
+ITERATIONS = {"stage": 4, "segment": 8}
+"""Of each run, by grain; the first does not count."""
+DRAWN = 2
+"""Plans of jobs that are drawn at random, beside the best one."""
+POINTS = Path(__file__).with_name("prediction.json")
+PICTURE = tree.ROOT / "docs" / "images" / "prediction.png"
+COMMON = [
+    "cluster=slurm",
+    f"cluster.site={tree.ROOT}/slurm/devcluster/site.yaml",
+    "cluster.poll_s=0.2",
+    "log.trackers=[]",
+    "warm_start.max_steps=0",
+]
+EXPERIMENTS = {
+    "halfcheetah": ["experiment=halfcheetah_ppo", "rollout.batch=64"],
+    # Not trained before: responses end at any token, so their lengths have a tail.
+    "arithmetic": [
+        "experiment=arithmetic_grpo",
+        "rollout.batch=64",
+        "rollout.horizon=32",
+        "algorithm.entropy_bonus=0.01",
+        "algorithm.drop_equal_groups=false",
+        "trainer.threads=1",
+    ],
+}
+POOLS: Mapping[str, tuple[list[tuple[str, str]], int]] = {
+    "all on one h100": ([("*", "h100")], 1),
+    "all on one a100": ([("*", "a100")], 1),
+    "rollout a100, rest h100": ([("rollout", "a100"), ("*", "h100")], 1),
+    "rollout h100, rest a100, 4 parts": ([("rollout", "h100"), ("*", "a100")], 4),
+    "rollout a100, rest h100, 4 parts": ([("rollout", "a100"), ("*", "h100")], 4),
+    "train h100, rest a100, 4 parts": ([("train", "h100"), ("*", "a100")], 4),
+}
+"""Stages (``*``: all others) with the kind of the one device they have, and parts of a batch."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan that was predicted and run."""
+
+    experiment: str
+    grain: str
+    plan: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: tuple[float, ...]
+    """Of each iteration that counts."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over the measured median, less 1."""
+        return self.predicted_s / statistics.median(self.measured_s) - 1
+
+
+def measure() -> list[Row]:
+    """Bring the cluster up, predict and run; keeps the points and draws them."""
+    bring_up()
+    points: list[Point] = []
+    with tempfile.TemporaryDirectory() as name:
+        for experiment, words in EXPERIMENTS.items():
+            root = Path(name) / experiment
+            run = named([*COMMON, *words, f"run.name={experiment}", f"run.root={root}"])
+            options = Options(("a100", "h100"), minutes=MINUTES, processes=CORES)
+            profile(run, options, warm_start).save(root / "profile.json")
+            sources = Sources(
+                profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu")
+            )
+            asked = request(run.config, sources)
+            for number, (what, plan) in enumerate(plans(asked)):
+                found = point(run, asked, experiment, what, plan, root, f"plan-{number}")
+                points.append(found)
+                print(
+                    f"  {experiment}, {what}: predicted {found.predicted_s:.2f} s, was "
+                    f"{statistics.median(found.measured_s):.2f} s ({found.error:+.0%})"
+                )
+    POINTS.write_text(json.dumps([asdict(p) for p in points], indent=1) + "\n")
+    draw(points)
+    errors = sorted(abs(p.error) for p in points)
+    low, median, high = statistics.quantiles(errors, n=4)
+    spread, count = round(high - low, 4), len(errors)
+    within = sum(p.low_s <= statistics.median(p.measured_s) <= p.high_s for p in points)
+    return [
+        Row("predict_error", round(median, 4), "share", 0.1, "lower", count, spread),
+        Row("predict_error_worst", round(errors[-1], 4), "share", 0.25, "lower", count, spread),
+        Row("predict_within_80", round(within / count, 4), "share", None, "higher", count, 0.0),
+    ]
+
+
+def plans(asked: Request, seed: int = 0) -> Iterator[tuple[str, Plan]]:
+    """What is run: the best plan of jobs, others drawn at random, and pools."""
+    flow, rng = flow_of(asked.config), random.Random(seed)
+    yield "jobs, the best", propose(asked).plan
+    fitting = {s: [o for o in every if o.count <= CORES] for s, every in asked.options().items()}
+    for number in range(DRAWN):
+        drawn = [rng.choice(every) for every in fitting.values()]
+        yield f"jobs, drawn {number + 1}", plan_of(drawn, flow)
+    for what, (pools, chunks) in POOLS.items():
+        named_ones = {stage for stage, _ in pools}
+        rest = [stage for stage in flow.after() if stage not in named_ones]
+        values: dict[str, Any] = {
+            "grain": "segment",
+            "chunks": chunks,
+            "pools": [
+                {"stages": rest if stage == "*" else [stage], "gpus": {kind: 1}}
+                for stage, kind in pools
+            ],
+            "defaults": {"gpus": 1},
+        }
+        yield what, parse_plan(values, what, flow)
+
+
+def point(
+    run: Run, asked: Request, experiment: str, what: str, plan: Plan, root: Path, name: str
+) -> Point:
+    """A plan predicted, then run."""
+    forecast = assess(asked, plan, what).forecast
+    made = like(run, plan, root / "runs", name, ITERATIONS[plan.grain])
+    drive(made)
+    return Point(
+        experiment,
+        plan.grain,
+        what,
+        forecast.iteration_s,
+        forecast.low_s,
+        forecast.high_s,
+        actual(made)["iteration"].whole_s,
+    )
+
+
+def draw(points: list[Point], path: Path = PICTURE) -> None:
+    """Predicted against measured, both on logarithmic axes, with the 80 % intervals."""
+    figure, axes = plt.subplots(figsize=(6.4, 5.2))
+    colours = dict(zip(EXPERIMENTS, ("#2f7fb5", "#c8553d"), strict=True))
+    markers = {"stage": ("o", "a job for each stage"), "segment": ("s", "pools")}
+    for p in points:
+        median = statistics.median(p.measured_s)
+        axes.errorbar(
+            median,
+            p.predicted_s,
+            yerr=[[p.predicted_s - p.low_s], [p.high_s - p.predicted_s]],
+            fmt=markers[p.grain][0],
+            color=colours[p.experiment],
+            ms=6,
+            lw=1,
+            alpha=0.85,
+        )
+    ends = [0.8 * min(min(p.measured_s) for p in points), 1.25 * max(p.high_s for p in points)]
+    axes.plot(ends, ends, color=INK, lw=1)
+    axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#9aa4af33")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="measured seconds of an iteration", ylabel="predicted (bars: 80 %)")
+    axes.set_title("Plans, predicted and run (grey: 10 % either way)")
+    for colour, label in zip(colours.values(), colours, strict=True):
+        axes.plot([], [], "o", color=colour, label=label)
+    for marker, label in markers.values():
+        axes.plot([], [], marker, color=INK, mfc="none", label=label)
+    axes.legend(loc="upper left")
+    finish(figure).savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw(
+        [
+            Point(**{**p, "measured_s": tuple(p["measured_s"])})
+            for p in json.loads(POINTS.read_text())
+        ]
+    )
