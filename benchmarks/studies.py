@@ -7,7 +7,7 @@ fast a cluster is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -46,6 +46,8 @@ class Plan:
 def plans(study: Study) -> list[Plan]:
     """What a person might do, and what the planner does."""
     problem = study.problem
+    # A person may let one job span kinds of nodes, and part of them.
+    by_hand = replace(problem, kinds=[replace(k, per_node=0) for k in problem.kinds], mixes=None)
     singles = [study.only(kind) for kind in study.gpus]
     stages = range(len(problem.stages))
     together = (tuple(stages),)
@@ -58,7 +60,7 @@ def plans(study: Study) -> list[Plan]:
         Plan("collocated, one kind", *min(alone, key=_predicted)),
         Plan("planned, one kind", *min(planned, key=_predicted)),
         Plan("collocated, all kinds", study, Placement(together, (everything,), 1)),
-        Plan("disaggregated evenly", study, _best_grain(problem, apart, even)),
+        Plan("disaggregated evenly", study, _best_grain(by_hand, apart, even)),
         Plan("planned", study, solve(problem)[0].placement),
     ]
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeline.planning.planner.problem import Problem
 
+Array = np.ndarray
 Pools = tuple[tuple[int, ...], ...]
 
 
@@ -49,3 +50,23 @@ class Neighbours:
         apart = self._codes ^ self._codes[self._places[pools]]
         near = ((apart[:, None] & ~self._of_stage) == 0).any(1)
         return [self._every[place] for place in np.flatnonzero(near & (apart != 0))]
+
+
+def divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
+    """All ways to give ``total`` GPUs to pools: int ``[n, pools]``; some to none if ``idle``.
+
+    Args:
+        counts: by pool, the numbers that it can have.
+    """
+    out = np.zeros((1, 0), np.int64)
+    for able in counts:
+        left = total - out.sum(1)
+        row, column = np.nonzero(able[None] <= left[:, None])
+        out = np.concatenate([out[row], able[column][:, None]], axis=1)
+    return out if idle else out[out.sum(1) == total]
+
+
+def steps(most: int) -> list[int]:
+    """How many GPUs are moved at once: few, and ever larger jumps."""
+    sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
+    return sorted(size for size in sizes if size <= most)

@@ -237,7 +237,8 @@ class _Program:
                     if same or not problem.stages[s].streams:
                         self._after(self.end, other[0], [], head, self.start, 0.0)
                     else:
-                        for terms in self._group_times(other, 1 / most):
+                        ahead = self._least_lead(other, pools, chunks) if piped else 1.0
+                        for terms in self._group_times(other, ahead):
                             least = slow[other[0]] / most
                             self._after(self.start, other[0], terms, head, self.start, least)
                     for terms in self._group_times(group, 1 / most):
@@ -246,6 +247,18 @@ class _Program:
         for group in predictor.groups:
             last = moved if predictor.source in group else 0.0
             self._after(self.end, group[0], [], 0, self.total, last)
+
+    def _least_lead(
+        self, group: Sequence[int], pools: Sequence[Sequence[int]], chunks: Sequence[int]
+    ) -> float:
+        """The least share of a group's time until its first micro-batch is ready."""
+        stage = self._of.problem.stages[group[0]]
+        if len(pools[self.pool_of[group[0]]]) > len(group):
+            return 1 / max(chunks)
+        shares = [{0: 1 / m, **stage.lead.get(m, {})} for m in chunks]
+        return min(
+            share for each in shares for gpus, share in each.items() if gpus or 1 not in each
+        )
 
     def _group_times(
         self, group: Sequence[int], part: float = 1.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.planning.planner.groupings import Neighbours, Pools, groupings
+from pipeline.planning.planner.groupings import Neighbours, Pools, divisions, groupings, steps
 from pipeline.planning.planner.objective import IterationTime, Objective
 from pipeline.planning.planner.predict import Prediction, Predictor
 from pipeline.planning.planner.problem import Placement, Problem
@@ -34,8 +34,14 @@ EXACT_DIVISIONS = 200_000
 fewer."""
 MOST_RELAXED = 250
 """Groupings that are relaxed: all of six stages."""
+MOST_WAYS = 4096
+"""Ways to give pools a kind each that are looked at; of more so many drawn ones."""
 STARTS = 8
 """Divisions that are improved where pools must be of one kind."""
+PROMISING, SOME, FEW = 1.05, 16, 2
+"""Where pools may mix, divisions that give each a kind are improved if they cost less than so many
+times the best found, so many over the number of kinds of each grouping; and in the end once more
+those of so many groupings."""
 BLOCK = 8192
 """Divisions looked at at once."""
 NEARLY = 1 + 1e-9
@@ -76,6 +82,8 @@ def solve(
     bounds = {p: search.bound(float(b)) for p, b in zip(every, quick, strict=True)}
     found, relaxed = search.look(bounds, alternatives)
     exact = search.is_small(len(every))
+    if found and not exact:
+        search.part_kinds(found)
     if exact:
         for pools in sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools)):
             if bounds[pools] <= _worst(found, 1):
@@ -230,8 +238,21 @@ class _Search:
 
     def improve(self, pools: Pools, relaxed: Relaxed, found: dict[Pools, _Found]) -> None:
         """Steepest descent from near the relaxation, by moves of GPUs between two pools."""
-        for start in self._starts(pools, relaxed.gpus):
+        for start in self._starts(pools, relaxed.gpus, _worst(found, 1)):
             self._improve(pools, start, found)
+
+    def part_kinds(self, found: dict[Pools, _Found]) -> None:
+        """Once more for the best groupings, from divisions that give all pools, or all but one, a
+        kind each: where pools may mix, moves from the relaxation seldom lead there."""
+        for pools in sorted(found, key=lambda pools: found[pools].cost)[:FEW]:
+            if len(self._sizes) == 1 or not all(map(self.problem.may_mix, pools)):
+                continue
+            gpus, starts = found[pools].gpus.astype(float), []
+            for free in (None, *range(len(pools))):
+                like = [p for p in range(len(pools)) if p != free]
+                starts += self._of_one_kind(pools, gpus, like)[:1]
+            for _, state in sorted(starts, key=lambda start: start[0])[:2]:
+                self._improve(pools, state, found)
 
     def _improve(self, pools: Pools, state: Array, found: dict[Pools, _Found]) -> None:
         grains, cost = None, math.inf
@@ -261,7 +282,7 @@ class _Search:
         kind = order[depth]
         last = depth + 1 == len(order)
         counts = [self.counts(pool, int(kind)) for pool in pools]
-        parts = _divisions(int(self._sizes[kind]), counts, self._idle)
+        parts = divisions(int(self._sizes[kind]), counts, self._idle)
         if not len(parts):
             return
         rest = np.zeros(len(order), np.int64)
@@ -324,7 +345,7 @@ class _Search:
         places = [*range(pools), *([None] if self._idle else [])]
         out = []
         for k, most in enumerate(self._sizes):
-            for size in _steps(int(most)):
+            for size in steps(int(most)):
                 for a, b in itertools.permutations(places, 2):
                     move = np.zeros((pools, kinds), dtype=np.int64)
                     if a is not None:
@@ -334,7 +355,7 @@ class _Search:
                     out.append(move)
         for a, b in itertools.permutations(range(pools), 2):
             for k, j in itertools.permutations(range(kinds), 2):
-                for size in _steps(int(min(self._sizes[k], self._sizes[j]))):
+                for size in steps(int(min(self._sizes[k], self._sizes[j]))):
                     move = np.zeros((pools, kinds), dtype=np.int64)
                     move[a, k], move[b, k], move[a, j], move[b, j] = -size, size, size, -size
                     if a < b:
@@ -345,17 +366,32 @@ class _Search:
     def _chunks(self, pools: Pools) -> Array:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
 
-    def _starts(self, pools: Pools, gpus: Array) -> Sequence[Array]:
+    def _starts(self, pools: Pools, gpus: Array, least: float) -> Sequence[Array]:
         """Divisions ``[pools, kinds]`` to begin with.
 
         Where pools must be of one kind: the best of all ways to give each a kind of its own, shared
         by the pools of that kind, and by those that may mix, as the relaxation shares all GPUs.
         """
         like = [p for p, pool in enumerate(pools) if not self.problem.may_mix(pool)]
-        if not like:
-            return [self._round(pools, gpus)]
-        gpus = np.maximum(gpus, 0.0)
-        choices = np.array(list(itertools.product(range(len(self._sizes)), repeat=len(like))))
+        near = self._round(pools, gpus)
+        one = self._of_one_kind(pools, gpus, like or range(len(pools)))
+        if like:
+            # Some cannot run as they are, but are few moves from others that can.
+            return [*(state for _, state in one), near]
+        # A descent takes the longer the more kinds there are.
+        some = one[: max(1, SOME // len(self._sizes))]
+        return [near, *(state for cost, state in some if cost < PROMISING * least)]
+
+    def _of_one_kind(
+        self, pools: Pools, gpus: Array, like: Sequence[int]
+    ) -> list[tuple[float, Array]]:
+        """The best divisions in which each of the pools ``like`` has a kind of its own, with their
+        costs."""
+        gpus, kinds = np.maximum(gpus, 0.0), len(self._sizes)
+        if kinds ** len(like) <= MOST_WAYS:
+            choices = np.array(list(itertools.product(range(kinds), repeat=len(like))))
+        else:
+            choices = np.random.default_rng(0).integers(0, kinds, (MOST_WAYS, len(like)))
         parts = np.tile(gpus, (len(choices), 1, 1))
         parts[:, like] = 0.0
         for i, p in enumerate(like):
@@ -374,8 +410,8 @@ class _Search:
         states = states[(states >= 0).all((1, 2))]
         held = [states[:, p].T for p in range(len(pools))]
         costs, _ = self.best_chunks(pools, held, held)
-        # Some cannot run as they are, but are few moves from others that can.
-        return [*states[np.argsort(costs, kind="stable")[:STARTS]], self._round(pools, gpus)]
+        best = np.argsort(costs, kind="stable")[:STARTS]
+        return [(float(costs[i]), states[i]) for i in best]
 
     def _round(self, pools: Pools, gpus: Array) -> Array:
         """Possible numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""
@@ -400,26 +436,6 @@ class _Search:
     def _keep(self, pools: Pools, new: _Found, found: dict[Pools, _Found]) -> None:
         if pools not in found or new.cost < found[pools].cost:
             found[pools] = replace(new, gpus=new.gpus.copy())
-
-
-def _steps(most: int) -> list[int]:
-    """How many GPUs are moved at once: few, and ever larger jumps."""
-    sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
-    return sorted(size for size in sizes if size <= most)
-
-
-def _divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
-    """All ways to give ``total`` GPUs to pools: int ``[n, pools]``; some to none if ``idle``.
-
-    Args:
-        counts: by pool, the numbers that it can have.
-    """
-    out = np.zeros((1, 0), np.int64)
-    for able in counts:
-        left = total - out.sum(1)
-        row, column = np.nonzero(able[None] <= left[:, None])
-        out = np.concatenate([out[row], able[column][:, None]], axis=1)
-    return out if idle else out[out.sum(1) == total]
 
 
 def _check(problem: Problem) -> None:

@@ -42,6 +42,7 @@ GROUP, PROMPT, MEAN, SIGMA, LONGEST = 16, 512, 2000, 0.8, 4.0
 this standard deviation, and they are cut at this multiple of the mean (all assumed)."""
 MIXING = 0.95
 """What unlike GPUs that work on one stage keep of their summed speed (assumed)."""
+GPUS_PER_NODE = 8
 CHUNK_S = 0.1
 """Overhead of a micro-batch passed between pools (assumed)."""
 WAKE_S = 3.0
@@ -83,6 +84,7 @@ class Study:
                 price=PRICES[name],
                 wait_s=WAIT_S,
                 losses_per_hour=NODE_LOSSES * count + PREEMPTED_PER_HOUR * (name == PREEMPTIBLE),
+                per_node=GPUS_PER_NODE,
             )
             for name, count in self.gpus.items()
         ]
@@ -111,6 +113,8 @@ class Study:
                 for b in self.gpus
             },
             mixing=MIXING,
+            # What pools can be: a job has like GPUs on whole nodes, but for generators.
+            mixes=frozenset({"rollout"}),
         )
 
     def only(self, kind: str) -> Study:
