@@ -16,6 +16,7 @@ from pipeline.planning.profile.measure import Options, profile
 from rlinf import tree
 from slurm.client import SlurmClient
 from slurm.jobs import Resources, State
+from stages.flow import on_policy
 from tests.cluster.test_runs import words
 
 pytestmark = pytest.mark.cluster
@@ -69,7 +70,7 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
     run = prepare(
         compose([f"++{w}" if not w.startswith(("experiment", "cluster=")) else w for w in wanted])
     )
-    made = profile(run, Options(partitions=("gpu",), minutes=0.3, processes=1), warm_start)
+    made = profile(run, Options(partitions=("gpu",), minutes=1.5, processes=1), warm_start)
     assert list(made.kinds) == ["gpu:a100", "gpu:h100"]
     for name, kind in made.kinds.items():
         gpu = name.removeprefix("gpu:")
@@ -83,6 +84,9 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
         assert kind.waits[0].history is not None
     (between,) = made.links
     assert (between.path, between.between) == ("inter_partition", ("gpu:a100", "gpu:h100"))
+    assert {found.stage for found in made.mixtures} == set(on_policy.stages)
+    assert all(found.kinds == ("gpu:a100", "gpu:h100") for found in made.mixtures)
+    assert all(found.speeds[1] > 1.3 > found.speeds[0] for found in made.mixtures)
     duties = {name: kind.duty_cycle for name, kind in made.kinds.items()}
     assert duties == {"gpu:a100": 0.5, "gpu:h100": 1.0}
     imports = [kind.overhead_s("imports", 1) for kind in made.kinds.values()]

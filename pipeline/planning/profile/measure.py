@@ -108,7 +108,7 @@ def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Pr
             for number, kind in enumerate(kinds):
                 work.measure(kind, (end - kept - time.time()) / (len(kinds) - number))
             between = work.between(kinds, end) if on_slurm else []
-            mixed = [found for pair in pairs for found in work.mixed(pair, end, len(pairs))]
+            mixed = [found for pair in pairs for found in work.mixed(pair, end)]
         finally:
             launcher.close()
     return work.result(kinds, between, mixed, SlurmClient(cluster.poll_s) if on_slurm else None)
@@ -310,14 +310,15 @@ class Pass:
             found += trial.links if trial is not None else ()
         return found
 
-    def mixed(self, pair: Pair, end: float, pairs: int) -> list[Mixture]:
+    def mixed(self, pair: Pair, end: float) -> list[Mixture]:
         """Iterations of one job with a node of either kind; nothing where there is no time, or
         training alone on either was not measured."""
         times = [self.train_s(kind) for kind in pair.kinds]
         if None in times:
             return []
         speeds = mixture.speeds([seconds for seconds in times if seconds is not None])
-        key = digest([*(kind_key(self.identity, kind) for kind in pair.kinds), pair.features])
+        keys = [kind_key(self.identity, kind) for kind in pair.kinds]
+        key = digest([*keys, *pair.features, *speeds])
         folder = self.cache(f"mixed-{key}")
         if self.options.fresh:
             shutil.rmtree(folder, ignore_errors=True)
@@ -329,11 +330,9 @@ class Pass:
             update={"kinds": tuple(kind.name for kind in pair.kinds), "cases": (whole,)}
         )
         share = min(end - time.time(), 60 * self.options.minutes * MIXED_SHARE) - START_S
-        if not settled(task) and (share > LEAST_S or not task.trial.exists()):
+        if not settled(task) and share > LEAST_S:
             log.info("%s in one job: measured for %.0f s", " and ".join(task.kinds), share)
-            jobs = self.submit(
-                kind, [task], max(LEAST_S, share), lambda asked: pair.resources(asked, speeds)
-            )
+            jobs = self.submit(kind, [task], share, lambda asked: pair.resources(asked, speeds))
             try:
                 self.finish(jobs, end)
             except StageError as error:
