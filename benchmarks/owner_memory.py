@@ -34,6 +34,9 @@ class Stepwise:
     def cost(self, record: Record) -> int:
         return len(record)
 
+    def shared(self, record: Record) -> tuple[bytes, int]:
+        return b"", 0
+
 
 def measure() -> list[Row]:
     """Both ways, one after the other."""
