@@ -245,7 +245,7 @@ def mixing(works: tuple[Work, Work]) -> float:
     for name, (mixture, place) in works[0].mixtures.items():
         if name not in works[1].measured_as:
             continue
-        given = mixture.speeds[place] / sum(mixture.speeds)
+        given = mixture.batch_share[place]
         parts = zip(works, (given, 1 - given), strict=True)
         slowest = max(float(work.times(np.array([1]), share)[0][0]) for work, share in parts)
         if math.isfinite(slowest):

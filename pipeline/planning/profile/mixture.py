@@ -82,5 +82,12 @@ def mixtures(pair: Pair, given: Sequence[float], samples: int, trial: Trial) -> 
         seconds = [s.seconds for s in ran if not (s.failure or s.cold) and s.seconds > 0]
         if seconds:
             names = (pair.kinds[0].name, pair.kinds[1].name)
-            found.append(Mixture.of(seconds, kinds=names, stage=stage, speeds=(given[0], given[1])))
+            found.append(
+                Mixture.of(
+                    seconds,
+                    kinds=names,
+                    stage=stage,
+                    batch_share=(given[0] / sum(given), given[1] / sum(given)),
+                )
+            )
     return found

@@ -145,8 +145,8 @@ class Mixture(Measured):
 
     kinds: tuple[str, str]
     stage: str
-    speeds: tuple[float, float]
-    """In proportion to which work was given out."""
+    batch_share: tuple[float, float]
+    """What each kind was given, by its speed."""
 
 
 class Interval(Section):

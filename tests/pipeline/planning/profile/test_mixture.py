@@ -50,4 +50,4 @@ def test_warm_repeats_of_the_whole_batch_count() -> None:
     (found,) = mixtures(pair, (1.0, 2.0), 8, trial)
     assert (found.kinds, found.stage) == (("a100", "h100"), "train")
     assert found.seconds == (2.0, 3.0)
-    assert found.speeds == (1.0, 2.0)
+    assert found.batch_share == pytest.approx((1 / 3, 2 / 3))
