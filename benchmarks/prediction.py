@@ -143,7 +143,8 @@ def plans(asked: Request, seed: int = 0) -> Iterator[tuple[str, Plan]]:
                 {"stages": rest if stage == "*" else [stage], "gpus": {kind: 1}}
                 for stage, kind in pools
             ],
-            "defaults": {"gpus": 1},
+            # What no pool holds, such as a warm start, is a job there.
+            "defaults": {"partition": "h100", "gpus": 1, "mem_mb": 2000},
         }
         yield what, parse_plan(values, what, flow)
 
