@@ -29,16 +29,16 @@ from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.show import request
 from pipeline.planning.profile.alone import like
 from pipeline.planning.profile.measure import Options, profile
-from pipeline.pools.actuals import actual
+from pipeline.pools.actuals import actual, compare
 from pipeline.report.style import INK, finish
 from pipeline.run import Run
 from rlinf import tree
 from stages.flow import flow_of
 
-CORES, MINUTES = 2, 4
+CORES, MINUTES = 2, 2.5
 ITERATIONS = {"stage": 4, "segment": 8}
 """Of each run, by grain; the first does not count."""
-DRAWN = 2
+DRAWN = 1
 """Plans of jobs that are drawn at random, beside the best one."""
 POINTS = Path(__file__).with_name("prediction.json")
 PICTURE = tree.ROOT / "docs" / "images" / "prediction.png"
@@ -153,9 +153,12 @@ def point(
     run: Run, asked: Request, experiment: str, what: str, plan: Plan, root: Path, name: str
 ) -> Point:
     """A plan predicted, then run."""
-    forecast = assess(asked, plan, what).forecast
-    made = like(run, plan, root / "runs", name, ITERATIONS[plan.grain])
+    proposal = assess(asked, plan, what)
+    forecast = proposal.forecast
+    made = like(run, proposal.plan, root / "runs", name, ITERATIONS[plan.grain])
     drive(made)
+    for line in compare(made):
+        print(f"    {line.what}: {line.predicted_s:.2f} s, was {line.actual.median_s:.2f} s")
     return Point(
         experiment,
         plan.grain,
