@@ -64,6 +64,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 after,
                 streams=flow.table[name].streams is not None or begins,
                 divisible=flow.table[name].device,
+                beside=flow.table[name].loads != "trainer",
                 switch_s=_switches(devices) if flow.table[name].loads == "trainer" else {},
                 **parts,
             )

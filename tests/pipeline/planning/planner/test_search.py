@@ -40,6 +40,7 @@ SIZES = st.one_of(
     objective=st.sampled_from(OBJECTIVES),
     mixes=st.sampled_from([None, frozenset[str](), frozenset({"rollout"})]),
     per_node=st.sampled_from([0, 2]),
+    beside=st.booleans(),
 )
 def test_small_problems_are_solved_as_exhaustive_search_does(
     seed: int,
@@ -48,8 +49,9 @@ def test_small_problems_are_solved_as_exhaustive_search_does(
     objective: Objective,
     mixes: frozenset[str] | None,
     per_node: int,
+    beside: bool,
 ) -> None:
-    problem = replace(random_problem(seed, sizes, stages), mixes=mixes)
+    problem = replace(random_problem(seed, sizes, stages, beside=beside), mixes=mixes)
     kinds = [replace(kind, per_node=per_node) for kind in problem.kinds]
     problem = replace(problem, kinds=kinds)
     expected = exhaustive(problem, objective)
@@ -92,9 +94,9 @@ def test_fewer_limits_never_give_a_worse_plan_for_large_models(name: str) -> Non
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), objective=st.sampled_from(OBJECTIVES))
-def test_four_stages_too(seed: int, objective: Objective) -> None:
-    problem = random_problem(seed, (4, 3), 4)
+@given(seed=st.integers(0, 10**6), objective=st.sampled_from(OBJECTIVES), beside=st.booleans())
+def test_four_stages_too(seed: int, objective: Objective, beside: bool) -> None:
+    problem = random_problem(seed, (4, 3), 4, beside=beside)
     best = solve(problem, objective)[0]
     assert best.cost == pytest.approx(exhaustive(problem, objective), rel=1e-9)
 
@@ -107,7 +109,7 @@ def test_sixteen_gpus_of_four_kinds_are_counted_out(seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), stages=st.integers(2, 4))
 def test_no_placement_goes_below_the_relaxation_of_its_grouping(seed: int, stages: int) -> None:
-    problem = random_problem(seed, (20, 12, 8), stages)
+    problem = random_problem(seed, (20, 12, 8), stages, beside=True)
     predictor = Predictor(problem)
     relaxation = Relaxation(predictor)
     rng = np.random.default_rng(seed)
