@@ -88,9 +88,3 @@ def divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
         row, column = np.nonzero(able[None] <= left[:, None])
         out = np.concatenate([out[row], able[column][:, None]], axis=1)
     return out if idle else out[out.sum(1) == total]
-
-
-def steps(most: int) -> list[int]:
-    """How many GPUs are moved at once: few, and ever larger jumps."""
-    sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
-    return sorted(size for size in sizes if size <= most)

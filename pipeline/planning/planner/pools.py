@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
+from pipeline.planning.planner.choices import choices
 from pipeline.planning.planner.expected import Expected, expect
 from pipeline.planning.planner.jobs import MOST_CPUS, with_seldom
 from pipeline.planning.planner.predict import Prediction, Predictor
@@ -121,6 +122,7 @@ def _proposal(
         stages=forecasts(rows),
         sources=request.sources,
         learnt=request.learnt(),
+        choices=choices(request, problem, plan, best),
     )
     return Proposal(
         plan=plan.model_copy(update={"predicted": forecast}),

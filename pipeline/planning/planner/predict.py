@@ -28,9 +28,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.planning.planner.problem import Placement, Problem, homes, jobs
+from pipeline.planning.planner.problem import Placement, Pools, Problem, homes, jobs
 
 Array = np.ndarray
+STEADY = 32
+"""Iterations until the time between them counts, and so many that it is the mean of."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Predictor:
         known = ends is not None and all(name in self._index for name in ends)
         self.source = self._index[ends[0]] if ends and known else None
         """The stage that makes the weights; None where none are moved."""
+        self.target = self._index[ends[1]] if ends and known else None
+        """The stage that takes them in."""
         self._switch = np.array(
             [[stage.switch_s.get(kind.name, 0.0) for kind in kinds] for stage in problem.stages]
         )
@@ -87,10 +91,12 @@ class Predictor:
 
     def many(
         self,
-        pools: Sequence[Sequence[int]],
+        pools: Pools,
         gpus: Sequence[Array],
         chunks: int | Array,
         held: Sequence[Array] | None = None,
+        free: Sequence[Array] | None = None,
+        weights_s: float = 0.0,
     ) -> Prediction:
         """Predictions for many allocations of the same pools.
 
@@ -101,6 +107,8 @@ class Predictor:
             held: by pool int ``[kinds, n]``, the GPUs whose switching and transfers count, and
                 that must be of one kind where pools do not mix; all by default. With fewer than
                 ``gpus`` the prediction is a lower bound for every allocation between the two.
+            free: by pool ``[n]``, when it is free of what came before; at 0 by default.
+            weights_s: when the weights are there that the stage takes in to which they move.
         """
         problem, count = self.problem, gpus[0].shape[1]
         held = gpus if held is None else held
@@ -108,9 +116,11 @@ class Predictor:
         on = {places: self._together(places, gpus, held) for places in set(home.values())}
         busy = np.stack([self.duration(s, *on[home[s]]) for s in range(len(stages))])
         start, finish, first = np.zeros((3, len(stages), count))
-        free = [np.zeros(count) for _ in pools]
+        free = [np.zeros(count) for _ in pools] if free is None else list(free)
         for group in self.groups:
             begin, last = np.zeros(count), np.zeros(count)
+            if self.target in group:
+                begin = begin + weights_s
             for member in group:
                 for name in stages[member].after:
                     source = self._index[name]
@@ -149,10 +159,29 @@ class Predictor:
             total = np.maximum(total, finish[self.source] + moved)
         for job in jobs(pools):
             if not problem.may_mix([s for p in job for s in pools[p]]):
-                own = sum(held[p] for p in job)
+                own = np.sum([held[p] for p in job], axis=0)
                 broken = [kind.whole(n) != n for kind, n in zip(problem.kinds, own, strict=True)]
                 total = np.where(((own > 0).sum(0) > 1) | np.any(broken, 0), np.inf, total)
         return Prediction(total, start, finish, busy, moved)
+
+    def period(self, placement: Placement, stale: int) -> float:
+        """Seconds from one iteration to the next where the stage that takes weights in has those
+        of ``stale`` iterations before the newest, and every pool begins with the next iteration as
+        soon as it is free.
+
+        A pool finishes one iteration before it turns to the next, so what it waits for in one is
+        not filled with another.
+        """
+        pools, arrived = placement.pools, list[float]()
+        gpus = [np.array(pool)[:, None] for pool in placement.gpus]
+        free = [np.zeros(1) for _ in pools]
+        for i in range(2 * STEADY):
+            weights_s = arrived[i - 1 - stale] if i > stale else 0.0
+            found = self.many(pools, gpus, placement.chunks, free=free, weights_s=weights_s)
+            free = [found.finish_s[list(pool)].max(0) for pool in pools]
+            last = found.finish_s.max() if self.source is None else found.finish_s[self.source]
+            arrived.append(float((last + found.sync_s).max()))
+        return (arrived[-1] - arrived[STEADY - 1]) / STEADY
 
     def _together(
         self, places: Sequence[int], gpus: Sequence[Array], held: Sequence[Array]
@@ -160,9 +189,11 @@ class Predictor:
         """The GPUs of some pools, and those of them that are held ``[kinds, n]`` each."""
         if len(places) == 1:
             return gpus[places[0]], held[places[0]]
-        own = sum(held[p] for p in places)
+        own = np.sum([held[p] for p in places], axis=0)
         # What is not settled yet may have been promised to each.
-        return np.minimum(sum(gpus[p] for p in places), np.maximum(own, self._most)), own
+        return np.minimum(
+            np.sum([gpus[p] for p in places], axis=0), np.maximum(own, self._most)
+        ), own
 
     def passes(
         self, group: Sequence[int], home: Mapping[int, Sequence[int]], chunks: int | Array
@@ -203,13 +234,11 @@ class Predictor:
         kinds = zip(self.tables[stage], self.best[stage], gpus, held, strict=True)
         return np.stack([np.where(n == own, t[n], best[n]) for t, best, n, own in kinds])
 
-    def least_switch(
-        self, group: Sequence[int], pools: Sequence[Sequence[int]], pool: int
-    ) -> float:
+    def least_switch(self, group: Sequence[int], pool: Sequence[int]) -> float:
         """Seconds that a pool needs at least to change to a group; 0 if it holds nothing else."""
-        if set(pools[pool]) <= set(group):
+        if set(pool) <= set(group):
             return 0.0
-        mine = [s for s in group if s in pools[pool]]
+        mine = [s for s in group if s in pool]
         usable = [
             k
             for k in range(len(self.problem.kinds))
@@ -217,7 +246,7 @@ class Predictor:
         ]
         return float(min((self._switch[mine, k].sum() for k in usable), default=0.0))
 
-    def least_sync(self, pools: Sequence[Sequence[int]]) -> float:
+    def least_sync(self, pools: Pools) -> float:
         """Seconds that bringing the weights over takes at least."""
         ends = self._sync_ends(homes(pools))
         if ends is None:

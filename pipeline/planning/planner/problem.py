@@ -12,6 +12,7 @@ are one job (``pools[].ranks`` of a plan), whose other stages run side by side b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,7 +222,7 @@ class Placement:
         return "disaggregated" if alone else "hybrid"
 
     @property
-    def jobs(self) -> list[tuple[int, ...]]:
+    def jobs(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the pools that are one job each."""
         return jobs(self.pools)
 
@@ -235,16 +236,18 @@ class Placement:
         return tuple(map(sum, zip(*held, strict=True)))
 
 
-def homes(pools: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+@functools.lru_cache(4096)
+def homes(pools: Pools) -> Mapping[int, tuple[int, ...]]:
     """By stage: the numbers of the pools that it works on, together."""
     stages = sorted({s for pool in pools for s in pool})
     return {s: tuple(p for p, pool in enumerate(pools) if s in pool) for s in stages}
 
 
-def jobs(pools: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+@functools.lru_cache(4096)
+def jobs(pools: Pools) -> tuple[tuple[int, ...], ...]:
     """Numbers of the pools that are one job each, for they share a stage."""
     found: list[tuple[int, ...]] = []
     for home in sorted(set(homes(pools).values()), key=len, reverse=True):
         if not any(set(home) & set(other) for other in found):
             found.append(home)
-    return sorted(found)
+    return tuple(sorted(found))

@@ -101,4 +101,4 @@ def _switches(predictor: Predictor, pool: Array) -> float:
     """Least seconds that a pool of these stages changes between them."""
     members = [int(s) for s in pool]
     here = [[s for s in group if s in members] for group in predictor.groups]
-    return sum(predictor.least_switch(group, [members], 0) for group in here if group)
+    return sum(predictor.least_switch(group, members) for group in here if group)

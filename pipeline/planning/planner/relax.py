@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from pipeline.planning.planner.predict import Predictor, apart, shares_turns
-from pipeline.planning.planner.problem import homes
+from pipeline.planning.planner.problem import Pools, homes
 
 Array = np.ndarray
 
@@ -57,7 +57,7 @@ class Relaxation:
 
     def solve(
         self,
-        pools: Sequence[Sequence[int]],
+        pools: Pools,
         chunks: Sequence[int] | None = None,
         enough_s: float = float("inf"),
     ) -> Relaxed:
@@ -122,9 +122,7 @@ def upper_lines(rates: Array) -> Array:
 class _Program:
     """Builds and solves the linear program of one grouping, times in units of ``unit`` seconds."""
 
-    def __init__(
-        self, relaxation: Relaxation, pools: Sequence[Sequence[int]], chunks: Sequence[int]
-    ) -> None:
+    def __init__(self, relaxation: Relaxation, pools: Pools, chunks: Sequence[int]) -> None:
         self._of = relaxation
         problem = relaxation.problem
         stages, kinds = len(problem.stages), len(problem.kinds)
@@ -202,7 +200,7 @@ class _Program:
                 row[first : first + kinds] = -share
                 self._add(row, (1 - share) * alone)
 
-    def _flow(self, pools: Sequence[Sequence[int]], chunks: Sequence[int]) -> None:
+    def _flow(self, pools: Pools, chunks: Sequence[int]) -> None:
         """The longest path of :meth:`Predictor.many`, each ``max`` as several rows."""
         problem, predictor = self._of.problem, self._of.predictor
         index = {stage.name: s for s, stage in enumerate(problem.stages)}
@@ -222,7 +220,7 @@ class _Program:
             for terms in self._group_times(group):
                 self._after(self.start, head, terms, head, self.end, slow[head])
             for pool in sorted({p for s in group for p in self.home[s]}):
-                change = predictor.least_switch(group, pools, pool) / self.unit
+                change = predictor.least_switch(group, pools[pool]) / self.unit
                 if pool in free:
                     self._after(self.end, free[pool], [], head, self.start, change)
                 elif change:

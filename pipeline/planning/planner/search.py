@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.planning.planner.groupings import Neighbours, divisions, groupings, steps
+from pipeline.planning.planner.groupings import Neighbours, divisions, groupings
+from pipeline.planning.planner.moves import moves, without_a_kind
 from pipeline.planning.planner.objective import IterationTime, Objective
 from pipeline.planning.planner.predict import Prediction, Predictor
 from pipeline.planning.planner.problem import Placement, Pools, Problem, homes, jobs
@@ -316,9 +317,12 @@ class _Search:
                 self._branch(pools, order, depth + 1, some[good], found)
 
     def _descend(self, pools: Pools, state: Array, chunks: int, cost: float) -> tuple[Array, float]:
-        moves = self._moves_of(len(pools))
+        if len(pools) not in self._moves:
+            self._moves[len(pools)] = moves(len(pools), self._sizes, idle=self._idle)
         while True:
-            options = np.concatenate([state[None] + moves, self._without(state)])
+            options = state[None] + self._moves[len(pools)]
+            if self._idle:
+                options = np.concatenate([options, without_a_kind(state)])
             keep = (options >= 0).all((1, 2)) & (options.sum(1) <= self._sizes).all(1)
             options = options[keep]
             if not len(options):
@@ -329,50 +333,6 @@ class _Search:
             if not costs[i] * NEARLY < cost:
                 return state, cost
             state, cost = options[i], float(costs[i])
-
-    def _without(self, state: Array) -> Array:
-        """The division without a kind, in one pool or in all: ``[n, pools, kinds]``.
-
-        A queue or losses may be worth avoiding, but only altogether.
-        """
-        if not self._idle:
-            return np.zeros((0, *state.shape), np.int64)
-        out = []
-        for k in np.flatnonzero(state.any(0)):
-            for pools in (slice(None), *np.flatnonzero(state[:, k])):
-                changed = state.copy()
-                changed[pools, k] = 0
-                out.append(changed)
-        return np.array(out, np.int64).reshape(-1, *state.shape)
-
-    def _moves_of(self, pools: int) -> Array:
-        """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
-
-        With idle GPUs allowed also from and to none; and a GPU of one kind for one of another.
-        """
-        if pools in self._moves:
-            return self._moves[pools]
-        kinds = len(self._sizes)
-        places = [*range(pools), *([None] if self._idle else [])]
-        out = []
-        for k, most in enumerate(self._sizes):
-            for size in steps(int(most)):
-                for a, b in itertools.permutations(places, 2):
-                    move = np.zeros((pools, kinds), dtype=np.int64)
-                    if a is not None:
-                        move[a, k] = -size
-                    if b is not None:
-                        move[b, k] = size
-                    out.append(move)
-        for a, b in itertools.permutations(range(pools), 2):
-            for k, j in itertools.permutations(range(kinds), 2):
-                for size in steps(int(min(self._sizes[k], self._sizes[j]))):
-                    move = np.zeros((pools, kinds), dtype=np.int64)
-                    move[a, k], move[b, k], move[a, j], move[b, j] = -size, size, size, -size
-                    if a < b:
-                        out.append(move)
-        self._moves[pools] = np.array(out, np.int64).reshape(-1, pools, kinds)
-        return self._moves[pools]
 
     def _may_mix(self, pools: Pools, job: Sequence[int]) -> bool:
         return self.problem.may_mix([s for p in job for s in pools[p]])

@@ -142,6 +142,51 @@ def public_case() -> Problem:
     )
 
 
+def embodied_case(actor_s: float, *, beside: bool = True) -> Problem:
+    """Four like GPUs: the ManiSkill case of RLinf's placement tool, as its test has it.
+
+    Forty simulators and the policy that acts in them take so many seconds with 10, 20, 30 and 40 of
+    them on a GPU; numbers in between as the next one. Simulators are shared out evenly. Training
+    takes ``actor_s`` (100 there) on all four and scales as in :func:`public_case`, on 1, 2 or 4; it
+    takes the whole batch. An episode has 80 steps.
+
+    Args:
+        beside: whether simulators and policy may have some GPUs each before all train.
+    """
+    world, simulators = 4, 40
+    env = {10: 0.8, 20: 0.8, 30: 0.85, 40: 0.85}
+    policy = {10: 0.4, 20: 0.6, 30: 0.85, 40: 1.15}
+
+    def acting(seconds: dict[int, float], numbers: tuple[int, ...]) -> np.ndarray:
+        rates = np.zeros(world + 1)
+        for n in numbers:
+            rates[n] = 1 / seconds[min(m for m in seconds if m >= simulators // n)]
+        return rates
+
+    actor = np.zeros(world + 1)
+    for n in (1, 2, 4):
+        ratio = world / n
+        actor[n] = (1 + min(0.9, max(ratio / 10, 0.1))) / (actor_s * ratio)
+    actor[world] = 1 / actor_s
+    return Problem(
+        [
+            Stage("simulate", {"gpu": acting(env, (1, 2, 4))}, cycle="act", beside=beside),
+            Stage(
+                "generate",
+                {"gpu": acting(policy, (1, 2, 3, 4))},
+                after=("simulate",),
+                cycle="act",
+                beside=beside,
+            ),
+            Stage("train", {"gpu": actor}, after=("generate",), streams=False),
+        ],
+        [Kind("gpu", world)],
+        chunks=(1, 2, 4, 8),
+        sync=("train", "generate"),
+        cycle_steps=80,
+    )
+
+
 def exhaustive(problem: Problem, objective: Objective) -> float:
     """The least cost of all placements there are, idle GPUs included, by plain enumeration."""
     predictor = Predictor(problem)

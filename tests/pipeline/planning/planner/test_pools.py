@@ -221,6 +221,9 @@ def test_stages_side_by_side_are_proposed_where_that_is_quicker(
     asked: Request, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = judged(replace(asked, devices={"a100": asked.devices["a100"]}), 9.0)
+    # Few samples are long: the first parts are ready early.
+    lengths = slow.profile.lengths.model_copy(update={"samples": (1,) * 19 + (30,)})
+    slow = replace(slow, profile=slow.profile.model_copy(update={"lengths": lengths}))
     proposal = propose(slow)
     (pool,) = proposal.plan.pools
     assert pool.ranks == {"rollout": (0, 1, 2), "reward": (3,)}

@@ -15,10 +15,12 @@ from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
 from pipeline.planning.planner.relax import Relaxation, upper_lines
 from pipeline.planning.planner.search import groupings, solve
+from pipeline.planning.simulator import simulate
 from pipeline.planning.simulator.studies import STUDIES
 from rlinf.errors import PlanError
 from tests.pipeline.planning.planner.problems import (
     OBJECTIVES,
+    embodied_case,
     exhaustive,
     public_case,
     random_problem,
@@ -143,6 +145,20 @@ def test_the_public_case_of_like_gpus_is_solved_as_well_as_known_or_better() -> 
     assert best.cost <= 289.1
     collocated = next(s for s in others if s.placement.mode == "collocated")
     assert collocated.cost == pytest.approx(335.0)
+
+
+@pytest.mark.parametrize(("actor_s", "gain"), [(100, 0.004), (5, 0.068), (1, 0.22)])
+def test_the_public_embodied_case_gains_by_pools_that_overlap(actor_s: float, gain: float) -> None:
+    """Simulators on two GPUs beside the policy on two, then training on all four."""
+    best = solve(embodied_case(actor_s))[0]
+    apart = solve(embodied_case(actor_s, beside=False))[0]
+    assert best.exact
+    assert best.placement.pools == ((0, 2), (1, 2))
+    assert best.placement.gpus == ((2,), (2,))
+    assert best.cost == pytest.approx(0.8 + 0.6 / 160 + actor_s)
+    assert apart.cost / best.cost - 1 == pytest.approx(gain, abs=5e-4)
+    trace = simulate(embodied_case(actor_s), best.placement, iterations=2)
+    assert trace.iteration_s == pytest.approx(best.cost, rel=1e-9)
 
 
 def test_a_pin_is_kept_and_an_impossible_one_refused() -> None:
