@@ -21,7 +21,7 @@ import torch
 import zmq
 
 from benchmarks.row import Row, median_row
-from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.shared_memory import SharedMemorySink
 from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 
@@ -56,9 +56,9 @@ def _shm_vs_memcpy(size: int) -> list[float]:
     ratios = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        other_process(_read_shared, folder, max(8 * size, 64 * MIB)) as pipe,
+        other_process(_read_shared, folder) as pipe,
     ):
-        channel = SharedMemorySink(Path(folder), "c")
+        channel = SharedMemorySink(Path(folder), "c", size=max(8 * size, 64 * MIB))
 
         def put() -> None:
             channel.put(record)
@@ -80,8 +80,8 @@ def _seconds(function: Callable[[], None], count: int) -> float:
     return time.perf_counter() - start
 
 
-def _read_shared(folder: str, size: int, pipe: Connection) -> None:
-    channel = SharedMemorySource(Path(folder), "c", size=size)
+def _read_shared(folder: str, pipe: Connection) -> None:
+    channel = SocketSource(Path(folder), "c", interface="127.0.0.1")
     pipe.send("ready")
 
     def read() -> None:
