@@ -120,6 +120,7 @@ def _read_places(name: str, size: int, count: int, pipe: Connection) -> None:
 
 def _places(memory: SharedMemory, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The counters of both ends, cache lines apart, and two places."""
+    assert memory.buf is not None
     numbers = np.frombuffer(memory.buf, np.int64, PLACES_START // 8)
     return numbers, np.frombuffer(memory.buf, np.uint8, 2 * size, PLACES_START).reshape(2, size)
 
