@@ -85,7 +85,7 @@ def test_clean_lists_and_then_removes(
     (tmp_path / "shm").mkdir()
     words = segment_name().split("-")
     living, dead = tmp_path / "shm" / "-".join(words), tmp_path / "shm"
-    dead /= "-".join([*words[:5], "1", words[6]])
+    dead /= "-".join([*words[:4], "1", words[5]])
     living.touch()
     dead.touch()
     run = prepare(compose()).folder
