@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline import lock
-from rlinf import leftovers
-from rlinf.channels import segment
+from rlinf import segments
 from rlinf.errors import InputError
 from stages.layout import CONFIG
 
@@ -29,7 +28,7 @@ def litter(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
     for folder in folders:
         if not (folder / CONFIG).is_file():
             raise InputError(f"{folder}: no run directory (it has no {CONFIG})")
-    found = [*leftovers.abandoned(), *segment.abandoned()]
+    found = list(segments.abandoned())
     for folder in folders:
         found += [*lock.sweep(folder), *temporary(folder)]
     for path in dict.fromkeys(found):

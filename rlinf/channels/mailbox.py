@@ -25,6 +25,7 @@ was lost, ``base`` and ``first`` number what follows. An unchanged ``status`` is
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import secrets
 import threading
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from rlinf.artifacts import write_atomic
 from rlinf.channels.base import ChannelClosed
 from rlinf.channels.curve import (
     HEARTBEAT_S,
@@ -44,7 +46,6 @@ from rlinf.channels.curve import (
     host_socket,
     listen,
     stopped_s,
-    write_pointer,
 )
 from rlinf.channels.keys import run_keys
 from rlinf.channels.messages import (
@@ -52,6 +53,7 @@ from rlinf.channels.messages import (
     MAX_NAME,
     PART_BYTES,
     RESEND_S,
+    Pointer,
     check_numbers,
     opened,
     read_pointer,
@@ -61,6 +63,7 @@ from rlinf.channels.messages import (
 from rlinf.channels.numbered import Block, Inbox, Outbox
 from rlinf.channels.wire import split
 from rlinf.errors import DataError
+from rlinf.segments import this_memory
 from rlinf.threads import Malformed, serve
 
 BATCH = 256
@@ -182,8 +185,8 @@ class Mailbox:
         self._authenticator = Authenticator(self._context, keys, self._socket)
         try:
             self.addresses = listen(self._socket, interface)
-            values = {"addresses": self.addresses, "token": self._token}
-            write_pointer(pointer, values | {"timeout_s": timeout_s, "max_bytes": max_bytes})
+            where = Pointer(self.addresses, self._token, timeout_s, max_bytes, this_memory())
+            write_atomic(pointer, json.dumps(where._asdict()), private=True)
         except BaseException:
             self._context.destroy(linger=0)
             raise

@@ -32,6 +32,8 @@ class Pointer(NamedTuple):
     token: str
     timeout_s: float
     max_bytes: int
+    memory: str
+    """Of its node; see :func:`rlinf.segments.this_memory`."""
 
 
 def read_pointer(path: Path) -> Pointer | None:
@@ -46,7 +48,8 @@ def read_pointer(path: Path) -> Pointer | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     addresses = pointer.addresses
-    whole = type(addresses) is list and all(type(a) is str for a in [*addresses, pointer.token])
+    texts = [*addresses, pointer.token, pointer.memory] if type(addresses) is list else [None]
+    whole = all(type(text) is str for text in texts)
     return (
         pointer._replace(timeout_s=timeout_s, max_bytes=max_bytes) if whole and addresses else None
     )
