@@ -57,6 +57,8 @@ class Trainer(ABC):
     """Whether parts of a batch can be given one by one, before the whole is there."""
     takes_weights: ClassVar[bool] = True
     """Whether :meth:`load_weights` works; without, other weights need another trainer."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Optional packages that it imports; an extra of the first one's name installs them."""
     policy: Policy
     device: torch.device
 
@@ -176,6 +178,11 @@ class Trainer(ABC):
 
         The optimizer stays as it is: this is for log-probabilities, not for going on with training.
         """
+
+    def fill(self, folder: Path) -> None:
+        """The same from a policy's folder, whose :attr:`Policy.by_rows` is true; each process reads
+        what it needs."""
+        self.policy.fill(folder)
 
     @abstractmethod
     def stream(self, *, copy: bool = False) -> State:

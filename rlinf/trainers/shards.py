@@ -148,7 +148,7 @@ class _Files:
                 raise ValueError(f"format {table['format']!r} is not {FORMAT!r}")
             self._files.append(file)
             self._wanted.append({})
-            self._same = self._same or table["same"]
+            self._same |= table["same"]
             for name, shape in file.shapes.items():
                 start, whole = table["parts"].get(name, (0, shape))
                 self._parts.setdefault(name, []).append((rank, Place(tuple(whole), start)))
