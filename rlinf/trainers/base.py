@@ -57,8 +57,6 @@ class Trainer(ABC):
     """Whether parts of a batch can be given one by one, before the whole is there."""
     takes_weights: ClassVar[bool] = True
     """Whether :meth:`load_weights` works; without, other weights need another trainer."""
-    packages: ClassVar[tuple[str, ...]] = ()
-    """Optional packages that it imports; an extra of the first one's name installs them."""
     policy: Policy
     device: torch.device
 
@@ -72,6 +70,11 @@ class Trainer(ABC):
             policy: of several processes one by :meth:`Policy.outline`, which no process need ever
                 hold whole.
         """
+
+    @classmethod
+    def packages(cls, config: Any) -> tuple[str, ...]:
+        """Optional packages that it imports; extras of their names install them."""
+        return ()
 
     @abstractmethod
     def limit(self, token_budget: int) -> None:

@@ -1,5 +1,6 @@
-"""Training with DeepSpeed's ZeRO, stages 1 to 3: the optimizer's state is shared out over processes,
-then gradients, then weights.
+"""Training with DeepSpeed's ZeRO.
+
+The optimizer's state is shared out over processes (stage 1), then gradients (2), then weights (3).
 
 Batches are cut, losses summed and gradients clipped as by every trainer, and the files of a state
 are the same: a run may change between trainers at a checkpoint.
@@ -23,8 +24,6 @@ from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError, require
 from rlinf.models.base import Batch, Policy, StepOutputs, misfit
 from rlinf.residency import buffers_to, give_memory, placed
-from rlinf.sharded import memory
-from rlinf.tensors import State
 from rlinf.trainers import shards
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
 from rlinf.trainers.optimizer import GROUP, begin, make_optimizer
@@ -62,7 +61,10 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
     Config = DeepSpeedConfig
     config: DeepSpeedConfig
-    packages = ("deepspeed",)
+
+    @classmethod
+    def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
+        return ("deepspeed", *super().packages(config))
 
     def __init__(
         self, policy: Policy, config: DeepSpeedConfig, optimizer: OptimizerSection, world: World
@@ -73,6 +75,11 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 "set trainer.stage=3"
             )
         super().__init__(policy, config, optimizer, world)
+        if config.stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):
+            raise ConfigError(
+                "trainer.stage: 3 shares out weights that are trained, and here not all are "
+                "(trainer.lora); choose 1 or 2"
+            )
         require("deepspeed", "deepspeed", "trainer=deepspeed")
         world.connect(self.device.type)
         self._outline = copy.deepcopy(policy.module) if _empty(policy.module) else None
@@ -82,6 +89,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
             policy.fill()
         placed(policy.module, self.device)
         self._types = {name: t.dtype for name, t in _named(policy.module).items()}
+        super()._reset_adapters()
         self.optimizer = make_optimizer(policy, optimizer)
         # One step is of some groups alone, and DeepSpeed takes one group after the other.
         self._chosen: set[str] = {group[GROUP] for group in self.optimizer.param_groups}
@@ -216,7 +224,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def resident(self) -> dict[str, list[Tensor]]:
         if self._closed:
             return {}
-        own = _named(self.policy.module).values()
+        own = [*_named(self.policy.module).values(), *self.policy.module.parameters()]
         weights = [t.ds_tensor if hasattr(t, "ds_tensor") else t for t in own]
         weights += [t for t in own if hasattr(t, "ds_tensor") and t.numel()]
         weights = [t.detach() for t in weights]
@@ -242,7 +250,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         for name, count in counts.items():
             steps[name]["step"] = count
         shards.read(folder, state, self._places)
-        named = _named(self.policy.module)
+        named = dict(self.policy.module.named_parameters())
         for number, flat in enumerate(self._zero.flats):
             found = [
                 count
@@ -254,8 +262,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero.refresh()
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        own, named = self._model(), _named(self.policy.module)
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        named = _named(self.policy.module)
+        own = self._own(named.items())
         given = set[int]()
         for name, tensor in tensors:
             if name not in own or _shape(named[name]) != tensor.shape:
@@ -280,36 +289,20 @@ class DeepSpeedTrainer(MinibatchTrainer):
         twin.fill(folder)
         self.load_weights(twin.module.state_dict().items())
 
-    def stream(self, *, copy: bool = False) -> State:
-        named = _named(self.policy.module)
-        first: dict[int, str] = {}
-        for name, value in named.items():
-            first.setdefault(id(value), name)
-        like = {
-            name: torch.empty(_shape(named[name]), dtype=self._types[name], device="meta")
-            for name in first.values()
-        }
-
-        def each() -> Iterator[tuple[str, Tensor]]:
-            for name in first.values():
-                full = self._whole(named[name], self._types[name])
-                yield name, full.to("cpu", copy=copy and memory(full) == memory(named[name]))
-                del full  # before the next one is gathered
-
-        return State({name: like[first[id(value)]] for name, value in named.items()}, each())
+    def _like(self, name: str, tensor: Tensor) -> Tensor:
+        return torch.empty(_shape(tensor), dtype=self._types[name], device="meta")
 
     @torch.no_grad()
-    def _whole(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor of the module, of all processes, as it is trained; collective."""
-        part = self._fragments.get(id(tensor))
-        if hasattr(tensor, "ds_tensor") and part is None:
-            raise NotImplementedError("weights that are not trained in stage 3")
-        if part is None or (not hasattr(tensor, "ds_tensor") and tensor.dtype == dtype):
-            return tensor.detach()
-        whole = torch.zeros(part.shape, device=self.device)
-        whole.view(-1)[part.start : part.start + part.count] = self._view(part, None)
-        torch.distributed.all_reduce(whole)
-        return whole.to(dtype)
+    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named:
+            part, dtype = self._fragments.get(id(tensor)), self._types.get(name, torch.float32)
+            if part is None or (self.config.stage < 3 and tensor.dtype == dtype):
+                yield name, tensor.detach()
+                continue
+            whole = torch.zeros(part.shape, device=self.device)
+            whole.view(-1)[part.start : part.start + part.count] = self._view(part, None)
+            torch.distributed.all_reduce(whole)
+            yield name, whole.to(dtype)
 
     def _view(self, part: Fragment, moment: str | None) -> Tensor:
         """A fragment of the float32 weights, or of one of their moments."""
@@ -318,15 +311,23 @@ class DeepSpeedTrainer(MinibatchTrainer):
             flat = self.optimizer.state[flat][moment]
         return flat.detach()[part.begin : part.begin + part.count]
 
-    def _model(self) -> dict[str, Tensor]:
-        """What this process has of the weights, by name."""
+    def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """What this process has of some tensors of the module, by name."""
         found = {}
-        for name, tensor in _named(self.policy.module).items():
+        for name, tensor in named:
             part = self._fragments.get(id(tensor))
             found[name] = tensor.detach() if part is None else self._view(part, None)
             if part is not None:
                 self._places[f"model/{name}"] = shards.Place(part.shape, part.start)
         return found
+
+    @torch.no_grad()
+    def _reset_adapters(self) -> None:
+        super()._reset_adapters()
+        if self._adapters is not None:  # of stages 1 and 2, which have them whole
+            for part in self._fragments.values():
+                own = part.parameter.view(-1)[part.start : part.start + part.count]
+                self._view(part, None).copy_(own)
 
     def _state(self) -> dict[str, Any]:
         self._begin()
@@ -341,7 +342,10 @@ class DeepSpeedTrainer(MinibatchTrainer):
             own = self.optimizer.state[self._zero.flats[part.flat]]
             if "step" in own:
                 state[name]["step"] = own["step"]
-        return {"model": self._model(), "optimizer": {"state": state}}
+        named = (
+            _named(self.policy.module) if self._adapters is None else self._adapters.parameters()
+        )
+        return {"model": self._own(dict(named).items()), "optimizer": {"state": state}}
 
     def _release(self) -> None:
         self.optimizer.state.clear()

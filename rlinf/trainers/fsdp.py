@@ -14,11 +14,10 @@ from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
 from rlinf.models.base import Policy, copy_weights
 from rlinf.residency import placed
-from rlinf.sharded import gathered, local, memory
-from rlinf.tensors import State
+from rlinf.sharded import gathered, local
 from rlinf.trainers import offload, shards
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import make_optimizer
+from rlinf.trainers.optimizer import begin, make_optimizer
 
 
 class FSDPConfig(MinibatchConfig):
@@ -54,6 +53,7 @@ class FSDPTrainer(MinibatchTrainer):
             self._shard(policy)
         else:
             placed(policy.module, self.device)
+        self._reset_adapters()
         side_by_side = kind == "cpu" and not sharded
         self._compute_by(config.threads if side_by_side else 1)
         self._torch_threads = 1 if side_by_side else config.threads
@@ -96,6 +96,8 @@ class FSDPTrainer(MinibatchTrainer):
         if self._closed:
             return {}
         weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
+        if self._adapters is not None:
+            weights += [local(parameter) for _, parameter in self._adapters.parameters()]
         gradients, moments = list[Tensor](), list[Tensor]()
         for parameter in self._parameters(self.policy):
             to_come = torch.empty_like(local(parameter), device="meta")
@@ -113,35 +115,22 @@ class FSDPTrainer(MinibatchTrainer):
 
         state = self._state()
         shards.read(folder, state)
-        set_state_dict(
-            self.policy.module,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        if self._adapters is None:  # theirs are the trainer's own tensors
+            set_state_dict(
+                self.policy.module,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
         if self.config.offload_optimizer:
             offload.move(self.optimizer, set(self._parameters(self.policy)), offload.HOST)
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Asked for its state, the module lets go of what it gathered for the last pass.
         copy_weights(self.policy.module, tensors)
 
-    def stream(self, *, copy: bool = False) -> State:
-        named = self.policy.module.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        for name, value in named.items():
-            first.setdefault(id(value), name)
-        like = {
-            name: torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
-            for name in first.values()
-        }
-
-        def each() -> Iterator[tuple[str, Tensor]]:
-            for name, full in gathered((name, named[name]) for name in first.values()):
-                yield name, full.to("cpu", copy=copy and memory(full) == memory(named[name]))
-                del full  # before the next one is gathered
-
-        return State({name: like[first[id(value)]] for name, value in named.items()}, each())
+    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return gathered(named)
 
     def _release(self) -> None:
         # FSDP's modules are in cycles: what they hold goes with the next collection.
@@ -151,6 +140,13 @@ class FSDPTrainer(MinibatchTrainer):
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
+        if self._adapters is not None:
+            self.policy.module.state_dict()  # lets go of what is gathered
+            own = dict(self._adapters.parameters())
+            for parameter in own.values():
+                begin(self.optimizer, parameter, self._moments)
+            states = {name: self.optimizer.state[parameter] for name, parameter in own.items()}
+            return {"model": own, "optimizer": {"state": states}}
         model, optimizer = get_state_dict(self.policy.module, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,10 +27,12 @@ from rlinf.models.base import Batch, Policy, StepOutputs, joined
 from rlinf.models.device import DeviceName, local_device
 from rlinf.residency import Storages
 from rlinf.sharded import local, memory
+from rlinf.tensors import State
 from rlinf.trainers import shards
 from rlinf.trainers.base import LossFunction, Trainer
 from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
+from rlinf.trainers.lora import Adapters, LoRASection
 from rlinf.trainers.optimizer import MOMENTS, choose, leave_out
 from rlinf.trainers.recompute import recompute_blocks
 
@@ -54,6 +56,8 @@ class MinibatchConfig(Section):
     activation_checkpointing: bool = False
     """Keep only the inputs of the network's blocks for the backward pass and compute the rest
     again: less memory, a third more work."""
+    lora: LoRASection | None = None
+    """Train low-rank adapters alone."""
 
 
 class MinibatchTrainer(Storages, Trainer):
@@ -86,6 +90,11 @@ class MinibatchTrainer(Storages, Trainer):
         self._packs = policy.packs if config.packing is None else config.packing
         if self._packs:
             policy.use_packing(self.device, getattr(torch, config.param_dtype))
+        self._adapters = None if config.lora is None else Adapters(policy, config.lora)
+
+    @classmethod
+    def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
+        return () if config.lora is None else ("peft",)
 
     def _compute_by(self, lanes: int) -> None:
         """So many threads compute micro-batches side by side, once the weights are in place."""
@@ -238,6 +247,23 @@ class MinibatchTrainer(Storages, Trainer):
     def _step(self, scale: float) -> None:
         """Change the weights by the accumulated gradient times ``scale``."""
 
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._take(tensors)
+        self._reset_adapters()
+
+    def fill(self, folder: Path) -> None:
+        super().fill(folder)
+        self._reset_adapters()
+
+    def _reset_adapters(self) -> None:
+        """Have adapters that change nothing, if any."""
+        if self._adapters is not None:
+            self._adapters.reset()
+
+    @abstractmethod
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole weights by name; see :meth:`load_weights`."""
+
     @abstractmethod
     def _state(self) -> dict[str, Any]:
         """Weights and optimizer state by the names in the files, not copied: this rank's parts."""
@@ -257,6 +283,34 @@ class MinibatchTrainer(Storages, Trainer):
             shards.write(folder, state_now, *self._part, self._places)
             self._spare = state or {}
 
+    def stream(self, *, copy: bool = False) -> State:
+        named = self.policy.module.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        for name, value in named.items():
+            first.setdefault(id(value), name)
+        like = {name: self._like(name, named[name]) for name in first.values()}
+
+        def each() -> Iterator[tuple[str, Tensor]]:
+            deltas: dict[str, tuple[Tensor, Tensor]] = {}
+            if (adapters := self._adapters) is not None:
+                deltas = adapters.deltas(dict(self._gathered(adapters.parameters())))
+            for name, full in self._gathered((name, named[name]) for name in first.values()):
+                if adapters is not None and name in deltas:
+                    one, other = deltas[name]
+                    full = (full + adapters.scale * (one @ other)).to(full.dtype)  # noqa: PLW2901
+                yield name, full.to("cpu", copy=copy and memory(full) == memory(named[name]))
+                del full  # before the next one is gathered
+
+        return State({name: like[first[id(value)]] for name, value in named.items()}, each())
+
+    def _like(self, name: str, tensor: Tensor) -> Tensor:
+        """Shape and type of one of the module's tensors as it is whole, without memory."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    @abstractmethod
+    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The module's tensors whole, one after the other; all processes take every one."""
+
     def close(self) -> None:
         if self._closed:
             return
@@ -264,7 +318,7 @@ class MinibatchTrainer(Storages, Trainer):
         self.discard()
         self.forget()
         self._lanes.close()
-        self._spare = {}
+        self._spare, self._adapters = {}, None
         self._release()
         del self.policy, self.optimizer, self._lanes
 

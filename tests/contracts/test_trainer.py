@@ -46,7 +46,8 @@ def kinds() -> list[Any]:
     one that has them (:mod:`tests.contracts.test_environments`)."""
     found = []
     for name in trainers.names():
-        packages = trainers.get(name).packages
+        cls = trainers.get(name)
+        packages = cls.packages(cls.Config())
         there = all(importlib.util.find_spec(package) for package in packages)
         skip = pytest.mark.skipif(not there, reason=f"{packages} are not in this environment")
         for options in OPTIONS.get(name, [""]):
