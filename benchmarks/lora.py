@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.row import Row
+from benchmarks.row import Row, median_row
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
 from rlinf.data.packing import Span
@@ -31,7 +31,7 @@ def measure() -> list[Row]:
     """One row."""
     adapters, whole = held(LoRASection(rank=RANK)), held(None)
     print(f"  {adapters / 2**20:.1f} MiB of {whole / 2**20:.0f} MiB")
-    return [Row("lora_memory_ratio", adapters / whole, "", 0.05, "lower")]
+    return [median_row("lora_memory_ratio", [adapters / whole], "", 0.05, "lower")]
 
 
 def held(lora: LoRASection | None) -> int:

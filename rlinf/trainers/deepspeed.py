@@ -30,7 +30,7 @@ from rlinf.trainers.optimizer import GROUP, begin, make_optimizer
 from rlinf.trainers.zero import Fragment, Zero, Zero3, Zero12, total_norm
 
 UNITS = 50_000_000
-"""Elements that are reduced or gathered at once."""
+"""Most elements that are reduced or gathered at once."""
 
 
 class DeepSpeedConfig(MinibatchConfig):
@@ -91,7 +91,6 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._types = {name: t.dtype for name, t in _named(policy.module).items()}
         super()._reset_adapters()
         self.optimizer = make_optimizer(policy, optimizer)
-        # One step is of some groups alone, and DeepSpeed takes one group after the other.
         self._chosen: set[str] = {group[GROUP] for group in self.optimizer.param_groups}
         self._engine = self._start()
         self._zero: Zero = (Zero3 if config.stage == 3 else Zero12)(self._engine.optimizer)
@@ -110,11 +109,12 @@ class DeepSpeedTrainer(MinibatchTrainer):
         )
         half = self.config.param_dtype != "float32"
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        unit = min(UNITS, sum(p.numel() for p in self.policy.module.parameters()))
         zero: dict[str, Any] = {
             "stage": self.config.stage,
             "overlap_comm": False,
-            "reduce_bucket_size": UNITS,
-            "allgather_bucket_size": UNITS,
+            "reduce_bucket_size": unit,
+            "allgather_bucket_size": unit,
         }
         if self.config.offload_optimizer:
             zero["offload_optimizer"] = offload

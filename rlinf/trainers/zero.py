@@ -176,7 +176,7 @@ class Zero3(Zero):
         zero.zero_grad(set_to_none=True)
         zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
         for bucket in zero.ipg_buckets.values():
-            bucket.clear()
+            bucket.clear_params()
         # What no loss depends on would keep the gradient of an earlier step.
         zero.grad_partitions_flat_buffer.zero_()
         zero._backward_active_depth = 0
