@@ -209,8 +209,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
         finally:
             hook.remove()
         if self._zero.offloads:  # its gradient has its memory for good
-            for flat, gradient in kept:
-                flat.grad = gradient
+            for flat, own in kept:
+                flat.grad = own
 
     def _group(self, flat: int) -> str:
         name: str = self.optimizer.param_groups[self._zero.owner(flat)][GROUP]
@@ -350,6 +350,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def _release(self) -> None:
         self.optimizer.state.clear()
         self._engine.destroy()
+        self._zero.release(self._engine.module)
         self._outline, self._fragments = None, {}
         del self._engine, self._zero
 

@@ -45,7 +45,11 @@ class Adapters:
         from peft import LoraConfig, inject_adapter_in_model
 
         targets = list(settings.targets) or _linear(policy)
-        config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets)
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
+            target_modules=targets,
+        )
         empty = any(parameter.is_meta for parameter in policy.module.parameters())
         try:
             inject_adapter_in_model(config, policy.module, ADAPTER, low_cpu_mem_usage=empty)

@@ -7,6 +7,7 @@ is fixed for the whole minibatch beforehand, the summed gradient is the same how
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections import defaultdict
@@ -163,7 +164,7 @@ class MinibatchTrainer(Storages, Trainer):
                 counted = 1.0 if real else 0.0
                 inputs = self._inputs(policy, records, spans)
                 parts = self._backward(
-                    lambda inputs=inputs, spans=spans: loss(policy, inputs, spans),
+                    functools.partial(loss, policy, inputs, spans),
                     # Gradients are averaged over ranks; the loss is a sum over them.
                     counted * self.world.data_size,
                     last=number == len(cut.batches),

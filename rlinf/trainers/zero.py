@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-class Fragment(NamedTuple):
+@dataclass(frozen=True)
+class Fragment:
     """A process's elements of one parameter; it may have none."""
 
     parameter: nn.Parameter
@@ -71,6 +73,10 @@ class Zero(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Forget all gradients, those of a pass that failed too; not collective."""
+
+    def release(self, root: nn.Module) -> None:
+        """Let go of what the engine has called, once it is destroyed."""
+        return None
 
     @abstractmethod
     def refresh(self) -> None:
@@ -195,6 +201,12 @@ class Zero3(Zero):
             zero._reassign_or_swap_out_partitioned_parameters(number)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def release(self, root: nn.Module) -> None:
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        # Each pass leaves its root there.
+        FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not root]
 
 
 def total_norm(parts: list[Tensor]) -> Tensor:
