@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints.txt
-EXTRAS := slurm,sims,math,reasoning,gguf,dev
+EXTRAS := slurm,sims,math,reasoning,gguf,peft,dev
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread per process: more make small models slower, and waiting threads must not spin.
@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env demo test test-slow test-browser browser test-fast chaos lint format bench wheel slurm-up slurm-down clean
+.PHONY: help install env demo test test-slow test-browser browser test-fast chaos lint format bench equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,10 +55,12 @@ demo: install  ## Warm-start and train the arithmetic model, then say where the 
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
 test: install browser  ## The suite, on a real Slurm brought up for it
-	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
+	@$(MAKE) -s env NAME=deepspeed
+	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
 
 test-slow: install  ## What the suite leaves out: minutes each, or variants of what it has
-	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
+	@$(MAKE) -s env NAME=deepspeed
+	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
 
 chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
 	RLINF_REQUIRE_SLURM=1 RLINF_DEVCLUSTER_MODE=net $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)
@@ -92,6 +94,10 @@ $(VENV)/.bench: $(VENV)/.installed
 
 bench: $(VENV)/.bench  ## Measure and write benchmarks/results.json (NAME=row for one row)
 	$(BIN)/python -m benchmarks $(if $(NAME),--name $(NAME)) $(ARGS)
+
+equality: install  ## One update computed in every way: a table of differences (docs/training.md)
+	@$(MAKE) -s env NAME=deepspeed
+	$(BIN)/python -m benchmarks.equality
 
 wheel: install  ## Build dist/*.whl
 	rm -rf dist

@@ -88,6 +88,7 @@ ROWS = {
     "memory_200_iterations_mib": "memory",
     "load_memory_ratio": "load_memory",
     "logprob_memory_ratio": "logprobs",
+    "lora_memory_ratio": "lora",
     "packing_speedup": "packing",
     "shared_prefix_speedup": "packing",
     "owner_memory_ratio": "owner_memory",

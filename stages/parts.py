@@ -277,7 +277,7 @@ def held_policy(ctx: Context) -> Trainer:
                 trainer = held.trainer
                 on_device(ctx, trainer, "weights", filled=False)
                 if tensors is None and by_rows(ctx):
-                    trainer.policy.fill(ctx.verified("weights") / WEIGHTS)
+                    trainer.fill(ctx.verified("weights") / WEIGHTS)
                 elif tensors is None and resident.deltas is not None and resident.deltas.exact:
                     tensors = resident.deltas.read(ctx, "weights")
                 elif tensors is None:
