@@ -35,9 +35,15 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 # Environments of their own for parts whose packages cannot stand beside ours: the interpreters that
-# task.python, engine.python and trainer.python name. Each has its packages, pinned, in one file.
+# task.python, engine.python, engine.server_python and trainer.python name. Each has all its packages,
+# pinned, in one file: what some of them declare and do without is not there, so nothing else comes.
 ENVS := $(if $(RLINF_ENVS),$(RLINF_ENVS),$(HOME)/.cache/rlinf/envs)
 ENV_FILE = configs/environments/$(NAME).txt
+
+# The files of torch that two environments have alike are stored once, where their disk can do that.
+SHARED = hardlink -q -c $(wildcard $(VENV)/lib/python3*/site-packages/torch) \
+	  $(wildcard $(ENVS)/*/lib/python3*/site-packages/torch) \
+	  $(1)/lib/python3*/site-packages/torch 2>/dev/null || true
 
 env:  ## Make the environment NAME of configs/environments, outside the checkout
 	@test -n "$(NAME)" -a -f "$(ENV_FILE)" || { echo "make env NAME=...: one of" \
@@ -47,7 +53,8 @@ env:  ## Make the environment NAME of configs/environments, outside the checkout
 	  export PIP_CONSTRAINT=$(CURDIR)/$(ENV_FILE); \
 	  torch=$$(sed -n '/^torch==/p' $(ENV_FILE)); \
 	  test -z "$$torch" || $(ENVS)/$(NAME)/bin/python -m pip install -q $$torch; \
-	  $(ENVS)/$(NAME)/bin/python -m pip install -q -r $(ENV_FILE); \
+	  $(ENVS)/$(NAME)/bin/python -m pip install -q --no-deps -r $(ENV_FILE); \
+	  $(call SHARED,$(ENVS)/$(NAME)); \
 	  cp $(ENV_FILE) $(ENVS)/$(NAME)/.installed; }
 
 demo: install  ## Warm-start and train the arithmetic model, then say where the report is

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,4 +46,12 @@ def sweep() -> None:
     """Remove them."""
     for path in abandoned():
         with contextlib.suppress(OSError):
-            path.unlink()
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove one: a file, or the folder of an engine's server."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -129,8 +129,9 @@ class Sample:
         self.tokens += leg.tokens
         self.logprobs += leg.logprobs
         self.stopped = leg.end == "stop"
-        if before and sampling.stop:
-            # A server knows nothing of a text that began in an earlier leg.
+        if sampling.stop:
+            # A server knows nothing of a text that began in an earlier leg, or of one with a
+            # special token in it.
             for count in range(max(before + 1, sampling.min_tokens), len(self.tokens) + 1):
                 if completes(self.tokens[:count], sampling.stop, server.decode):
                     self.stopped = True
@@ -252,9 +253,7 @@ class Legs:
             waiting = len(self._waiting)
             if hooks.gives_up(waiting + self._running, self._asked):
                 yield from self._replied(self._interrupt())
-                under_way = [
-                    self._waiting.popleft() for _ in range(len(self._waiting) - waiting)
-                ]
+                under_way = [self._waiting.popleft() for _ in range(len(self._waiting) - waiting)]
                 yield from self._replied(under_way, "unfinished")
         newer = hooks.newer() if hooks.newer is not None else None
         if newer is not None:

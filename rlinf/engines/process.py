@@ -1,7 +1,7 @@
 """A server process of an engine: started, asked over a socket of its own, ended with its group.
 
-It listens on a socket in a private folder where the server can do that, so that no other user of the
-node reaches it; else on loopback, at a port that was free, and every request carries a key.
+It listens on a socket of the file system, in a private folder: no other user of the node reaches
+it, while a port would be open to all, with a guard that covers some of a server's routes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import contextlib
 import http.client
 import json
 import os
-import secrets
-import signal
 import socket
 import subprocess
 import threading
@@ -27,7 +25,6 @@ from rlinf.errors import DataError, RlinfError
 
 LOOK_S = 0.1
 LAST_LINES = 15
-WORTH = ("Error", "error", "rror:", "Traceback")
 
 
 class ServerError(RlinfError):
@@ -51,24 +48,6 @@ class _Local(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-class Address:
-    """Where a server listens: a socket of the file system, or a port with a key."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        self.path, self.port, self.key = path, 0, ""
-        if path is None:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.port = free.getsockname()[1]
-            self.key = secrets.token_hex(32)
-
-    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """A new one, not yet open."""
-        if self.path is not None:
-            return _Local(self.path, timeout_s)
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-
-
 class ServerProcess:
     """One start of a server; methods may be called from several threads."""
 
@@ -78,7 +57,7 @@ class ServerProcess:
         module: str,
         arguments: Sequence[str],
         variables: Mapping[str, str],
-        address: Address,
+        address: Path,
         log: Path,
         timeout_s: float,
     ) -> None:
@@ -87,6 +66,7 @@ class ServerProcess:
             python: its interpreter.
             module: what is run, with its ``arguments``.
             variables: of its environment, besides those of this process.
+            address: the socket where it will listen.
             log: where what it prints is added.
             timeout_s: for one answer.
         """
@@ -168,20 +148,23 @@ class ServerProcess:
 
     def _ask(self, method: str, route: str, body: Any) -> Any:
         headers = {"Content-Type": "application/json"}
-        if self._address.key:
-            headers["Authorization"] = f"Bearer {self._address.key}"
         text = None if body is None else json.dumps(body)
-        connection = getattr(self._own, "connection", None)
-        try:
-            if connection is None:
-                connection = self._own.connection = self._address.connection(self._timeout_s)
-            connection.request(method, route, text, headers)
-            response = connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            if connection is not None:
+        connection, used = getattr(self._own, "connection", None), True
+        if connection is None:
+            connection, used = _Local(self._address, self._timeout_s), False
+            self._own.connection = connection
+        while True:
+            try:
+                connection.request(method, route, text, headers)
+                response = connection.getresponse()
+                answer = response.read()
+                break
+            except (OSError, http.client.HTTPException) as error:
                 connection.close()
-            raise Gone(f"{route}: {error or type(error).__name__}") from None
+                # A server ends connections that were idle for a while; one that is dead takes none.
+                if not used or isinstance(error, TimeoutError):
+                    raise Gone(f"{route}: {error or type(error).__name__}") from None
+                used = False
         if response.status >= 500:
             raise Gone(f"{route}: {response.status} {answer[:300].decode(errors='replace')}")
         if response.status >= 400:
@@ -195,7 +178,6 @@ class ServerProcess:
 
 def _end(process: subprocess.Popen[bytes], pipe: int) -> None:
     """Kill a server's whole group: its first process may be gone while others are there."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    start.end(process.pid)
     process.wait()
     os.close(pipe)

@@ -7,7 +7,6 @@ are served, so that a server that dies can be started again. The folder also hol
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import os
 import shutil
@@ -27,8 +26,7 @@ from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
 from rlinf.engines.inside import start
 from rlinf.engines.legs import Ask, Leg, Legs
-from rlinf.engines.process import Address, Gone, ServerError, ServerProcess
-from rlinf.errors import DataError
+from rlinf.engines.process import Gone, ServerError, ServerProcess
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.interpreters import interpreter
 from rlinf.leftovers import SHM, segment_name
@@ -91,8 +89,8 @@ class ServerEngine(Engine):
     """What its interpreter runs."""
     health: ClassVar[str] = "/health"
     """The route that answers once it is up."""
-    by_path: ClassVar[bool] = True
-    """Whether it can listen on a socket of the file system."""
+    package: ClassVar[str]
+    """What that interpreter must have."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         self._config, self._policy_config = config, policy_config
@@ -115,13 +113,13 @@ class ServerEngine(Engine):
 
     @classmethod
     def interpreters(cls, config: Any) -> dict[str, tuple[str, tuple[str, ...]]]:
-        return {"server_python": (config.server_python, (cls.module.partition(".")[0],))}
+        return {"server_python": (config.server_python, (cls.package,))}
 
     # What a subclass says.
 
     @abstractmethod
-    def command(self, model: Path, address: Address, context: int) -> list[str]:
-        """Arguments of the server."""
+    def command(self, model: Path, context: int) -> list[str]:
+        """Arguments of a server that listens at :attr:`socket`."""
 
     @abstractmethod
     def variables(self) -> Mapping[str, str]:
@@ -147,6 +145,11 @@ class ServerEngine(Engine):
         """The server is up, and nothing was asked yet."""
 
     # The engine.
+
+    @property
+    def socket(self) -> Path:
+        """Where the server listens."""
+        return self._own_folder() / "http"
 
     @property
     def process(self) -> ServerProcess:
@@ -182,7 +185,9 @@ class ServerEngine(Engine):
         like = self._like
         names = [name for name in like if name not in self._tied]
         try:
-            save_tensors(model / WEIGHTS, State(like, fitting(tensors, like)), names, {"format": "pt"})
+            save_tensors(
+                model / WEIGHTS, State(like, fitting(tensors, like)), names, {"format": "pt"}
+            )
         except ValueError:
             raise misfit(names[0], len(names)) from None
         self._serve(version, update=self._process is not None)
@@ -247,16 +252,14 @@ class ServerEngine(Engine):
 
     def _start(self, model: Path) -> None:
         folder = self._own_folder()
-        socket = folder / "http"
-        socket.unlink(missing_ok=True)
-        address = Address(socket if self.by_path else None)
+        self.socket.unlink(missing_ok=True)
         config = self._config
         limit = config.context or positions(read_settings(model)) or 4096
         logs = self.logs or folder
         self._process = ServerProcess(
             interpreter(config.server_python, "engine.server_python"),
             self.module,
-            [*self.command(model, address, limit), *config.arguments],
+            [*self.command(model, limit), *config.arguments],
             {
                 "TMPDIR": str(folder),
                 "PYTHONPATH": str(INSIDE),
@@ -264,7 +267,7 @@ class ServerEngine(Engine):
                 "HF_HUB_OFFLINE": "1",
                 **self.variables(),
             },
-            address,
+            self.socket,
             logs / f"{type(self).__name__}-{os.uname().nodename}-{os.getpid()}.log",
             config.answer_s,
         )
@@ -299,7 +302,7 @@ def fitting(
 
 
 def _same_files(folder: Path, other: Path) -> bool:
-    """Whether two folders have the same network and tokenizer, by their files beside the weights."""
+    """Whether two folders have the same network and tokenizer: the files beside the weights."""
     names = companions(folder)
     return names == companions(other) and all(
         filecmp.cmp(folder / name, other / name, shallow=False) for name in names

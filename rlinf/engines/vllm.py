@@ -1,9 +1,8 @@
 """vLLM as a server; see :mod:`rlinf.engines.server`.
 
 Tokens go in and come out as numbers (``/inference/v1/generate``); a worker extension
-(``inside/rlinf_vllm.py``) reads new weights in place and takes log-probabilities as they are defined
-here. vLLM's guard of a key covers a part of its routes alone: it listens on a socket in a private
-folder instead.
+(``inside/rlinf_vllm.py``) reads new weights in place and takes log-probabilities as they are
+defined here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.engines.legs import Ask, Leg
-from rlinf.engines.process import Address
 from rlinf.engines.server import ServerConfig, ServerEngine
 
 
@@ -27,12 +25,13 @@ class VLLMEngine(ServerEngine):
     """See the module."""
 
     Config = VLLMConfig
+    package = "vllm"
     module = "vllm.entrypoints.openai.api_server"
 
-    def command(self, model: Path, address: Address, context: int) -> list[str]:
+    def command(self, model: Path, context: int) -> list[str]:
         config = self._config
         return [
-            *("--model", str(model), "--uds", str(address.path)),
+            *("--model", str(model), "--uds", str(self.socket)),
             *("--dtype", self._policy_config.dtype),
             *("--max-model-len", str(context), "--max-num-seqs", str(config.max_rows)),
             *("--kv-cache-memory-bytes", str(int(config.cache_gib * 2**30))),

@@ -47,7 +47,7 @@ class Extension:
         def tensors():  # type: ignore[no-untyped-def]
             for path in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(path, framework="pt") as file:
-                    for name in file.keys():
+                    for name in file.keys():  # noqa: SIM118 - no mapping
                         yield name, file.get_tensor(name)
 
         self.model_runner.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
