@@ -62,10 +62,10 @@ demo: install  ## Warm-start and train the arithmetic model, then say where the 
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
 test: install browser  ## The suite, on a real Slurm brought up for it
-	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
+	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
 
 test-slow: install  ## What the suite leaves out: minutes each, or variants of what it has
-	RLINF_REQUIRE_SLURM=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
+	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
 
 chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
 	RLINF_REQUIRE_SLURM=1 RLINF_DEVCLUSTER_MODE=net $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)

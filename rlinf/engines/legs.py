@@ -9,6 +9,7 @@ with the same seed.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -23,13 +24,15 @@ from rlinf.channels.base import ChannelClosed
 from rlinf.data.record import Record
 from rlinf.data.sampling import Sampling
 from rlinf.engines.base import TOKEN_REQUEST, Hooks, Requests, check_columns
-from rlinf.engines.process import Gone
+from rlinf.engines.process import Gone, ServerError
 from rlinf.engines.sampling import completes
 from rlinf.errors import DataError
 from rlinf.seeding import torch_seed
 
 LOOK_S = 0.005
 """How often newer requests, and hooks, are looked for while samples are under way."""
+LOST = 3
+"""Servers that may die, one after the other, with the same sample under way."""
 ABORT_S = 0.05
 """How often what is under way is told to end: a request on its way in hears nothing of it."""
 
@@ -74,6 +77,9 @@ class Server(Protocol):
     def revive(self) -> None:
         """Have a server again where it died; raises ServerError where it does not come up."""
 
+    def tail(self) -> str:
+        """The end of its log."""
+
     def load(self, folder: Path, version: int) -> None: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -98,6 +104,8 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stopped: bool = False
+    lost: int = 0
+    """Servers that died with it."""
 
     def __post_init__(self) -> None:
         steps = self.asked.request.steps
@@ -177,8 +185,7 @@ class Legs:
                 if self._running:
                     yield from self._ask_hooks()
         finally:
-            if self._running:
-                self._interrupt()
+            deque(self._cut_off(), maxlen=0)
             for _ in range(self._threads):
                 self._orders.put(None)
 
@@ -233,15 +240,9 @@ class Legs:
                 break
             wait_s = 0.0
             self._running -= 1
-            if isinstance(leg, Gone):
-                lost = True
-                self._waiting.appendleft(sample)
-            elif isinstance(leg, Exception):
-                raise leg
-            elif sample.add(leg, self._server.version, self._server):
+            lost = lost or isinstance(leg, Gone)
+            if self._took(sample, leg):
                 done.append(sample)
-            else:
-                self._waiting.appendleft(sample)
         yield from self._replied(done)
         if lost:
             yield from self._replied(self._interrupt())
@@ -260,26 +261,36 @@ class Legs:
             yield from self._replied(self._interrupt())
             self._server.load(*newer)
 
+    def _took(self, sample: Sample, leg: Leg | Exception) -> bool:
+        """Take what came of a leg; returns whether its sample is complete, else it waits again."""
+        if isinstance(leg, Gone):
+            sample.lost += 1
+            if sample.lost == LOST:
+                raise ServerError(
+                    f"{LOST} servers died with the same sample under way ({leg}); the end of the "
+                    f"last one's log:\n{self._server.tail()}"
+                )
+        elif isinstance(leg, Exception):
+            raise leg
+        elif sample.add(leg, self._server.version, self._server):
+            return True
+        self._waiting.appendleft(sample)
+        return False
+
     def _interrupt(self) -> list[Sample]:
-        """Cut off all legs; their samples wait again, but for those that are complete."""
-        done = list[Sample]()
+        """Cut off all legs; returns the samples that are complete."""
+        return [sample for sample, leg in self._cut_off() if self._took(sample, leg)]
+
+    def _cut_off(self) -> Iterator[tuple[Sample, Leg | Exception]]:
         while self._running:
             try:
-                sample, leg = self._back.get(timeout=ABORT_S)
+                back = self._back.get(timeout=ABORT_S)
             except queue.Empty:
-                try:
+                with contextlib.suppress(Gone):
                     self._server.abort()
-                except Gone:
-                    pass
                 continue
             self._running -= 1
-            if isinstance(leg, Leg) and sample.add(leg, self._server.version, self._server):
-                done.append(sample)
-            elif isinstance(leg, Exception) and not isinstance(leg, Gone):
-                raise leg
-            else:
-                self._waiting.appendleft(sample)
-        return done
+            yield back
 
     def _replied(self, samples: list[Sample], *names: str) -> Iterator[Record]:
         """What there is of some samples, by request and first version."""

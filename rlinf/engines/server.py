@@ -26,7 +26,7 @@ from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
 from rlinf.engines.inside import start
 from rlinf.engines.legs import Ask, Leg, Legs
-from rlinf.engines.process import Gone, ServerError, ServerProcess
+from rlinf.engines.process import Gone, ServerProcess
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.interpreters import interpreter
 from rlinf.leftovers import SHM, segment_name
@@ -45,8 +45,6 @@ from rlinf.models.loading import (
 )
 from rlinf.tensors import State, save_tensors
 
-DEATHS = 3
-"""Servers that may die one after the other without an answer between."""
 INSIDE = Path(start.__file__).parent
 """What servers import of this package; its folder is on their module search path."""
 CONFIGURATION = "config.json"
@@ -101,7 +99,6 @@ class ServerEngine(Engine):
         self.stops = frozenset[int]()
         self._folder: Path | None = None
         self._process: ServerProcess | None = None
-        self._deaths = 0
 
     @classmethod
     def takes_dtype(cls, config: Any) -> torch.dtype | None:
@@ -208,18 +205,15 @@ class ServerEngine(Engine):
 
     def leg(self, ask: Ask) -> Leg:
         route, body = self.body(ask)
-        found = self.answer(self.process.post(route, body))
-        self._deaths = 0
-        return found
+        return self.answer(self.process.post(route, body))
 
     def revive(self) -> None:
-        self._deaths += 1
-        if self._deaths >= DEATHS:
-            tail = self.process.tail()
-            raise ServerError(f"{self._deaths} servers died one after the other; the last:\n{tail}")
         version = self.version
         self._stop()
         self._serve(version, update=False)
+
+    def tail(self) -> str:
+        return self.process.tail()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, without special ones."""

@@ -39,7 +39,7 @@ from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from rlinf.residency import Residency
-from tests.environments import make_environment
+from tests.environments import need_environment
 
 TOKENS = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=64)
 """Heads of 64: the only ones that vLLM takes on every CPU."""
@@ -165,7 +165,7 @@ def new(case: tuple[str, str], folder: Path) -> Tried:
     if engine is None:
         cls = engines.get(name)
         if served(name):
-            make_environment(cls.Config().server_python)
+            need_environment(cls.Config().server_python)
         engine = cls(cls.Config(), policy, config)
         assert engine.version == -1
         if served(name):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rlinf import tree
+from rlinf.config import semantic
 from rlinf.data.record import Record
 from rlinf.engines import engines
 from rlinf.engines.base import Hooks
@@ -242,6 +243,11 @@ def test_an_environment_that_is_not_there_is_named_before_anything_is_written(
     config = RunConfig.model_validate(compose(f"engine={name}"))
     with pytest.raises(ConfigError, match=f"engine.server_python.*make env NAME={name}"):
         check(config)
+
+
+def test_where_a_server_runs_changes_no_result() -> None:
+    here, there = ({"engine": {"name": "vllm", "server_python": path}} for path in ("/a", "/b"))
+    assert semantic(here) == semantic(there) == {"engine": {"name": "vllm"}}
 
 
 @pytest.mark.slow
