@@ -27,7 +27,7 @@ from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.base import copy_weights
 from rlinf.models.causal_lm import CausalLMConfig, causal_mask, load_tokenizer
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.loading import load_module, reload_weights
+from rlinf.models.loading import load_module, reload_weights, stop_tokens
 from rlinf.residency import Storages, placed
 
 
@@ -80,9 +80,7 @@ class TransformersEngine(Storages, Engine):
             use_decode_attention(self._module)
         tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
         self._tokenizer = tokenizer
-        stop = getattr(self._module.generation_config, "eos_token_id", None)
-        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-        known = set() if self._config.ignore_eos else {*stops, tokenizer.eos_token_id}
+        known = set() if self._config.ignore_eos else stop_tokens(self._module, tokenizer)
         self.stops = torch.tensor(sorted(known), dtype=torch.int64, device=self.device)
         self.version = version
 
