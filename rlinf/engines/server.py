@@ -27,6 +27,7 @@ from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
 from rlinf.engines.inside import start
 from rlinf.engines.legs import Ask, Leg, Legs
 from rlinf.engines.process import Gone, ServerProcess
+from rlinf.errors import DataError
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.interpreters import interpreter
 from rlinf.models.base import misfit
@@ -204,6 +205,11 @@ class ServerEngine(Engine):
     # What a call of generate asks for.
 
     def leg(self, ask: Ask) -> Leg:
+        if len(ask.tokens) + ask.most > self._context:
+            raise DataError(
+                f"{len(ask.tokens)} tokens and up to {ask.most} more do not fit into "
+                f"{self._context}; shorten prompts or rollout.horizon, or raise engine.context"
+            )
         route, body = self.body(ask)
         return self.answer(self.process.post(route, body))
 
@@ -248,12 +254,12 @@ class ServerEngine(Engine):
         folder = self._own_folder()
         self.socket.unlink(missing_ok=True)
         config = self._config
-        limit = config.context or positions(read_settings(model)) or 4096
+        self._context = config.context or positions(read_settings(model)) or 4096
         logs = self.logs or folder
         self._process = ServerProcess(
             interpreter(config.server_python, "engine.server_python"),
             self.module,
-            [*self.command(model, limit), *config.arguments],
+            [*self.command(model, self._context), *config.arguments],
             {
                 "TMPDIR": str(folder),
                 "PYTHONPATH": str(INSIDE),
