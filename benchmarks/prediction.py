@@ -39,9 +39,10 @@ from rlinf import tree
 from rlinf.artifacts import write_atomic
 from stages.flow import flow_of
 
-CORES, MINUTES = 2, 6
-"""Of this machine; of a pass, in which jobs on their own are measured too (under 5.4 they are not).
-"""
+CORES = 2
+MINUTES, PASSES = 6, 2
+"""Of a profile pass, in which jobs on their own are measured too (under 5.4 they are not), and how
+many there are: the second goes on with the first's measurements."""
 ITERATIONS = {"stage": 4, "segment": 7}
 """Of each run, by grain; the first does not count."""
 DRAWN = 1
@@ -129,10 +130,13 @@ def advance(minutes: float) -> bool:
     for experiment, words in EXPERIMENTS.items():
         root = WORK / experiment
         run = named([*COMMON, *words, f"run.name={experiment}", f"run.root={root}"])
-        if not (root / PROFILE).exists():
-            # A process of each of two nodes is as many as there are cores.
-            options = Options(("a100", "h100"), minutes=MINUTES, processes=1)
-            profile(run, options, warm_start).save(root / PROFILE)
+        for name in [*(f"pass-{number + 1}.json" for number in range(PASSES - 1)), PROFILE]:
+            if not (root / name).exists():
+                if time.monotonic() > end:
+                    return False
+                # A process of each of two nodes is as many as there are cores.
+                options = Options(("a100", "h100"), minutes=MINUTES, processes=1)
+                profile(run, options, warm_start).save(root / name)
         sources = Sources(profile=str(root / PROFILE), partitions=("a100", "h100", "gpu"))
         asked = request(run.config, sources)
         for number, (what, plan) in enumerate(plans(asked)):
@@ -209,6 +213,21 @@ def point(
     )
 
 
+def table(points: list[Point]) -> str:
+    """The points as the docs have them, in Markdown."""
+    lines = [
+        "| experiment | plan | predicted, s | 80 % | measured, s | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for p in points:
+        lines.append(
+            f"| {p.experiment} | {p.plan} | {p.predicted_s:.2f} | {p.low_s:.2f} to {p.high_s:.2f} "
+            f"| {p.median_s:.2f} ({min(p.measured_s):.2f} to {max(p.measured_s):.2f}) "
+            f"| {p.error:+.0%} |"
+        )
+    return "\n".join(lines)
+
+
 def draw(points: list[Point], path: Path = PICTURE) -> None:
     """Predicted against measured, both on logarithmic axes, with the 80 % intervals."""
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
@@ -242,8 +261,9 @@ def draw(points: list[Point], path: Path = PICTURE) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction")
-    parser.add_argument("--minutes", type=float, help="measure so long; else draw what is known")
+    parser.add_argument("--minutes", type=float, help="measure so long; else show what is known")
     if (minutes := parser.parse_args().minutes) is None:
         draw(kept(POINTS))
+        print(table(kept(POINTS)))
     else:
         print("all measured" if advance(minutes) else "more to measure")
