@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.row import Row
 from benchmarks.slurm_jobs import bring_up
@@ -52,6 +53,7 @@ WORK = tree.ROOT / "runs" / "prediction"
 """Profiles, runs and points of a pass that is not through; the next call goes on there."""
 PROFILE = "profile.json"
 PICTURE = tree.ROOT / "docs" / "images" / "prediction.png"
+TICKS_S = (1, 1.5, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60)
 COMMON = [
     "cluster=slurm",
     f"cluster.site={tree.ROOT}/slurm/devcluster/site.yaml",
@@ -237,6 +239,7 @@ def draw(points: list[Point], path: Path = PICTURE) -> None:
         axes.errorbar(
             p.median_s,
             p.predicted_s,
+            xerr=[[p.median_s - min(p.measured_s)], [max(p.measured_s) - p.median_s]],
             yerr=[[p.predicted_s - p.low_s], [p.high_s - p.predicted_s]],
             fmt=markers[p.grain][0],
             color=colours[p.experiment],
@@ -248,10 +251,18 @@ def draw(points: list[Point], path: Path = PICTURE) -> None:
     axes.plot(ends, ends, color=INK, lw=1)
     axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#9aa4af33")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured seconds of an iteration", ylabel="predicted (bars: 80 %)")
+    ticks = [t for t in TICKS_S if ends[0] < t < ends[1]]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.set(
+        xlabel="measured seconds of an iteration (bars: all of a run)",
+        ylabel="predicted seconds (bars: 80 %)",
+    )
     axes.set_title("Plans, predicted and run (grey: 10 % either way)")
-    for colour, label in zip(colours.values(), colours, strict=True):
-        axes.plot([], [], "o", color=colour, label=label)
+    for label in dict.fromkeys(p.experiment for p in points):
+        axes.plot([], [], "o", color=colours[label], label=label)
     for marker, label in markers.values():
         axes.plot([], [], marker, color=INK, mfc="none", label=label)
     axes.legend(loc="upper left")
