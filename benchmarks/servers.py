@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.row import Row, median_row
 from rlinf.channels.local import LocalChannel
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Identity, Record, Scalar
 from rlinf.data.sampling import Sampling
 from rlinf.engines import engines
 from rlinf.engines.legs import Asked, Sample
@@ -95,7 +95,7 @@ def turns(engine: Any, place: Path) -> list[float]:
         "prompt": random.integers(2, 14, (COUNT, 16)),
         "prompt_length": np.full(COUNT, 16),
     }
-    info = {"horizon": LENGTH, "min_tokens": LENGTH, "temperature": 1.0}
+    info: dict[str, Scalar] = {"horizon": LENGTH, "min_tokens": LENGTH, "temperature": 1.0}
     request = Record(Identity(0, 0), steps, info=info)
     asked = Asked(request, Sampling.of(info), 7)
     bodies = [engine.body(Sample(asked, i).ask("rollout")) for i in range(COUNT)]

@@ -25,7 +25,6 @@ from rlinf.engines.inside.start import shared_memory
 from rlinf.engines.process import ServerError
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM
-from rlinf.segments import SHM
 from tests.contracts.test_engine import SERVERS, TOKENS, Rows, Tried, new
 
 NAMES = ["sglang", "vllm"]
