@@ -49,7 +49,9 @@ def check(config: RunConfig) -> None:
         know(load_site(cluster.site).interpreters)
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}")
-    check_interpreters(config, cluster, environment.modules)
+    check_interpreters(config, cluster, environment.modules, trainer.packages(trainer_options))
+    for key, (name, modules) in engine.interpreters(engine_options).items():
+        check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")
     check_fit(config)
     check_sampling(config, engine.needs)
@@ -70,15 +72,26 @@ def check(config: RunConfig) -> None:
 
 
 def check_interpreters(
-    config: RunConfig, cluster: ClusterConfig, simulates: tuple[str, ...]
+    config: RunConfig,
+    cluster: ClusterConfig,
+    simulates: tuple[str, ...],
+    trains: tuple[str, ...],
 ) -> None:
     """See that interpreters which are named are there and have what runs under them.
 
+    Args:
+        simulates: modules that the simulator processes import.
+        trains: optional packages of the trainer.
+
     Raises:
         ConfigError: one is not, has not, or would have to run stages of the driver's process.
+        MissingPackageError: no interpreter is named, and the own one lacks an optional package.
     """
-    for section, modules in (("task", simulates), ("engine", OF_STAGES), ("trainer", OF_STAGES)):
+    trainer = (*OF_STAGES, *trains)
+    for section, modules in (("task", simulates), ("engine", OF_STAGES), ("trainer", trainer)):
         if (name := named(config, section)) is None:
+            for package in trains if section == "trainer" else ():
+                require(package, package, f"trainer={config.trainer.name}")
             continue
         check_interpreter(name, f"{section}.python", modules)
         if section != "task" and cluster.launcher == "inprocess":

@@ -58,6 +58,6 @@ def clean(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
         lines.append(f"{size / 1e6:10.1f} MB  {path}")
         total += size
         if not dry_run:
-            path.unlink(missing_ok=True)
+            segments.drop(path)
     what = "would be removed" if dry_run else "removed"
     return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {what}"]

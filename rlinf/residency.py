@@ -247,6 +247,28 @@ def placed(module: M, device: torch.device) -> M:
     return module
 
 
+def buffers_to(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to a device, of a module whose parameters have no memory yet."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Give those parameters memory that have none; what is in it is to be written.
+
+    As ``to_empty``, which would make several of a parameter that several modules have.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, own in part._parameters.items():
+            if own is not None and own.is_meta:
+                if own not in made:
+                    empty = torch.empty_like(own, device=device)
+                    made[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
+                part._parameters[name] = made[own]
+
+
 def _room(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None

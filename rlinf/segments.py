@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,7 +105,15 @@ def sweep() -> None:
     """Remove them."""
     for path in abandoned():
         with contextlib.suppress(OSError):
-            path.unlink()
+            drop(path)
+
+
+def drop(path: Path) -> None:
+    """Remove what was left: a segment, or the folder of an engine's server."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 _made: dict[str, int] = {}

@@ -143,6 +143,7 @@ def bare_engine(ctx: Context, world: World | None = None) -> Engine:
         cls = engines.get(ctx.config.engine.name)
         policy, options = policy_class(ctx.config)
         engine: Engine = cls(ctx.config.engine.options(cls.Config, "engine"), policy, options)
+        engine.logs = ctx.run / "logs" / "engine"
         ctx.resident.engine = engine
     ctx.resident.engine.world = world
     return ctx.resident.engine
@@ -277,7 +278,7 @@ def held_policy(ctx: Context) -> Trainer:
                 trainer = held.trainer
                 on_device(ctx, trainer, "weights", filled=False)
                 if tensors is None and by_rows(ctx):
-                    trainer.policy.fill(ctx.verified("weights") / WEIGHTS)
+                    trainer.fill(ctx.verified("weights") / WEIGHTS)
                 elif tensors is None and resident.deltas is not None and resident.deltas.exact:
                     tensors = resident.deltas.read(ctx, "weights")
                 elif tensors is None:

@@ -35,12 +35,7 @@ def pool_folder(run: Run, pool: PoolState) -> Path:
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> Job:
     """The job of a pool's present lease."""
     name = f"pool-{pool.name}-{pool.lease}"
-    # Where nothing else has turns the engine is given the whole batch at once, and what it makes
-    # is passed on as it comes: parts would be decoded one after another, each with its own tail.
-    held = {stage for stage in pool.stages if stage in plan.flow.stages}
-    parts = 1 if held == {plan.flow.generates} else plan.chunks
-    argv = ["--run", str(run.folder), "--name", name, "--parts", str(parts)]
-    argv += ["--orphan-s", str(cluster.pool_grace_s)]
+    argv = ["--run", str(run.folder), "--name", name, "--orphan-s", str(cluster.pool_grace_s)]
     of, flow = plan.homes(), plan.flow
     if "delta" in plan.transports.values():
         argv.append("--deltas")

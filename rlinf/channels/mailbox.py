@@ -25,7 +25,6 @@ was lost, ``base`` and ``first`` number what follows. An unchanged ``status`` is
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import secrets
 import threading
@@ -38,7 +37,6 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from rlinf.artifacts import write_atomic
 from rlinf.channels.base import ChannelClosed
 from rlinf.channels.curve import (
     HEARTBEAT_S,
@@ -59,6 +57,7 @@ from rlinf.channels.messages import (
     read_pointer,
     send,
     unpacked,
+    write_pointer,
 )
 from rlinf.channels.numbered import Block, Inbox, Outbox
 from rlinf.channels.wire import split
@@ -186,7 +185,7 @@ class Mailbox:
         try:
             self.addresses = listen(self._socket, interface)
             where = Pointer(self.addresses, self._token, timeout_s, max_bytes, this_memory())
-            write_atomic(pointer, json.dumps(where._asdict()), private=True)
+            write_pointer(pointer, where)
         except BaseException:
             self._context.destroy(linger=0)
             raise

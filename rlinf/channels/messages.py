@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgpack
 import zmq
 
+from rlinf.artifacts import write_atomic
 from rlinf.channels.curve import HEARTBEAT_S
 from rlinf.channels.numbered import Block
 from rlinf.channels.wire import join
@@ -34,6 +35,11 @@ class Pointer(NamedTuple):
     max_bytes: int
     memory: str
     """Of its node; see :func:`rlinf.segments.this_memory`."""
+
+
+def write_pointer(path: Path, pointer: Pointer) -> None:
+    """Say where a host is."""
+    write_atomic(path, json.dumps(pointer._asdict()), private=True)
 
 
 def read_pointer(path: Path) -> Pointer | None:

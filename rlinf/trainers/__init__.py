@@ -4,6 +4,9 @@ from rlinf.registry import Registry
 
 trainers = Registry(
     "trainer",
-    {"fsdp": "rlinf.trainers.fsdp:FSDPTrainer"},
+    {
+        "deepspeed": "rlinf.trainers.deepspeed:DeepSpeedTrainer",
+        "fsdp": "rlinf.trainers.fsdp:FSDPTrainer",
+    },
     base="rlinf.trainers.base:Trainer",
 )

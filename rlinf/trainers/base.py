@@ -71,6 +71,11 @@ class Trainer(ABC):
                 hold whole.
         """
 
+    @classmethod
+    def packages(cls, config: Any) -> tuple[str, ...]:
+        """Optional packages that it imports; extras of their names install them."""
+        return ()
+
     @abstractmethod
     def limit(self, token_budget: int) -> None:
         """Evaluate at most so many padded positions at once from now on."""
@@ -176,6 +181,11 @@ class Trainer(ABC):
 
         The optimizer stays as it is: this is for log-probabilities, not for going on with training.
         """
+
+    def fill(self, folder: Path) -> None:
+        """The same from a policy's folder, whose :attr:`Policy.by_rows` is true; each process reads
+        what it needs."""
+        self.policy.fill(folder)
 
     @abstractmethod
     def stream(self, *, copy: bool = False) -> State:

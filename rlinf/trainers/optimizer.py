@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rlinf.config import OptimizerSection
@@ -38,17 +39,13 @@ def make_optimizer(policy: Policy, settings: OptimizerSection) -> Optimizer:
     )
 
 
-@torch.no_grad()
 def choose(
-    optimizer: Optimizer,
-    moments: Collection[str],
-    rates: float | Mapping[str, float],
-    only: Collection[str] | None,
-) -> None:
-    """Have the next step change some groups alone, at their learning rates.
+    optimizer: Optimizer, rates: float | Mapping[str, float], only: Collection[str] | None
+) -> set[str]:
+    """Set the learning rates of the groups that the next step is to change.
 
-    What it will not change (others' parameters, and those that no loss depends on) has moments too
-    then, as before any step: they are part of the state.
+    Returns:
+        Those groups: ``only``, or all.
 
     Raises:
         ValueError: there is no such group, or no rate for it.
@@ -59,14 +56,30 @@ def choose(
     if unknown := (chosen - names) | (chosen - known):
         raise ValueError(f"no group of parameters, or no learning rate: {sorted(unknown)}")
     for group in optimizer.param_groups:
-        changes = group[GROUP] in chosen
-        if changes:
+        if group[GROUP] in chosen:
             group["lr"] = rates if isinstance(rates, float | int) else rates[group[GROUP]]
+    return chosen
+
+
+@torch.no_grad()
+def leave_out(optimizer: Optimizer, moments: Collection[str], chosen: Collection[str]) -> None:
+    """Have the next step change these groups alone.
+
+    What it will not change (others' parameters, and those that no loss depends on) has moments too
+    then, as before any step: they are part of the state.
+    """
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not changes:
+            if group[GROUP] not in chosen:
                 parameter.grad = None
-            if parameter.grad is None and not optimizer.state[parameter]:
-                start = {name: torch.zeros_like(parameter) for name in moments}
-                if "exp_avg" in start:
-                    start["step"] = torch.zeros((), dtype=torch.float32)
-                optimizer.state[parameter].update(start)
+            if parameter.grad is None:
+                begin(optimizer, parameter, moments)
+
+
+def begin(optimizer: Optimizer, parameter: Tensor, moments: Collection[str]) -> None:
+    """Give a parameter the state it has before its first step, unless it has one."""
+    if not optimizer.state[parameter]:
+        start = {name: torch.zeros_like(parameter) for name in moments}
+        if "exp_avg" in start:
+            start["step"] = torch.zeros((), dtype=torch.float32)
+        optimizer.state[parameter].update(start)

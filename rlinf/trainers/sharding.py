@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlinf.errors import ConfigError
 from rlinf.models.base import Policy
-from rlinf.residency import placed
+from rlinf.residency import buffers_to, give_memory, placed
 
 
 def make_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
@@ -49,9 +49,7 @@ def share_out(
     module = policy.module
     empty = any(parameter.is_meta for parameter in module.parameters())
     if empty:
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else buffer.to(device)
+        buffers_to(module, device)
     else:
         placed(module, device)
     units = _units(policy.blocks(), unit_bytes)
@@ -62,7 +60,9 @@ def share_out(
     # The rest is needed again as soon as the backward pass begins.
     root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     if empty:
-        _give_memory(module, device)
+        give_memory(module, device)
+        # FSDP looks at its parameters anew, and pads them, before they are filled.
+        module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
         policy.fill()
     return root, not units
 
@@ -71,20 +71,6 @@ def place_of(mesh: DeviceMesh) -> tuple[int, int, int]:
     """This process's copy of the model, its part of that, and the number of parts."""
     copy = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
     return copy, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-
-
-def _give_memory(module: nn.Module, device: torch.device) -> None:
-    """As ``to_empty``, which would make several of a parameter that several modules have."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, own in part._parameters.items():
-            if own is not None and own.is_meta:
-                if own not in made:
-                    empty = torch.empty_like(own, device=device)
-                    made[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
-                part._parameters[name] = made[own]
-    # FSDP looks at its parameters anew, and pads them, before they are filled.
-    module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
 
 def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:

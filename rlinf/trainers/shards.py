@@ -1,8 +1,9 @@
-"""The state of a trainer in files: each rank writes its shards, any number of ranks read them.
+"""The state of a trainer in files: each rank writes its parts, any number of ranks read theirs.
 
-Safetensors, ``rank-R-of-N.safetensors``. A tensor whose rows are shared out is cut as
-``torch.chunk`` cuts; what all ranks have alike is in the file of rank 0, and so is the table that
-says which is which. No rank waits for another, and nothing is pickled.
+Safetensors, ``rank-R-of-N.safetensors``. A tensor that ranks share is cut into ranges of its
+elements in their order, whichever a rank has (FSDP2: rows; ZeRO: any); a table in each file says
+where its parts belong. What all ranks have alike is in the file of rank 0. No rank waits for
+another, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,36 @@ from rlinf.errors import DataError
 from rlinf.sharded import is_shared, local, memory, rows_of
 from rlinf.tensors import TensorFile
 
-FORMAT = "rlinf-shards-1"
+FORMAT = "rlinf-shards-2"
 _NAME = re.compile(r"rank-0-of-(\d+)\.safetensors")
 
 
-def write(folder: Path, state: Mapping[str, Any], rank: int, size: int) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where the elements of a rank's part of a tensor belong in the whole."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    start: int
+    """Elements before the part."""
+
+
+Places = Mapping[str, Place]
+
+
+def write(
+    folder: Path, state: Mapping[str, Any], rank: int, size: int, places: Places | None = None
+) -> None:
     """Write this rank's part of a state; what of it is no tensor is left out.
 
     Args:
         state: dictionaries of dictionaries of tensors, such as those of torch's ``get_state_dict``.
+        places: of tensors that are a rank's part, by their names in the files; those of FSDP2 say
+            it themselves.
     """
     folder.mkdir(parents=True, exist_ok=True)
     own: dict[str, Tensor] = {}
-    rows: dict[str, int] = {}
+    parts: dict[str, tuple[int, tuple[int, ...]]] = {}
     same: dict[str, str] = {}
     known: dict[object, str] = {}
     for name, value in tensors(state):
@@ -45,15 +63,14 @@ def write(folder: Path, state: Mapping[str, Any], rank: int, size: int) -> None:
         if first != name:
             same[name] = first
             continue
-        if is_shared(value):
-            rows[name] = value.shape[0]
-            begin, end = rows_of(value)
-            if len(local(value)) != end - begin:
-                raise ValueError(f"{name}: not {end - begin} of {value.shape[0]} rows")
+        place = _place(value, (places or {}).get(name))
+        if place is not None:
+            parts[name] = (place.start, place.shape)
         elif rank:
             continue
-        own[name] = local(value).detach().contiguous()
-    table = json.dumps({"format": FORMAT, "rows": rows, "same": same}, sort_keys=True)
+        part = local(value).detach().contiguous()
+        own[name] = part if place is None else part.view(-1)
+    table = json.dumps({"format": FORMAT, "parts": parts, "same": same}, sort_keys=True)
     path = folder / _file(rank, size)
     save_file(own, path, metadata={"table": table})
     sync_file(path)
@@ -65,8 +82,11 @@ def write(folder: Path, state: Mapping[str, Any], rank: int, size: int) -> None:
 
 
 @torch.no_grad()
-def read(folder: Path, state: Mapping[str, Any]) -> None:
-    """Fill the tensors of a state, of the structure that was written, with what is in the files.
+def read(folder: Path, state: Mapping[str, Any], places: Places | None = None) -> None:
+    """Fill the tensors of a state with what is in the files, whichever trainer wrote them.
+
+    Args:
+        state, places: as for :func:`write`; of the same tensors, cut in any way.
 
     Raises:
         DataError: there are no such files, or they do not fit the state.
@@ -77,7 +97,8 @@ def read(folder: Path, state: Mapping[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
             files = _Files(folder, stack)
             for name, value in tensors(state):
-                files.want(name, value.shape, rows_of(value)[0], local(value))
+                place = _place(value, (places or {}).get(name))
+                files.want(name, place or Place(tuple(value.shape), 0), local(value))
             name = ""
             files.fill()
     except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
@@ -85,79 +106,92 @@ def read(folder: Path, state: Mapping[str, Any]) -> None:
         raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
 
 
+def _place(value: Tensor, given: Place | None) -> Place | None:
+    """Where a part belongs; None: it is the whole, which all ranks have."""
+    if given is not None or not is_shared(value):
+        return given
+    begin, end = rows_of(value)
+    if len(local(value)) != end - begin:
+        raise ValueError(f"not {end - begin} of {value.shape[0]} rows")
+    return Place(tuple(value.shape), begin * value.shape[1:].numel())
+
+
 @dataclass
 class _Wanted:
-    """Rows of one tensor of one file, and where they go."""
+    """Elements of one tensor of one file, and where they go."""
 
     low: int
+    """The first, in the file's part."""
     part: Tensor
+    """One-dimensional, or a scalar."""
 
-
-def _span(parts: Sequence[_Wanted]) -> tuple[int, int]:
-    """From the first to the last row of several parts."""
-    ends = [(part.low, part.low + len(part.part) if part.part.dim() else 1) for part in parts]
-    return min(low for low, _ in ends), max(high for _, high in ends)
+    @property
+    def high(self) -> int:
+        return self.low + self.part.numel()
 
 
 class _Files:
-    """The files of a state; each is read once, and only if something in it is needed."""
+    """The files of a state; what is in them is read once, of those in which something is needed."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self._folder, self._stack = folder, stack
-        self._open: dict[int, TensorFile] = {}
-        self._wanted: dict[int, dict[str, list[_Wanted]]] = {0: {}}
         sizes = [int(m[1]) for path in folder.glob("*") if (m := _NAME.fullmatch(path.name))]
         if len(sizes) != 1:
             raise ValueError(f"{len(sizes) or 'no'} files rank-0-of-N.safetensors")
-        (self._size,) = sizes
-        table = json.loads(self._file(0).metadata["table"])
-        if table["format"] != FORMAT:
-            raise ValueError(f"format {table['format']!r} is not {FORMAT!r}")
-        self._rows, self._same = table["rows"], table["same"]
+        self._files: list[TensorFile] = []
+        self._wanted: list[dict[str, list[_Wanted]]] = []
+        self._parts: dict[str, list[tuple[int, Place]]] = {}
+        self._same: dict[str, str] = {}
+        for rank in range(sizes[0]):
+            file = stack.enter_context(TensorFile(folder / _file(rank, sizes[0])))
+            table = json.loads(file.metadata["table"])
+            if table["format"] != FORMAT:
+                raise ValueError(f"format {table['format']!r} is not {FORMAT!r}")
+            self._files.append(file)
+            self._wanted.append({})
+            self._same |= table["same"]
+            for name, shape in file.shapes.items():
+                start, whole = table["parts"].get(name, (0, shape))
+                self._parts.setdefault(name, []).append((rank, Place(tuple(whole), start)))
 
-    def want(self, name: str, shape: torch.Size, begin: int, part: Tensor) -> None:
-        """Have a part, from row ``begin``, of a tensor of this shape filled by :meth:`fill`."""
+    def want(self, name: str, place: Place, part: Tensor) -> None:
+        """Have a part of a tensor filled by :meth:`fill`."""
         name = self._same.get(name, name)
-        saved = self._shape(0, name)
-        whole = name not in self._rows
-        saved = saved if whole else (self._rows[name], *saved[1:])
-        if saved != tuple(shape):
-            raise ValueError(f"shape {list(saved)}, not {list(shape)}")
-        if not shape:
-            self._add(0, name, _Wanted(0, part))
-            return
-        # Rows in each file, of which the last ones may have fewer or none.
-        each = saved[0] if whole else -(-saved[0] // self._size)
-        end = begin + len(part)
-        for rank in range(begin // each, -(-end // each)) if len(part) else ():
-            low, high = max(begin, rank * each), min(end, (rank + 1) * each)
-            if self._shape(rank, name)[0] < high - rank * each:
-                raise ValueError(f"rows are missing in {_file(rank, self._size)}")
-            self._add(rank, name, _Wanted(low - rank * each, part[low - begin : high - begin]))
+        if name not in self._parts:
+            raise ValueError("it is not there")
+        flat = part.view(-1) if part.dim() else part
+        at, end = place.start, place.start + flat.numel()
+        for rank, theirs in sorted(self._parts[name], key=lambda one: one[1].start):
+            if theirs.shape != place.shape:
+                raise ValueError(f"shape {list(theirs.shape)}, not {list(place.shape)}")
+            size = torch.Size(self._files[rank].shapes[name]).numel()
+            low, high = max(place.start, theirs.start), min(end, theirs.start + size)
+            if low >= high:
+                continue
+            if low != at:
+                break
+            here = flat[low - place.start : high - place.start] if flat.dim() else flat
+            self._wanted[rank].setdefault(name, []).append(_Wanted(low - theirs.start, here))
+            at = high
+        if at != end:
+            raise ValueError(f"element {at} of {list(place.shape)} is in no file, or in several")
 
     def fill(self) -> None:
         """Read the files from front to back; what is not needed only goes into the checksum."""
-        for rank, wanted in self._wanted.items():
-            spans = {name: _span(parts) for name, parts in wanted.items()}
-            for name, tensor in self._file(rank).tensors(spans):
-                for rows in wanted[name]:
-                    here, low = rows.part, rows.low - spans[name][0]
-                    here.copy_(tensor[low : low + len(here)] if here.dim() else tensor)
+        for file, wanted in zip(self._files, self._wanted, strict=True):
+            if not wanted:
+                continue
+            spans = {name: _rows(file.shapes[name], parts) for name, parts in wanted.items()}
+            for name, tensor in file.tensors(spans):
+                flat = tensor.view(-1)
+                before = spans[name][0] * torch.Size(file.shapes[name][1:]).numel()
+                for it in wanted[name]:
+                    it.part.copy_(flat[it.low - before : it.high - before].view(it.part.shape))
 
-    def _add(self, rank: int, name: str, wanted: _Wanted) -> None:
-        self._wanted.setdefault(rank, {}).setdefault(name, []).append(wanted)
 
-    def _shape(self, rank: int, name: str) -> tuple[int, ...]:
-        shapes = self._file(rank).shapes
-        if name not in shapes:
-            raise ValueError(f"it is not in {_file(rank, self._size)}")
-        return shapes[name]
-
-    def _file(self, rank: int) -> TensorFile:
-        if rank not in self._open:
-            file = TensorFile(self._folder / _file(rank, self._size))
-            self._open[rank] = self._stack.enter_context(file)
-        return self._open[rank]
+def _rows(shape: tuple[int, ...], parts: list[_Wanted]) -> tuple[int, int]:
+    """The rows of a tensor of this shape that all the parts are in."""
+    each = torch.Size(shape[1:]).numel()
+    return min(it.low for it in parts) // each, -(-max(it.high for it in parts) // each)
 
 
 def tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -80,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.worker.main", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")
-    parser.add_argument("--parts", type=int, default=1, help="parts a batch is passed on in")
     parser.add_argument(
         "--uncast", action="store_true", help="send weights as the trainer has them"
     )
@@ -101,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments.run,
                 config,
                 arguments.name,
-                arguments.parts,
                 stop,
                 uncast=arguments.uncast,
                 deltas=arguments.deltas,
@@ -120,13 +118,12 @@ class Worker:
         run: Path,
         config: RunConfig,
         pool: str,
-        parts: int,
         stop: StopFlag,
         *,
         uncast: bool,
         deltas: bool,
     ) -> None:
-        self._run, self._config, self._parts, self._stop = run, config, parts, stop
+        self._run, self._config, self._stop = run, config, stop
         self._world = World.from_environment(run / CHANNELS)
         self._name = worker_name(pool, self._world.rank)
         dtype = None if uncast else sent_type(config)
@@ -342,7 +339,7 @@ class Worker:
             began=now,
             start=now,
             name=order.attempt,
-            live=Live(output, turn, sinks, self._parts),
+            live=Live(output, turn, sinks, order.parts),
             worker=self._name,
             gathers=order.gathers,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import json
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,36 @@ from tests.rlinf.trainers.test_lanes import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
 LR = 1e-3
-NAMES = trainers.names()
+
+
+OPTIONS = {
+    "deepspeed": [
+        "stage=1",
+        "stage=2",
+        "stage=3",
+        "stage=1 offload_optimizer=true",
+        "stage=2 offload_optimizer=true",
+        "stage=3 offload_optimizer=true offload_param=true",
+    ]
+}
+"""Ways in which a trainer works that are all to keep the contract; the first are its defaults."""
+
+
+def kinds() -> list[Any]:
+    """Every trainer and its options; those without their packages in this environment wait for
+    one that has them (:mod:`tests.contracts.test_environments`)."""
+    found = []
+    for name in trainers.names():
+        cls = trainers.get(name)
+        packages = cls.packages(cls.Config())
+        there = all(importlib.util.find_spec(package) for package in packages)
+        skip = pytest.mark.skipif(not there, reason=f"{packages} are not in this environment")
+        for options in OPTIONS.get(name, [""]):
+            found.append(pytest.param(f"{name} {options}".strip(), marks=skip))
+    return found
+
+
+NAMES = kinds()
 
 
 class Halves(CausalLM):
@@ -45,12 +76,14 @@ def make(
     optimizer: Any = "adamw",
     decay: float = 0.0,
 ) -> Trainer:
+    name, *words = name.split()
+    options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
     cls = trainers.get(name)
     world = world or World()
     load = policy.outline if world.size > 1 else policy.load
     trainer: Trainer = cls(
         load(folder, CONFIG),
-        cls.Config.model_validate({"device": "cpu", "token_budget": budget}),
+        cls.Config.model_validate({"device": "cpu", "token_budget": budget, **options}),
         OptimizerSection(name=optimizer, lr=LR, weight_decay=decay),
         world,
     )
@@ -223,13 +256,14 @@ def test_rows_that_belong_together_are_in_one_micro_batch(name: str, folder: Pat
 RANKS = """
 import sys
 from pathlib import Path
+import torch.distributed as dist
 from rlinf.channels.world import World
 from tests.contracts.test_trainer import Halves, assert_alike, make, streamed, weights, LR
-from tests.rlinf.trainers.test_lanes import loss, records
+from tests.rlinf.trainers.test_lanes import CONFIG, loss, records
 
 name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-root = folder.parent / f"ranks-{name}"
-alone = make(name, folder, policy=Halves)
+root = Path(sys.argv[4])
+alone = make("fsdp", folder, policy=Halves)
 alone.step(records(), loss, lr=LR, only=["layers"])
 world = World(rank, 2, meeting=root / "channels" / "group-t.json")
 both = make(name, folder, world=world, policy=Halves)
@@ -237,10 +271,7 @@ assert not any(p.is_meta for p in both.policy.module.parameters())
 streamed(both, folder)
 both.step(records(), loss, lr=LR, only=["layers"])
 assert_alike(weights(both), weights(alone), LR / 50)
-if rank == 0:
-    alone.save(root / "alone")
 both.save(root / "both")
-import torch.distributed as dist
 dist.barrier()
 alone.load(root / "both")
 assert_alike(weights(alone), weights(both))
@@ -253,16 +284,27 @@ assert_alike(weights(both), weights(alone), LR / 50)
 if again.takes_weights:
     again.load_weights(weights(alone).items())
     assert_alike(weights(again), weights(alone))
+again.fill(folder)
+assert_alike(weights(again), dict(Halves.load(folder, CONFIG).module.state_dict()))
 print("ok")
 """
 
 
+@pytest.mark.parametrize("writer", ["itself", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_update_alike_and_take_each_others_states(name: str, folder: Path) -> None:
-    (folder.parent / f"ranks-{name}" / "channels").mkdir(parents=True)
+def test_ranks_update_alike_and_take_the_states_of_others(
+    name: str, writer: str, folder: Path, tmp_path: Path
+) -> None:
+    """Of another number of ranks, and of another trainer."""
+    if writer == name:
+        pytest.skip("it is itself")
+    (tmp_path / "channels").mkdir()
+    alone = make(name if writer == "itself" else writer, folder, policy=Halves)
+    alone.step(records(), loss, lr=LR, only=["layers"])
+    alone.save(tmp_path / "alone")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", RANKS, name, str(folder), str(rank)],
+            [sys.executable, "-c", RANKS, name, str(folder), str(rank), str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -271,3 +313,8 @@ def test_ranks_update_alike_and_take_each_others_states(name: str, folder: Path)
     ]
     ended = [process.communicate() for process in processes]
     assert [out for out, _ in ended] == ["ok\n"] * 2, ended
+    other = make(name, folder, policy=Halves)
+    other.load(tmp_path / "both")
+    for trainer in (alone, other):
+        trainer.step(records(), loss, lr={"layers": LR / 2, "rest": LR})
+    assert_alike(weights(alone), weights(other), LR / 50)

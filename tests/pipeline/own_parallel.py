@@ -19,9 +19,9 @@ from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Hooks, Requests
 from rlinf.engines.transformers import TransformersEngine
 from rlinf.models.base import Policy
+from rlinf.residency import buffers_to, give_memory
 from rlinf.sharded import local
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from rlinf.trainers.sharding import _give_memory
 
 
 def split(module: nn.Module, world: World) -> None:
@@ -51,10 +51,8 @@ class ParallelTrainer(FSDPTrainer):
 
     def _shard(self, policy: Policy) -> None:
         split(policy.module, self.world)
-        for part in policy.module.modules():
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else buffer.to("cpu")
-        _give_memory(policy.module, self.device)
+        buffers_to(policy.module, self.device)
+        give_memory(policy.module, self.device)
         policy.fill()
         tp = self.world.layout.tp
         self._copy, self._part = self.world.data_rank, (self.world.rank % tp, tp)

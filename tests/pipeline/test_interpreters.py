@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
+import rlinf
 from launchers.base import Job
 from launchers.local import LocalLauncher
 from launchers.sbatch import script
 from pipeline.commands.experiment import execute
 from pipeline.launch import interpreter_of
 from rlinf.config import RunConfig, validate
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, InputError
 from rlinf.interpreters import TABLE
 from slurm.jobs import Resources, State
 from stages.flow import on_policy
+from tests.environments import need_environment
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
@@ -60,6 +63,24 @@ def test_stages_run_under_the_interpreter_of_what_they_compute_with(
     assert contents(tmp_path / "named") == contents(tmp_path / "plain"), (
         "it is no part of an identity"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_trains_in_an_environment_that_has_the_trainer(
+    tmp_path: Path, compose: Compose, tiny_run: Path
+) -> None:
+    """ZeRO with two processes, and the engine in this one's: what FSDP2 makes of it."""
+    need_environment("deepspeed")
+    words = ["cluster=local", "trainer=deepspeed", "trainer.python=deepspeed", "trainer.stage=1"]
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("stages: {train: {processes: 2}}\n")
+    execute(compose(*words, f"plan={plan}"))
+    one, other = (rlinf.load(folder) for folder in (tiny_run, tmp_path / "tiny"))
+    right, found = one.weights(), other.weights()
+    assert right.keys() == found.keys()
+    for name, tensor in right.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-3, msg=name)
 
 
 def test_a_stage_has_the_interpreter_of_what_it_computes_with(
@@ -101,9 +122,14 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     for words, text in (
         (["cluster=local", "trainer.python=/no/python"], r"trainer\.python: there is no interpr"),
         (["cluster=inprocess", f"engine.python={python}"], r"engine\.python: .*own process"),
+        (["trainer=deepspeed"], r"trainer=deepspeed needs the package .*rlinf-slurm\[deepspeed\]"),
+        (
+            ["trainer=deepspeed", "cluster=local", f"trainer.python={python}"],
+            r"trainer\.python: .* lacks the package deepspeed",
+        ),
     ):
         values = compose(*words)
-        with pytest.raises(ConfigError, match=text) as error:
+        with pytest.raises(InputError, match=text) as error:
             execute(values)
         assert error.value.exit_code == 65
         assert not (Path(values["run"]["root"]) / values["run"]["name"]).exists()

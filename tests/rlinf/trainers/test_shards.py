@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -109,27 +109,37 @@ def test_one_rank_reads_what_two_wrote_and_two_what_one_wrote(tmp_path: Path) ->
     assert mine["step"] == 3
 
 
-@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6))
-def test_every_rank_finds_its_rows_however_many_wrote_them(
-    rows: int, writers: int, readers: int
-) -> None:
-    whole = torch.arange(2.0 * rows).view(rows, 2)
-    none = whole[:0]
+@given(st.data())
+def test_every_rank_finds_its_part_however_it_was_cut(data: st.DataObject) -> None:
+    """By rows as FSDP2 cuts, or anywhere as ZeRO does."""
+    whole = torch.arange(2.0 * data.draw(st.integers(1, 9))).view(-1, 2)
+    none, shape = whole[:0], tuple(whole.shape)
+
+    def cut() -> list[tuple[int, torch.Tensor]]:
+        ends = data.draw(st.lists(st.integers(0, whole.numel()), max_size=5).map(sorted))
+        pairs = itertools.pairwise([0, *ends, whole.numel()])
+        return [(begin, whole.view(-1)[begin:end]) for begin, end in pairs]
+
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        parts = list(whole.chunk(writers))
-        table = json.dumps({"format": shards.FORMAT, "rows": {"x": rows}, "same": {"y": "x"}})
-        for rank, part in enumerate(parts + [none] * (writers - len(parts))):
-            path = folder / f"rank-{rank}-of-{writers}.safetensors"
-            save_file({"x": part.contiguous()}, path, metadata={"table": table})
-        begin = 0
-        for part in [*whole.chunk(readers), none]:
+        folder, writers = Path(name), cut()
+        for rank, (start, part) in enumerate(writers):
+            places = {"x": shards.Place(shape, start)}
+            shards.write(folder, {"x": part}, rank, len(writers), places)
+        for start, part in [*cut(), (0, whole), (whole.numel(), none)]:
             mine = torch.full_like(part, -1.0)
             files = shards._Files(folder, stack)
-            files.want("y", whole.shape, begin, mine)
+            files.want("x", shards.Place(shape, start), mine)
             files.fill()
             assert torch.equal(mine, part)
-            begin += len(part)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_elements_that_no_rank_or_several_wrote_are_missed(tmp_path: Path, start: int) -> None:
+    for rank, begin in enumerate((0, start)):
+        places = {"x": shards.Place((4,), begin)}
+        shards.write(tmp_path, {"x": torch.zeros(2)}, rank, 2, places)
+    with pytest.raises(DataError, match=r"x: element 2 of \[4\] is in no file, or in several"):
+        shards.read(tmp_path, {"x": torch.zeros(4)})
 
 
 def test_equal_states_are_equal_bytes_with_tied_weights_once(tmp_path: Path) -> None:

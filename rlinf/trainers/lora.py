@@ -1,0 +1,128 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through PEFT: they alone are trained.
+
+The adapters are the trainer's. Its checkpoints hold them and their moments; whoever else takes
+weights, an engine or a policy folder, gets those of the network with the adapters merged in, by
+their usual names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from rlinf.config import Section
+from rlinf.errors import ConfigError, require
+from rlinf.models.base import Policy
+from rlinf.sharded import local, rows_of
+
+ADAPTER = "default"
+
+
+class LoRASection(Section):
+    """Adapters in place of all weights."""
+
+    rank: int = Field(gt=0)
+    alpha: float = Field(default=16.0, gt=0)
+    """What adapters add is multiplied by ``alpha / rank``."""
+    targets: tuple[str, ...] = ()
+    """Last parts of the names of the linear layers that get one; none: all but the head."""
+
+
+class Adapters:
+    """Those of a module, which knows them by ``named_parameters`` and hides them in its state."""
+
+    def __init__(self, policy: Policy, settings: LoRASection) -> None:
+        """
+        Raises:
+            ConfigError: a target is nowhere in the network.
+        """
+        require("peft", "peft", "trainer.lora")
+        from peft import LoraConfig, inject_adapter_in_model
+
+        targets = list(settings.targets) or _linear(policy)
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
+            target_modules=targets,
+        )
+        empty = any(parameter.is_meta for parameter in policy.module.parameters())
+        try:
+            inject_adapter_in_model(config, policy.module, ADAPTER, low_cpu_mem_usage=empty)
+        except ValueError as error:
+            raise ConfigError(f"trainer.lora.targets: {error}") from None
+        self._policy = policy
+        self.scale = settings.alpha / settings.rank
+        for _, layer in self._layers(policy.module):
+            layer.register_state_dict_post_hook(_plain)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By name; of a sharded module this rank's rows, once its state was asked for."""
+        for name, parameter in self._policy.module.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Start anew: random factors on one side, the same in every process and run, zeros on the
+        other, so that the network is what it is without them."""
+        for name, parameter in self.parameters():
+            if ".lora_B." in name:
+                local(parameter).zero_()
+                continue
+            seed = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            random = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+            bound = parameter.shape[1] ** -0.5  # as nn.Linear begins
+            whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=random)
+            begin, end = rows_of(parameter)
+            local(parameter).copy_(whole[begin:end])
+
+    def deltas(self, whole: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Factors whose product, times :attr:`scale`, is added to a weight, by its usual name.
+
+        Args:
+            whole: the adapters.
+        """
+        return {
+            f"{name}.weight": (
+                whole[f"{name}.lora_B.{ADAPTER}.weight"],
+                whole[f"{name}.lora_A.{ADAPTER}.weight"],
+            )
+            for name, _ in self._layers(self._policy.module)
+        }
+
+    @staticmethod
+    def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+        from peft.tuners.lora import LoraLayer
+
+        return ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
+
+
+def _linear(policy: Policy) -> list[str]:
+    """Linear layers inside the blocks, by their whole names."""
+    inside = {id(part) for block in policy.blocks() for part in block.modules()}
+    found = [
+        name
+        for name, part in policy.module.named_modules()
+        if isinstance(part, nn.Linear) and id(part) in inside
+    ]
+    if not found:
+        raise ConfigError(
+            f"trainer.lora: {type(policy).__name__} names no blocks with linear layers; name the "
+            "layers in trainer.lora.targets"
+        )
+    return found
+
+
+def _plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A layer's state by the names it has without an adapter."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        if name.startswith("base_layer."):
+            state[prefix + name.removeprefix("base_layer.")] = state.pop(key)
+        elif name.startswith("lora_"):
+            del state[key]

@@ -1,0 +1,359 @@
+"""What trainers have in common, whatever shares out their weights.
+
+A minibatch is a list of trajectories known to every rank. Ranks take shares of it in proportion to
+their speed and cut them into micro-batches under a token budget. Because the weight of every step
+is fixed for the whole minibatch beforehand, the summed gradient is the same however it was cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection, Section
+from rlinf.data.packing import Span
+from rlinf.data.record import Record
+from rlinf.errors import StageError
+from rlinf.models.base import Batch, Policy, StepOutputs, joined
+from rlinf.models.device import DeviceName, local_device
+from rlinf.residency import Storages
+from rlinf.sharded import local, memory
+from rlinf.tensors import State
+from rlinf.trainers import shards
+from rlinf.trainers.base import LossFunction, Trainer
+from rlinf.trainers.cuts import Cut, cut
+from rlinf.trainers.lanes import Lanes
+from rlinf.trainers.lora import Adapters, LoRASection
+from rlinf.trainers.optimizer import MOMENTS, choose, leave_out
+from rlinf.trainers.recompute import recompute_blocks
+
+
+class MinibatchConfig(Section):
+    """How a training step is executed; nothing here changes its mathematics."""
+
+    token_budget: int = Field(default=8192, gt=0)
+    """Most padded positions in one micro-batch."""
+    packing: bool | None = None
+    """Rows of a micro-batch side by side, without padding between them, a prompt that several
+    answer once; none sees another. null: where the policy can."""
+    threads: int = Field(default=1, gt=0)
+    """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
+    processes of a sharded model split every product. Part of the result: the order of sums."""
+    python: str | None = None
+    """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
+    device: DeviceName = "auto"
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters in forward and backward; those that are trained stay as they are."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the network's blocks for the backward pass and compute the rest
+    again: less memory, a third more work."""
+    lora: LoRASection | None = None
+    """Train low-rank adapters alone."""
+
+
+class MinibatchTrainer(Storages, Trainer):
+    """Computes losses and gradients; where weights and moments are is up to its subclasses."""
+
+    config: MinibatchConfig
+    optimizer: torch.optim.Optimizer
+    """Steps in :meth:`_step`; its groups are those of :func:`make_optimizer`."""
+    _lanes: Lanes
+
+    def __init__(
+        self, policy: Policy, config: MinibatchConfig, optimizer: OptimizerSection, world: World
+    ) -> None:
+        self.policy, self.config, self.world = policy, config, world
+        self._sums: dict[str, Any] | None = None
+        """Metric sums of what is accumulated; None: nothing."""
+        self._spare: dict[str, Tensor] = {}
+        """A snapshot that was written."""
+        self._copy, self._part = 0, (world.rank, world.size)
+        """Which copy of the model it has, and which part of how many."""
+        self._places: dict[str, shards.Place] = {}
+        """Where its parts of tensors belong, if they do not say so themselves."""
+        self._closed = False
+        self._clip = optimizer.clip_grad
+        self._moments = MOMENTS[optimizer.name]
+        self._torch_threads = config.threads
+        self.device = local_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._packs = policy.packs if config.packing is None else config.packing
+        if self._packs:
+            policy.use_packing(self.device, getattr(torch, config.param_dtype))
+        self._adapters = None if config.lora is None else Adapters(policy, config.lora)
+
+    @classmethod
+    def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
+        return () if config.lora is None else ("peft",)
+
+    def _compute_by(self, lanes: int) -> None:
+        """So many threads compute micro-batches side by side, once the weights are in place."""
+        self._lanes = Lanes(self.policy, lanes)
+        if self.config.activation_checkpointing:
+            for lane in self._lanes.policies:
+                recompute_blocks(lane)
+
+    def limit(self, token_budget: int) -> None:
+        self.config = self.config.model_copy(update={"token_budget": token_budget})
+
+    def cut(
+        self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
+    ) -> list[Cut]:
+        """The micro-batches of each lane of this rank."""
+        return cut(
+            self.policy,
+            records,
+            together,
+            budget=self.config.token_budget,
+            padded=not self._packs,
+            speeds=self.world.speeds,
+            rank=self.world.data_rank,
+            lanes=len(self._lanes),
+        )
+
+    def forward(
+        self, records: Sequence[Record], temperature: float
+    ) -> list[tuple[int, StepOutputs]]:
+        torch.set_num_threads(self._torch_threads)
+
+        @torch.no_grad()
+        def lane(policy: Policy, cut: Cut) -> list[tuple[Span, StepOutputs]]:
+            policy.module.eval()
+            out: list[tuple[Span, StepOutputs]] = []
+            for spans, real in zip(cut.batches, cut.real, strict=True):
+                inputs = self._inputs(policy, records, spans)
+                outputs = self._evaluate(policy, inputs, temperature)
+                for i, span in enumerate(spans) if real else ():
+                    length = span.stop - span.start
+                    values = None if outputs.values is None else outputs.values[i, :length].cpu()
+                    said = StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)
+                    out.append((span, said))
+            return out
+
+        found: dict[int, list[StepOutputs]] = defaultdict(list)
+        every = (pair for part in self._lanes.map(lane, self.cut(records)) for pair in part)
+        for span, outputs in sorted(every, key=lambda pair: pair[0]):
+            found[span.row].append(outputs)
+        return [(row, joined(parts)) for row, parts in found.items()]
+
+    def accumulate(
+        self,
+        records: Sequence[Record],
+        loss: LossFunction,
+        *,
+        together: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        torch.set_num_threads(self._torch_threads)
+        self._sums = self._sums or {}
+
+        def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
+            policy.module.train()
+            sums: dict[str, Any] = {}
+            for number, (spans, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
+                counted = 1.0 if real else 0.0
+                inputs = self._inputs(policy, records, spans)
+                parts = self._backward(
+                    functools.partial(loss, policy, inputs, spans),
+                    # Gradients are averaged over ranks; the loss is a sum over them.
+                    counted * self.world.data_size,
+                    last=number == len(cut.batches),
+                )
+                for name, part in parts.items():
+                    sums[name] = sums.get(name, 0.0) + part * counted
+            return sums
+
+        try:
+            for part in self._lanes.map(lane, self.cut(records, together)):
+                for name, value in part.items():
+                    self._sums[name] = self._sums.get(name, 0.0) + value
+            self._lanes.add_gradients()
+        except BaseException:
+            self.discard()
+            raise
+
+    def update(
+        self,
+        *,
+        lr: float | Mapping[str, float],
+        scale: float = 1.0,
+        only: Collection[str] | None = None,
+        check: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, float]:
+        if not self._sums:
+            raise ValueError("nothing was accumulated")
+        try:
+            self._leave_out(choose(self.optimizer, lr, only))
+            return self._update(self._sums, scale, check)
+        finally:
+            self.discard()
+
+    def _update(
+        self,
+        sums: dict[str, Any],
+        scale: float,
+        check: Callable[[dict[str, float]], None] | None,
+    ) -> dict[str, float]:
+        totals = {name: scale * value for name, value in self._sum_over_ranks(sums).items()}
+        if check is not None:
+            check(totals)
+        norm = scale * self._gradient_norm()
+        if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
+            raise StageError(
+                f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
+                "are untouched. Look at this iteration's trajectories; lower optimizer.lr or "
+                "optimizer.clip_grad"
+            )
+        if norm > self._clip:
+            scale *= self._clip / (norm + 1e-6)
+        self._step(scale)
+        return {**totals, "grad_norm": norm}
+
+    def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
+        """What a policy says of a micro-batch, without gradients."""
+        return policy.evaluate(inputs, temperature)
+
+    @abstractmethod
+    def _backward(
+        self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
+    ) -> dict[str, Tensor]:
+        """Add the gradient of a micro-batch's loss, times a factor, to what is accumulated.
+
+        Args:
+            last: it is the last micro-batch of a lane.
+
+        Returns:
+            Its metrics, with ``loss`` itself.
+        """
+
+    def _leave_out(self, chosen: Collection[str]) -> None:
+        """Have the coming step change these groups alone: the gradient of others is forgotten."""
+        leave_out(self.optimizer, self._moments, chosen)
+
+    @abstractmethod
+    def _gradient_norm(self) -> float:
+        """Of the accumulated gradient of what is chosen, the same on every rank."""
+
+    @abstractmethod
+    def _step(self, scale: float) -> None:
+        """Change the weights by the accumulated gradient times ``scale``."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._take(tensors)
+        self._reset_adapters()
+
+    def fill(self, folder: Path) -> None:
+        super().fill(folder)
+        self._reset_adapters()
+
+    def _reset_adapters(self) -> None:
+        """Have adapters that change nothing, if any."""
+        if self._adapters is not None:
+            self._adapters.reset()
+
+    @abstractmethod
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole weights by name; see :meth:`load_weights`."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """Weights and optimizer state by the names in the files, not copied: this rank's parts."""
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, Tensor]:
+        if self._copy:
+            return {}
+        # New memory costs far more than the copy: every page of it is cleared first.
+        spare, self._spare = self._spare, {}
+        return _copied(shards.tensors(self._state()), spare)
+
+    def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+        # Other copies of the model have nothing that the first one has not.
+        if not self._copy:
+            state_now = self._state() if state is None else state
+            shards.write(folder, state_now, *self._part, self._places)
+            self._spare = state or {}
+
+    def stream(self, *, copy: bool = False) -> State:
+        named = self.policy.module.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        for name, value in named.items():
+            first.setdefault(id(value), name)
+        like = {name: self._like(name, named[name]) for name in first.values()}
+
+        def each() -> Iterator[tuple[str, Tensor]]:
+            deltas: dict[str, tuple[Tensor, Tensor]] = {}
+            if (adapters := self._adapters) is not None:
+                deltas = adapters.deltas(dict(self._gathered(adapters.parameters())))
+            for name, full in self._gathered((name, named[name]) for name in first.values()):
+                if adapters is not None and name in deltas:
+                    one, other = deltas[name]
+                    full = (full + adapters.scale * (one @ other)).to(full.dtype)  # noqa: PLW2901
+                yield name, full.to("cpu", copy=copy and memory(full) == memory(named[name]))
+                del full  # before the next one is gathered
+
+        return State({name: like[first[id(value)]] for name, value in named.items()}, each())
+
+    def _like(self, name: str, tensor: Tensor) -> Tensor:
+        """Shape and type of one of the module's tensors as it is whole, without memory."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    @abstractmethod
+    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The module's tensors whole, one after the other; all processes take every one."""
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.discard()
+        self.forget()
+        self._lanes.close()
+        self._spare, self._adapters = {}, None
+        self._release()
+        del self.policy, self.optimizer, self._lanes
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of what else would keep the weights or the optimizer's state in memory."""
+
+    def _inputs(self, policy: Policy, records: Sequence[Record], spans: Sequence[Span]) -> Batch:
+        batch = policy.collate([records[row].part(start, stop) for row, start, stop in spans])
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:
+        names = sorted(sums)
+        total = torch.stack([sums[name] for name in names])
+        if self.world.size > 1:
+            torch.distributed.all_reduce(total)
+            # Processes of one copy of the model have the same sums.
+            total /= self.world.layout.ranks
+        return dict(zip(names, total.tolist(), strict=True))
+
+
+def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors on the CPU, where it fits in memory of earlier ones; of tied ones, one."""
+    copies: dict[str, Tensor] = {}
+    known: dict[object, Tensor] = {}
+    for name, tensor in named:
+        own, to = tensor.detach(), spare.get(name)
+        one = memory(tensor)
+        if one in known:
+            pass
+        elif to is not None and (to.shape, to.dtype) == (own.shape, own.dtype):
+            local(to).copy_(local(own))
+            known[one] = to
+        else:
+            known[one] = own.clone() if own.device.type == "cpu" else own.cpu()
+        copies[name] = known[one]
+    return copies
