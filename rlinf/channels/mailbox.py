@@ -223,10 +223,7 @@ class Mailbox:
                 os.eventfd_write(self._wakeup, 1)
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What happened since the last call, in order; waits for something to happen.
-
-        All items that the last call returned are acknowledged now.
-        """
+        """What happened since the last call, all of which is acknowledged now; waits for it."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._finish()
