@@ -95,7 +95,11 @@ def turns(engine: Any, place: Path) -> list[float]:
         "prompt": random.integers(2, 14, (COUNT, 16)),
         "prompt_length": np.full(COUNT, 16),
     }
-    info = {"horizon": LENGTH, "min_tokens": LENGTH, "temperature": 1.0}
+    info: dict[str, float | int | str] = {
+        "horizon": LENGTH,
+        "min_tokens": LENGTH,
+        "temperature": 1.0,
+    }
     request = Record(Identity(0, 0), steps, info=info)
     asked = Asked(request, Sampling.of(info), 7)
     bodies = [engine.body(Sample(asked, i).ask("rollout")) for i in range(COUNT)]

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -218,7 +219,7 @@ class Legs:
                 self._threads += 1
                 name = f"leg-{self._threads}"
                 threading.Thread(target=self._work, name=name, daemon=True).start()
-            self._orders.put(lambda sample=sample, ask=ask: self._decode(sample, ask))
+            self._orders.put(partial(self._decode, sample, ask))
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:

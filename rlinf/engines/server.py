@@ -92,10 +92,11 @@ class ServerEngine(Engine):
     """What that interpreter must have."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
-        self._config, self._policy_config = config, policy_config
+        self._config = config
+        self._policy_config: CausalLMConfig = policy_config
         if config.dtype is not None:
             update = {"dtype": config.dtype}
-            self._policy_config: CausalLMConfig = policy_config.model_copy(update=update)
+            self._policy_config = policy_config.model_copy(update=update)
         self.device = local_device(config.device)
         self.stops = frozenset[int]()
         self._folder: Path | None = None

@@ -58,7 +58,7 @@ def draw(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions, **_):  # t
     kept = kept.masked_fill(before >= top_ps[:, None] * kept.sum(-1, keepdim=True), 0.0)
     if need_min_p:
         kept = kept.masked_fill(kept < min_ps[:, None] * most, 0.0)
-    # In the order of the vocabulary, as where nothing is cut: rows beside it may decide which it is.
+    # In the order of the vocabulary, as where nothing is cut: which it is, other rows decide.
     return draw_all(torch.zeros_like(kept).scatter_(1, order, kept), seeds, positions)
 
 
