@@ -37,8 +37,7 @@ class TransformersConfig(Section):
     max_rows: int = Field(default=256, gt=0)
     """Most samples decoded at once."""
     threads: int = Field(default=1, gt=0)
-    """Threads of a process on CPUs; each decodes rows of its own. Part of the result: rows that are
-    computed side by side round their log-probabilities together."""
+    """Torch threads while generating; more than one slows small models down."""
     python: str | None = None
     """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
@@ -105,9 +104,8 @@ class TransformersEngine(Storages, Engine):
     def generate(
         self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
     ) -> Iterator[Record]:
-        torch.set_num_threads(1)
-        lanes = self._config.threads if self.device.type == "cpu" else 1
-        return Decoding(self, requests, seed, stage, hooks, self._config.max_rows, lanes).replies()
+        torch.set_num_threads(self._config.threads)
+        return Decoding(self, requests, seed, stage, hooks, self._config.max_rows).replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, without special ones."""
