@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints.txt
-EXTRAS := slurm,sims,math,peft,dev
+EXTRAS := slurm,sims,math,reasoning,gguf,peft,dev
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread per process: more make small models slower, and waiting threads must not spin.
@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env demo test test-slow test-browser browser test-fast chaos lint format bench equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-slow test-browser browser test-fast chaos lint format bench equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,9 +35,15 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 # Environments of their own for parts whose packages cannot stand beside ours: the interpreters that
-# task.python, engine.python and trainer.python name. Each has its packages, pinned, in one file.
+# task.python, engine.python, engine.server_python and trainer.python name. Each has all its packages,
+# pinned, in one file: what some of them declare and do without is not there, so nothing else comes.
 ENVS := $(if $(RLINF_ENVS),$(RLINF_ENVS),$(HOME)/.cache/rlinf/envs)
 ENV_FILE = configs/environments/$(NAME).txt
+
+# The files of torch that two environments have alike are stored once, where their disk can do that.
+SHARED = hardlink -q -c $(wildcard $(VENV)/lib/python3*/site-packages/torch) \
+	  $(wildcard $(ENVS)/*/lib/python3*/site-packages/torch) \
+	  $(1)/lib/python3*/site-packages/torch 2>/dev/null || true
 
 env:  ## Make the environment NAME of configs/environments, outside the checkout
 	@test -n "$(NAME)" -a -f "$(ENV_FILE)" || { echo "make env NAME=...: one of" \
@@ -47,19 +53,21 @@ env:  ## Make the environment NAME of configs/environments, outside the checkout
 	  export PIP_CONSTRAINT=$(CURDIR)/$(ENV_FILE); \
 	  torch=$$(sed -n '/^torch==/p' $(ENV_FILE)); \
 	  test -z "$$torch" || $(ENVS)/$(NAME)/bin/python -m pip install -q $$torch; \
-	  $(ENVS)/$(NAME)/bin/python -m pip install -q -r $(ENV_FILE); \
+	  $(ENVS)/$(NAME)/bin/python -m pip install -q --no-deps -r $(ENV_FILE); \
+	  $(call SHARED,$(ENVS)/$(NAME)); \
 	  cp $(ENV_FILE) $(ENVS)/$(NAME)/.installed; }
+
+envs: install  ## Make all of them: ten minutes each the first time
+	@set -e; for file in configs/environments/*.txt; do $(MAKE) -s env NAME=$$(basename $$file .txt); done
 
 demo: install  ## Warm-start and train the arithmetic model, then say where the report is
 	@echo "five to twelve minutes on two cores; interrupt it at any time, the same command goes on"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
-test: install browser  ## The suite, on a real Slurm brought up for it
-	@$(MAKE) -s env NAME=deepspeed
+test: install browser envs  ## The suite, on a real Slurm brought up for it
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
 
-test-slow: install  ## What the suite leaves out: minutes each, or variants of what it has
-	@$(MAKE) -s env NAME=deepspeed
+test-slow: install envs  ## What the suite leaves out: minutes each, or variants of what it has
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
 
 chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)

@@ -11,8 +11,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import zmq
 
 from benchmarks.row import Row, median_row
-from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.shared_memory import SharedMemorySink
 from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 
@@ -30,35 +31,39 @@ ROUNDS = 9
 SMALL = 20_000
 LARGE_BYTES = 16 * MIB
 LARGE = 16
+PLACES_START, WRITTEN, READ = 4096, 0, 64
+IDLE_S = 1e-3
 
 
 def measure() -> list[Row]:
     """All rows of the live transports."""
-    ratios = {size: _shm_vs_memcpy(size * MIB) for size in (1, 4, 16, 64)}
-    rows = [
-        median_row(f"shm_vs_memcpy_{size}mib", values, "ratio", None, "higher")
-        for size, values in ratios.items()
-    ]
-    worst = min(ratios.values(), key=lambda values: float(np.median(values)))
-    return [
-        median_row("shm_vs_memcpy", worst, "ratio", 0.8, "higher"),
-        *rows,
-        *_socket_rows(),
-    ]
+    rows: list[Row] = []
+    found = {size: _shared(size * MIB) for size in (1, 4, 16, 64)}
+    for number, (name, wanted) in enumerate((("shm_vs_memcpy", 0.8), ("shm_vs_handover", None))):
+        ratios = {size: both[number] for size, both in found.items()}
+        worst = min(ratios.values(), key=lambda values: float(np.median(values)))
+        rows.append(median_row(name, worst, "ratio", wanted, "higher"))
+        rows += [
+            median_row(f"{name}_{size}mib", values, "ratio", None, "higher")
+            for size, values in ratios.items()
+        ]
+    return [*rows, *_socket_rows()]
 
 
-def _shm_vs_memcpy(size: int) -> list[float]:
-    """Bandwidth of ``put`` over that of ``copy_``; the reader reads each record in place."""
+def _shared(size: int) -> tuple[list[float], list[float]]:
+    """Bandwidth of ``put``, whose reader reads each record in place, over that of ``copy_``, and
+    over that of a copy into memory that another process reads, with a counter and no more."""
     source = np.ones(size, np.uint8)
     record = Record(Identity(0, 0), context={"x": source})
     tensors = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     count = max(4, 256 * MIB // size)
-    ratios = []
+    over_copy, over_bare = [], []
     with (
         tempfile.TemporaryDirectory() as folder,
-        other_process(_read_shared, folder, max(8 * size, 64 * MIB)) as pipe,
+        other_process(_read_shared, folder) as pipe,
+        _handing_over(source, count * (ROUNDS + 1)) as hand_over,
     ):
-        channel = SharedMemorySink(Path(folder), "c")
+        channel = SharedMemorySink(Path(folder), "c", size=max(8 * size, 64 * MIB))
 
         def put() -> None:
             channel.put(record)
@@ -67,10 +72,57 @@ def _shm_vs_memcpy(size: int) -> list[float]:
             tensors[0].copy_(tensors[1])
 
         for _ in range(ROUNDS + 1):
-            ratios.append(_seconds(copy, count) / _seconds(put, count))
+            seconds = _seconds(put, count)
+            over_copy.append(_seconds(copy, count) / seconds)
+            over_bare.append(_seconds(hand_over, count) / seconds)
         pipe.send("over")
         channel.close()
-    return ratios[1:]
+    return over_copy[1:], over_bare[1:]
+
+
+@contextmanager
+def _handing_over(source: np.ndarray, count: int) -> Iterator[Callable[[], None]]:
+    """What copies ``source`` to one of two places in turn, once the reader has read it there."""
+    memory = SharedMemory(create=True, size=PLACES_START + 2 * len(source))
+    numbers, places = _places(memory, len(source))
+    number = 0
+
+    def hand_over() -> None:
+        nonlocal number
+        while numbers[READ] < number - 1:
+            pass
+        places[number % 2] = source
+        number += 1
+        numbers[WRITTEN] = number
+
+    try:
+        with other_process(_read_places, memory.name, len(source), count):
+            yield hand_over
+    finally:
+        memory.unlink()
+        with suppress(BufferError):
+            memory.close()
+
+
+def _read_places(name: str, size: int, count: int, pipe: Connection) -> None:
+    memory = SharedMemory(name)
+    numbers, places = _places(memory, size)
+    pipe.send("ready")
+    for number in range(count):
+        while numbers[WRITTEN] <= number:
+            if number % (count // (ROUNDS + 1)) == 0:
+                time.sleep(IDLE_S)  # the other ways are measured meanwhile
+        int(places[number % 2][::64].sum())
+        numbers[READ] = number + 1
+    with suppress(BufferError):
+        memory.close()
+
+
+def _places(memory: SharedMemory, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The counters of both ends, cache lines apart, and two places."""
+    assert memory.buf is not None
+    numbers = np.frombuffer(memory.buf, np.int64, PLACES_START // 8)
+    return numbers, np.frombuffer(memory.buf, np.uint8, 2 * size, PLACES_START).reshape(2, size)
 
 
 def _seconds(function: Callable[[], None], count: int) -> float:
@@ -80,8 +132,8 @@ def _seconds(function: Callable[[], None], count: int) -> float:
     return time.perf_counter() - start
 
 
-def _read_shared(folder: str, size: int, pipe: Connection) -> None:
-    channel = SharedMemorySource(Path(folder), "c", size=size)
+def _read_shared(folder: str, pipe: Connection) -> None:
+    channel = SocketSource(Path(folder), "c", interface="127.0.0.1")
     pipe.send("ready")
 
     def read() -> None:

@@ -124,6 +124,7 @@ def run_ours(case: str, folder: Path, threads: int) -> list[float]:
                 f"++engine.ignore_eos={case == 'equal'}",
                 f"++optimizer.lr={RATES[case]}",
                 "reward=digits",
+                f"++engine.threads={threads}",
                 f"++trainer.threads={threads}",
                 f"++rollout.batch={PROMPTS}",
                 f"++rollout.group_size={GROUP}",

@@ -17,7 +17,7 @@ import psutil
 from benchmarks.channels import other_process
 from benchmarks.driver import LOG, start_driver
 from benchmarks.row import Row, median_row
-from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.shared_memory import SharedMemorySink
 from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 from stages.layout import stage_folder
@@ -59,8 +59,8 @@ PLAN = {
 def measure() -> list[Row]:
     """Growth of the process that grew most."""
     channels = [
-        *through(SharedMemorySource, SharedMemorySink),
-        *through(SocketSource, SocketSink),
+        *through(SharedMemorySink),
+        *through(SocketSink),
     ]
     return [
         median_row("memory_10k_operations_mib", [max(channels)], "MiB", 4.0, "lower"),
@@ -68,13 +68,10 @@ def measure() -> list[Row]:
     ]
 
 
-def through(
-    reads: type[SharedMemorySource] | type[SocketSource],
-    writes: type[SharedMemorySink] | type[SocketSink],
-) -> list[float]:
+def through(writes: type[SocketSink]) -> list[float]:
     """MiB by which reader and writer grow over as many records."""
     with tempfile.TemporaryDirectory() as folder:
-        channel = reads(Path(folder), "c")
+        channel = SocketSource(Path(folder), "c")
         with other_process(_produce, folder, writes) as pipe:
             marks = []
             for count in (WARM, OPERATIONS):
@@ -91,9 +88,7 @@ def through(
     return [(after - before) / MIB for before, after in zip(begin, end, strict=True)]
 
 
-def _produce(
-    folder: str, kind: type[SharedMemorySink] | type[SocketSink], pipe: Connection
-) -> None:
+def _produce(folder: str, kind: type[SocketSink], pipe: Connection) -> None:
     channel = kind(Path(folder), "c")
     pipe.send("ready")
     number = 0

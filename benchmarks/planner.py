@@ -10,6 +10,7 @@ from pipeline.planning.planner.problem import Problem
 from pipeline.planning.planner.search import solve
 from tests.pipeline.planning.planner.problems import (
     OBJECTIVES,
+    embodied_case,
     exhaustive,
     public_case,
     random_problem,
@@ -39,7 +40,18 @@ def measure() -> list[Row]:
         median_row("plan_gap", gaps, "share", None, "lower"),
         Row("plan_vs_exhaustive", round(worst, 9), "x", 1.0, "lower", len(ratios), 0.0),
         median_row("plan_public_case_s", [solve(public_case())[0].cost], "s", 289.1, "lower"),
+        *(
+            median_row(f"plan_embodied_case_{actor_s}s", [overlap(actor_s)], "x", None, "higher")
+            for actor_s in (100, 5, 1)
+        ),
     ]
+
+
+def overlap(actor_s: float) -> float:
+    """What simulators and policy side by side, then training on all of their GPUs, are quicker than
+    the best plan whose pools share none."""
+    apart = solve(embodied_case(actor_s, beside=False))[0].cost
+    return apart / solve(embodied_case(actor_s))[0].cost
 
 
 def seconds(problem: Problem) -> float:

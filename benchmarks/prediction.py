@@ -8,16 +8,20 @@ two cores. What came out is kept in ``prediction.json``; ``docs/images/predictio
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import random
+import shutil
 import statistics
-import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.row import Row
 from benchmarks.slurm_jobs import bring_up
@@ -33,15 +37,23 @@ from pipeline.pools.actuals import actual, compare
 from pipeline.report.style import INK, finish
 from pipeline.run import Run
 from rlinf import tree
+from rlinf.artifacts import write_atomic
 from stages.flow import flow_of
 
-CORES, MINUTES = 2, 2.5
-ITERATIONS = {"stage": 4, "segment": 8}
+CORES = 2
+MINUTES, PASSES = 6, 2
+"""Of a profile pass, in which jobs on their own are measured too (under 5.4 they are not), and how
+many there are: the second goes on with the first's measurements."""
+ITERATIONS = {"stage": 4, "segment": 7}
 """Of each run, by grain; the first does not count."""
 DRAWN = 1
 """Plans of jobs that are drawn at random, beside the best one."""
 POINTS = Path(__file__).with_name("prediction.json")
+WORK = tree.ROOT / "runs" / "prediction"
+"""Profiles, runs and points of a pass that is not through; the next call goes on there."""
+PROFILE = "profile.json"
 PICTURE = tree.ROOT / "docs" / "images" / "prediction.png"
+TICKS_S = (1, 1.5, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60)
 COMMON = [
     "cluster=slurm",
     f"cluster.site={tree.ROOT}/slurm/devcluster/site.yaml",
@@ -86,43 +98,76 @@ class Point:
     """Of each iteration that counts."""
 
     @property
+    def median_s(self) -> float:
+        """Of what was measured."""
+        return statistics.median(self.measured_s)
+
+    @property
     def error(self) -> float:
-        """Predicted over the measured median, less 1."""
-        return self.predicted_s / statistics.median(self.measured_s) - 1
+        """Predicted over measured, less 1."""
+        return self.predicted_s / self.median_s - 1
 
 
 def measure() -> list[Row]:
-    """Bring the cluster up, predict and run; keeps the points and draws them."""
-    bring_up()
-    points: list[Point] = []
-    with tempfile.TemporaryDirectory() as name:
-        for experiment, words in EXPERIMENTS.items():
-            root = Path(name) / experiment
-            run = named([*COMMON, *words, f"run.name={experiment}", f"run.root={root}"])
-            options = Options(("a100", "h100"), minutes=MINUTES, processes=CORES)
-            profile(run, options, warm_start).save(root / "profile.json")
-            sources = Sources(
-                profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu")
-            )
-            asked = request(run.config, sources)
-            for number, (what, plan) in enumerate(plans(asked)):
-                found = point(run, asked, experiment, what, plan, root, f"plan-{number}")
-                points.append(found)
-                print(
-                    f"  {experiment}, {what}: predicted {found.predicted_s:.2f} s, was "
-                    f"{statistics.median(found.measured_s):.2f} s ({found.error:+.0%})"
-                )
-    POINTS.write_text(json.dumps([asdict(p) for p in points], indent=1) + "\n")
+    """Measure what is missing; points are kept, with the runs, until all are there."""
+    while not advance(math.inf):
+        pass
+    points = kept(POINTS)
     draw(points)
     errors = sorted(abs(p.error) for p in points)
     low, median, high = statistics.quantiles(errors, n=4)
     spread, count = round(high - low, 4), len(errors)
-    within = sum(p.low_s <= statistics.median(p.measured_s) <= p.high_s for p in points)
+    within = sum(p.low_s <= p.median_s <= p.high_s for p in points)
     return [
         Row("predict_error", round(median, 4), "share", 0.1, "lower", count, spread),
         Row("predict_error_worst", round(errors[-1], 4), "share", 0.25, "lower", count, spread),
         Row("predict_within_80", round(within / count, 4), "share", None, "higher", count, 0.0),
     ]
+
+
+def advance(minutes: float) -> bool:
+    """Profile, predict and run what was not yet, for some minutes; whether all is there now."""
+    end = time.monotonic() + 60 * minutes
+    bring_up()
+    for experiment, words in EXPERIMENTS.items():
+        root = WORK / experiment
+        run = named([*COMMON, *words, f"run.name={experiment}", f"run.root={root}"])
+        for name in [*(f"pass-{number + 1}.json" for number in range(PASSES - 1)), PROFILE]:
+            if not (root / name).exists():
+                if time.monotonic() > end:
+                    return False
+                # A process of each of two nodes is as many as there are cores.
+                options = Options(("a100", "h100"), minutes=MINUTES, processes=1)
+                profile(run, options, warm_start).save(root / name)
+        sources = Sources(profile=str(root / PROFILE), partitions=("a100", "h100", "gpu"))
+        asked = request(run.config, sources)
+        for number, (what, plan) in enumerate(plans(asked)):
+            points = kept(WORK / POINTS.name)
+            if any((p.experiment, p.plan) == (experiment, what) for p in points):
+                continue
+            if time.monotonic() > end:
+                return False
+            found = point(run, asked, experiment, what, plan, root, f"plan-{number}")
+            keep([*points, found], WORK / POINTS.name)
+            print(
+                f"  {experiment}, {what}: predicted {found.predicted_s:.2f} s, was "
+                f"{found.median_s:.2f} s ({found.error:+.0%})",
+                flush=True,
+            )
+    keep(kept(WORK / POINTS.name), POINTS)
+    shutil.rmtree(WORK)
+    return True
+
+
+def kept(path: Path) -> list[Point]:
+    """The points of a file; none where there is no file."""
+    values = json.loads(path.read_text()) if path.exists() else []
+    return [Point(**{**p, "measured_s": tuple(p["measured_s"])}) for p in values]
+
+
+def keep(points: list[Point], path: Path) -> None:
+    """Write points."""
+    write_atomic(path, json.dumps([asdict(p) for p in points], indent=1) + "\n")
 
 
 def plans(asked: Request, seed: int = 0) -> Iterator[tuple[str, Plan]]:
@@ -170,16 +215,31 @@ def point(
     )
 
 
+def table(points: list[Point]) -> str:
+    """The points as the docs have them, in Markdown."""
+    lines = [
+        "| experiment | plan | predicted, s | 80 % | measured, s | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for p in points:
+        lines.append(
+            f"| {p.experiment} | {p.plan} | {p.predicted_s:.2f} | {p.low_s:.2f} to {p.high_s:.2f} "
+            f"| {p.median_s:.2f} ({min(p.measured_s):.2f} to {max(p.measured_s):.2f}) "
+            f"| {p.error:+.0%} |"
+        )
+    return "\n".join(lines)
+
+
 def draw(points: list[Point], path: Path = PICTURE) -> None:
     """Predicted against measured, both on logarithmic axes, with the 80 % intervals."""
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
     colours = dict(zip(EXPERIMENTS, ("#2f7fb5", "#c8553d"), strict=True))
     markers = {"stage": ("o", "a job for each stage"), "segment": ("s", "pools")}
     for p in points:
-        median = statistics.median(p.measured_s)
         axes.errorbar(
-            median,
+            p.median_s,
             p.predicted_s,
+            xerr=[[p.median_s - min(p.measured_s)], [max(p.measured_s) - p.median_s]],
             yerr=[[p.predicted_s - p.low_s], [p.high_s - p.predicted_s]],
             fmt=markers[p.grain][0],
             color=colours[p.experiment],
@@ -191,10 +251,18 @@ def draw(points: list[Point], path: Path = PICTURE) -> None:
     axes.plot(ends, ends, color=INK, lw=1)
     axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#9aa4af33")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured seconds of an iteration", ylabel="predicted (bars: 80 %)")
+    ticks = [t for t in TICKS_S if ends[0] < t < ends[1]]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.set(
+        xlabel="measured seconds of an iteration (bars: all of a run)",
+        ylabel="predicted seconds (bars: 80 %)",
+    )
     axes.set_title("Plans, predicted and run (grey: 10 % either way)")
-    for colour, label in zip(colours.values(), colours, strict=True):
-        axes.plot([], [], "o", color=colour, label=label)
+    for label in dict.fromkeys(p.experiment for p in points):
+        axes.plot([], [], "o", color=colours[label], label=label)
     for marker, label in markers.values():
         axes.plot([], [], marker, color=INK, mfc="none", label=label)
     axes.legend(loc="upper left")
@@ -203,9 +271,10 @@ def draw(points: list[Point], path: Path = PICTURE) -> None:
 
 
 if __name__ == "__main__":
-    draw(
-        [
-            Point(**{**p, "measured_s": tuple(p["measured_s"])})
-            for p in json.loads(POINTS.read_text())
-        ]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction")
+    parser.add_argument("--minutes", type=float, help="measure so long; else show what is known")
+    if (minutes := parser.parse_args().minutes) is None:
+        draw(kept(POINTS))
+        print(table(kept(POINTS)))
+    else:
+        print("all measured" if advance(minutes) else "more to measure")

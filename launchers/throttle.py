@@ -1,7 +1,9 @@
 """``python -m launchers.throttle DUTY COMMAND...``: run a command for a share of the time only.
 
-Dev clusters have nodes of one speed; this makes some slower. The command's process group is stopped
-and continued several times a second; what the command starts by itself is in that group too.
+Dev clusters have nodes of one speed; this makes some slower. Where the ``cpu`` controller of
+cgroup v1 can be written, every thread of the command gets a quota in slices of milliseconds; else
+the command's process group is stopped and continued several times a second. What the command starts
+by itself is slowed as well.
 Warning signals are passed on, and the exit status is the command's own. ``DUTY`` is a number, or
 ``KIND=NUMBER,...`` by kind of node (a GPU's GRES name, a feature); other nodes run all of the time.
 """
@@ -13,11 +15,19 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 from launchers.job import node_words
 from rlinf.machine import die_with_parent
 
+QUOTAS = Path("/sys/fs/cgroup/cpu")
+"""Groups with a quota are made there, in that of this process."""
+QUOTA_PERIOD_US = 10_000
+"""Kernels look at who runs every few milliseconds: with shorter periods less is given than said."""
+LOOK_S = 0.05
+"""How often new threads are looked for; until then they share the quota of the one they are of."""
 PERIOD_S = 0.04
 """One turn of running and standing still: long beside the scheduler's slices, short to a stage."""
 GOLDEN = (5**0.5 - 1) / 2
@@ -43,7 +53,8 @@ def main(argv: list[str]) -> int:
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)
-    throttle(process, duty)
+    if duty < 1 and not slowed(process, duty):
+        throttle(process, duty)
     code = process.wait()
     if code < 0:
         # End as the command did, so that whoever waits sees the signal.
@@ -60,6 +71,62 @@ def duty_here(text: str) -> float:
     words = node_words(node) if node else set()
     shares = (part.split("=") for part in text.split(","))
     return min((float(share) for kind, share in shares if kind in words), default=1.0)
+
+
+def slowed(process: subprocess.Popen[bytes], duty: float) -> bool:
+    """Give each thread of ``process`` and of what it starts a quota until it has ended.
+
+    One quota for all would slow a program of two threads twice as much as one of a single thread.
+
+    Returns:
+        Whether it was done; False where groups cannot be made.
+    """
+    try:
+        here = QUOTAS / own_group()
+        root = here / f"rlinf-{process.pid}"
+        for left in here.glob("rlinf-*"):  # of a throttle that was killed
+            if not Path("/proc", left.name.removeprefix("rlinf-")).exists():
+                _remove(left)
+        _quota(root / str(process.pid), process.pid, duty)
+    except OSError:
+        return False
+    while True:
+        try:
+            process.wait(LOOK_S)
+        except subprocess.TimeoutExpired:
+            for group in root.glob("*/tasks"):
+                # What was there first stays, for its own threads come into its group.
+                threads = {*map(int, group.read_text().split())}
+                for thread in threads - {int(group.parent.name)}:
+                    with suppress(OSError):  # it has ended
+                        _quota(root / str(thread), thread, duty)
+                if not threads:
+                    group.parent.rmdir()
+        else:
+            break
+    _remove(root)
+    return True
+
+
+def own_group() -> str:
+    """The path of this process's group of the ``cpu`` controller; "" for the first of all."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    found = [line.split(":", 2) for line in lines]
+    return next((path for _, names, path in found if names == "cpu"), "").lstrip("/")
+
+
+def _quota(group: Path, thread: int, duty: float) -> None:
+    group.mkdir(parents=True, exist_ok=True)
+    (group / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+    (group / "cpu.cfs_quota_us").write_text(str(round(QUOTA_PERIOD_US * duty)))
+    (group / "tasks").write_text(str(thread))
+
+
+def _remove(root: Path) -> None:
+    """Groups that nothing is in any more."""
+    for group in (*root.glob("*/"), root):
+        with suppress(OSError):
+            group.rmdir()
 
 
 def throttle(process: subprocess.Popen[bytes], duty: float) -> None:

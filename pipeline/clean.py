@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline import lock
-from rlinf import leftovers
-from rlinf.channels import segment
+from rlinf import segments
 from rlinf.errors import InputError
 from stages.layout import CONFIG
 
@@ -29,7 +28,7 @@ def litter(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
     for folder in folders:
         if not (folder / CONFIG).is_file():
             raise InputError(f"{folder}: no run directory (it has no {CONFIG})")
-    found = [*leftovers.abandoned(), *segment.abandoned()]
+    found = list(segments.abandoned())
     for folder in folders:
         found += [*lock.sweep(folder), *temporary(folder)]
     for path in dict.fromkeys(found):
@@ -59,6 +58,6 @@ def clean(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
         lines.append(f"{size / 1e6:10.1f} MB  {path}")
         total += size
         if not dry_run:
-            path.unlink(missing_ok=True)
+            segments.drop(path)
     what = "would be removed" if dry_run else "removed"
     return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {what}"]

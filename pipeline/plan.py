@@ -142,6 +142,17 @@ class Learnt(Section):
     """The same of loading and work."""
 
 
+class Choice(Section):
+    """Something that a plan of pools may use."""
+
+    what: str
+    chosen: bool
+    saved_s: float | None = None
+    """Seconds of an iteration that it saves, or would; null: that is not predicted."""
+    why: str
+    """What it brings, or why not."""
+
+
 class Forecast(Section):
     """What was predicted when the plan was made; an edited plan keeps it for comparison."""
 
@@ -156,6 +167,7 @@ class Forecast(Section):
     stages: dict[str, StageForecast] = {}
     sources: Sources | None = None
     learnt: tuple[Learnt, ...] = ()
+    choices: tuple[Choice, ...] = ()
     since: float | None = None
     """When the plan took the place of another one, seconds since the epoch: iterations that began
     before it are not its own."""

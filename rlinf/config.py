@@ -270,7 +270,9 @@ TRANSIENT = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
 
 
 INTERPRETED = frozenset({"task", "engine", "trainer"})
-"""Sections whose ``python`` names the interpreter of their processes, which is a path as well."""
+"""Sections some of whose keys are :data:`INTERPRETERS`."""
+INTERPRETERS = frozenset({"python", "server_python"})
+"""Keys that name the interpreter of processes, which is a path as well."""
 
 
 class RunConfig(Section):
@@ -336,7 +338,7 @@ def semantic(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of a whole configuration changes the result."""
     kept = {key: value for key, value in values.items() if key not in TRANSIENT}
     for section in INTERPRETED & kept.keys():
-        kept[section] = {k: v for k, v in kept[section].items() if k != "python"}
+        kept[section] = {k: v for k, v in kept[section].items() if k not in INTERPRETERS}
     return kept
 
 

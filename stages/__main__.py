@@ -13,7 +13,7 @@ import traceback  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from rlinf import leftovers, machine  # noqa: E402
+from rlinf import machine, segments  # noqa: E402
 from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion  # noqa: E402
 
 
@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a stage in this process; returns its exit code (see ``rlinf.errors``)."""
     machine.apply()
-    leftovers.sweep()
+    segments.sweep()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     from slurm.signals import StopFlag

@@ -343,13 +343,6 @@ class Board:
             outputs = list(self._outputs.values())
         return sum(output.waiting for output in outputs)
 
-    def fail(self, reason: str) -> None:
-        """Nothing more will come from anywhere."""
-        with self._lock:
-            outputs = list(self._outputs.values())
-        for output in outputs:
-            output.fail(reason)
-
     def trim(self, keep: int) -> None:
         """Let go of the objects of all but the newest outputs that have some: they are large."""
         with self._lock:

@@ -55,7 +55,7 @@ CARRIERS = (
     "rlinf.errors",
     "rlinf.fit",
     "rlinf.interpreters",
-    "rlinf.leftovers",
+    "rlinf.segments",
     "rlinf.machine",
     "rlinf.models.device",
     "rlinf.models.fit",

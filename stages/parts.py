@@ -143,6 +143,7 @@ def bare_engine(ctx: Context, world: World | None = None) -> Engine:
         cls = engines.get(ctx.config.engine.name)
         policy, options = policy_class(ctx.config)
         engine: Engine = cls(ctx.config.engine.options(cls.Config, "engine"), policy, options)
+        engine.logs = ctx.run / "logs" / "engine"
         ctx.resident.engine = engine
     ctx.resident.engine.world = world
     return ctx.resident.engine

@@ -194,6 +194,18 @@ def export(
 
 
 @app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A .gguf file, or a package that carries one")],
+    to: Annotated[Path, typer.Argument(help="New folder for the model")],
+) -> None:
+    """Make a model folder, as model.path takes it, of a GGUF file."""
+    from rlinf.models.gguf import convert_gguf
+
+    convert_gguf(source, to)
+    typer.echo(f"{to}: a model folder in float32")
+
+
+@app.command()
 def doctor(
     folder: Annotated[
         Path, typer.Option(help="Where runs are kept; must be visible on every node")

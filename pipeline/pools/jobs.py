@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from launchers.base import Job
-from pipeline.flow import Graph
 from pipeline.launch import ClusterConfig, interpreter_of, resources
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
 from pipeline.pools.leases import PoolState
 from pipeline.run import Run
 from stages.layout import POOLS
-from stages.worker.inbox import SHARED_MEMORY
 
 
 def pool_states(plan: Plan) -> list[PoolState]:
@@ -37,17 +35,8 @@ def pool_folder(run: Run, pool: PoolState) -> Path:
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> Job:
     """The job of a pool's present lease."""
     name = f"pool-{pool.name}-{pool.lease}"
-    # Where nothing else has turns the engine is given the whole batch at once, and what it makes
-    # is passed on as it comes: parts would be decoded one after another, each with its own tail.
-    held = {stage for stage in pool.stages if stage in plan.flow.stages}
-    parts = 1 if held == {plan.flow.generates} else plan.chunks
-    argv = ["--run", str(run.folder), "--name", name, "--parts", str(parts)]
-    argv += ["--orphan-s", str(cluster.pool_grace_s)]
-    of, edges, flow = plan.homes(), Graph(run.config).edges(), plan.flow
-    shared = [edge for edge, way in plan.transports.items() if way == SHARED_MEMORY]
-    targets = {edge.rpartition(" ")[2] for edge in shared if edges[edge] & flow.streams}
-    if any(of[stage] == pool.number for stage in targets):
-        argv.append("--shared")
+    argv = ["--run", str(run.folder), "--name", name, "--orphan-s", str(cluster.pool_grace_s)]
+    of, flow = plan.homes(), plan.flow
     if "delta" in plan.transports.values():
         argv.append("--deltas")
     readers = [name for name, stage in flow.stages.items() if stage.loads == "trainer"]

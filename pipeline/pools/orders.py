@@ -56,6 +56,7 @@ class Orders:
         }
         for pool in plan.pools:
             self._ranks_of.update(pool.ranks)
+        self._late = self._after_parts()
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and their makers."""
         self._subscribed: dict[Node, set[tuple[str, str, str]]] = defaultdict(set)
@@ -110,7 +111,37 @@ class Orders:
         whole = not self._flow.streams & set(sources) and any(
             not s.back and s.stage in self._places for s in sources.values()
         )
-        return (node.iteration, self._plan.chunks if whole else 0, self._places[node.stage])
+        late = whole or node.stage in self._late
+        return (node.iteration, self._plan.chunks if late else 0, self._places[node.stage])
+
+    def _after_parts(self) -> frozenset[str]:
+        """Stages whose turns come after all parts of the batch: they have all processes of a pool
+        whose earlier stages have some each, and would hold these up; and what waits for them."""
+        late = set[str]()
+        for stage, spec in self._flow.stages.items():
+            earlier = list(self._flow.stages)[: self._places[stage]]
+            sides = [s for pool in self._plan.pools for s in pool.ranks if self._shares(s, stage)]
+            first = [s for s in sides if s in self._places]
+            among = stage not in sides and bool(first) and set(first) <= set(earlier)
+            waits = any(s.stage in late and not s.back for s in spec.inputs.values())
+            if among or waits:
+                late.add(stage)
+        return frozenset(late)
+
+    def _shares(self, a: str, b: str) -> bool:
+        """Whether two stages have processes in common."""
+        return self._of[a] is self._of[b] and bool({*self._ranks_of[a]} & {*self._ranks_of[b]})
+
+    def parts(self, stage: str) -> int:
+        """In how many parts a stage takes and makes its batch.
+
+        Where nothing else has turns among them the engine is given the whole batch at once, and
+        what it makes is passed on as it comes: parts would be decoded one after another, each with
+        its own tail.
+        """
+        others = [s for s in self._flow.stages if s not in self._late and s != stage]
+        alone = not any(self._shares(stage, other) for other in others)
+        return 1 if stage == self._flow.generates and alone else self._plan.chunks
 
     def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
         """Settle where the inputs of stages come from that are about to be ordered."""
@@ -241,6 +272,7 @@ class Orders:
                 stage=node.stage,
                 iteration=node.iteration,
                 position=self._turn(node),
+                parts=self.parts(node.stage),
                 out=self._relative(call.out),
                 attempt=secrets.token_hex(6),
                 ranks=tuple(ranks),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import json
 import logging
 import os
 import resource
@@ -20,15 +19,13 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import psutil
 import zmq
 from zmq.utils import z85
 
-from rlinf.artifacts import write_atomic
 from rlinf.channels.keys import Keys
 from rlinf.errors import ConfigError, nearest
 from rlinf.threads import serve
@@ -325,11 +322,6 @@ def _greets(probe: socket.socket) -> bool:
         return probe.recv(1) == b"\xff"
     except OSError:
         return False
-
-
-def write_pointer(pointer: Path, values: Mapping[str, Any]) -> None:
-    """Say where a host is; only the owner of the run can read it."""
-    write_atomic(pointer, json.dumps(values), private=True)
 
 
 def stopped_s(before: float, now: float) -> float:

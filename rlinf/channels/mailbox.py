@@ -44,7 +44,6 @@ from rlinf.channels.curve import (
     host_socket,
     listen,
     stopped_s,
-    write_pointer,
 )
 from rlinf.channels.keys import run_keys
 from rlinf.channels.messages import (
@@ -52,15 +51,18 @@ from rlinf.channels.messages import (
     MAX_NAME,
     PART_BYTES,
     RESEND_S,
+    Pointer,
     check_numbers,
     opened,
     read_pointer,
     send,
     unpacked,
+    write_pointer,
 )
 from rlinf.channels.numbered import Block, Inbox, Outbox
 from rlinf.channels.wire import split
 from rlinf.errors import DataError
+from rlinf.segments import this_memory
 from rlinf.threads import Malformed, serve
 
 BATCH = 256
@@ -182,8 +184,8 @@ class Mailbox:
         self._authenticator = Authenticator(self._context, keys, self._socket)
         try:
             self.addresses = listen(self._socket, interface)
-            values = {"addresses": self.addresses, "token": self._token}
-            write_pointer(pointer, values | {"timeout_s": timeout_s, "max_bytes": max_bytes})
+            where = Pointer(self.addresses, self._token, timeout_s, max_bytes, this_memory())
+            write_pointer(pointer, where)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -221,10 +223,7 @@ class Mailbox:
                 os.eventfd_write(self._wakeup, 1)
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What happened since the last call, in order; waits for something to happen.
-
-        All items that the last call returned are acknowledged now.
-        """
+        """What happened since the last call, all of which is acknowledged now; waits for it."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._finish()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgpack
 import zmq
 
+from rlinf.artifacts import write_atomic
 from rlinf.channels.curve import HEARTBEAT_S
 from rlinf.channels.numbered import Block
 from rlinf.channels.wire import join
@@ -32,6 +33,13 @@ class Pointer(NamedTuple):
     token: str
     timeout_s: float
     max_bytes: int
+    memory: str
+    """Of its node; see :func:`rlinf.segments.this_memory`."""
+
+
+def write_pointer(path: Path, pointer: Pointer) -> None:
+    """Say where a host is."""
+    write_atomic(path, json.dumps(pointer._asdict()), private=True)
 
 
 def read_pointer(path: Path) -> Pointer | None:
@@ -46,7 +54,8 @@ def read_pointer(path: Path) -> Pointer | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     addresses = pointer.addresses
-    whole = type(addresses) is list and all(type(a) is str for a in [*addresses, pointer.token])
+    texts = [*addresses, pointer.token, pointer.memory] if type(addresses) is list else [None]
+    whole = all(type(text) is str for text in texts)
     return (
         pointer._replace(timeout_s=timeout_s, max_bytes=max_bytes) if whole and addresses else None
     )

@@ -11,19 +11,39 @@ from pathlib import Path
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed, Sink, Source
 from rlinf.channels.curve import reachable, routing_id
-from rlinf.channels.mailbox import Lost, Mailbox, Report
-from rlinf.channels.messages import read_pointer
-from rlinf.channels.peer import Peer
+from rlinf.channels.mailbox import Event, Lost, Mailbox, Report
+from rlinf.channels.messages import Pointer, read_pointer, unpacked
+from rlinf.channels.peer import EMPTY, Peer
+from rlinf.channels.ring import Reading
 from rlinf.channels.wire import decode, encode
 from rlinf.data.record import Record
 from rlinf.errors import DataError, InputError
+from rlinf.segments import attach
 
 LOOK_S = 1.0
+SHORTEST_NAP_S, LONGEST_NAP_S = 2e-5, 1e-3
+"""How soon to look again whether there is a record, or room, in shared memory."""
+SEGMENT = "segment"
+"""In what a peer says of itself: its shared memory, in which its records lie."""
 
 
 def pointer_of(folder: Path, name: str) -> Path:
     """The file by which a channel of a run is found."""
     return folder / f"{name}.socket.json"
+
+
+def host_of(folder: Path, name: str) -> tuple[Path, Pointer]:
+    """The pointer to the host of a channel, and what it says.
+
+    Raises:
+        InputError: there is no such channel.
+    """
+    pointer = pointer_of(folder, name)
+    if (host := read_pointer(pointer)) is None:
+        if pointer.exists():
+            raise InputError(f"{pointer}: damaged; start its host again")
+        raise InputError(f"{pointer}: no such channel; its host has not started or has ended")
+    return pointer, host
 
 
 class SocketSource(Mailbox, Source):
@@ -49,6 +69,11 @@ class SocketSource(Mailbox, Source):
         max_bytes: int = 1 << 30,
     ) -> None:
         self._records: deque[Record] = deque()
+        self._rings: dict[str, Reading] = {}
+        """By peer: the records that lie in its shared memory."""
+        self._gone: set[str] = set()
+        """Peers whose memory is let go once no record is left there."""
+        self._in_hand: Reading | None = None
         super().__init__(
             pointer_of(folder, name),
             decode,
@@ -58,14 +83,60 @@ class SocketSource(Mailbox, Source):
             keeps=False,
         )
 
+    @property
+    def lent(self) -> bool:
+        """Whether the record taken last lies in memory of its writer, which is used again from the
+        next ``get`` on: copy what must stay."""
+        return self._in_hand is not None
+
     def get(self) -> Record:
-        while not self._records:
-            for event in self.events(LOOK_S):
-                if isinstance(event, Report):
-                    self._records.append(event.content)
-                elif isinstance(event, Lost):
-                    self.forget(event.worker)
-        return self._records.popleft()
+        if self._in_hand is not None:
+            self._in_hand.release()
+            self._in_hand = None
+        nap = SHORTEST_NAP_S
+        while True:
+            for ring in list(self._rings.values()):
+                if ring.waiting:
+                    try:
+                        record = ring.get()
+                    except DataError as error:
+                        self._malformed.drop(error)
+                        ring.release()
+                        continue
+                    self._in_hand = ring
+                    return record
+            if self._records:
+                return self._records.popleft()
+            for name in self._gone:
+                self._rings.pop(name, None)
+            self._gone.clear()
+            for event in self.events(nap if self._rings else LOOK_S):
+                self._happened(event)
+            nap = min(1.5 * nap, LONGEST_NAP_S)
+
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, Report):
+            self._records.append(event.content)
+        elif isinstance(event, Lost):
+            self.forget(event.worker)
+            self._gone.add(event.worker)
+        elif (segment := event.about.get(SEGMENT)) is not None:
+            # Back after it was silent.
+            self._gone.discard(event.worker)
+            with contextlib.suppress(InputError, OSError):
+                self._attach(event.worker, segment)
+
+    def _hello(
+        self, frames: list[memoryview], id_: bytes, name: str, about: bytes, status: bytes
+    ) -> None:
+        # Before it is answered: it may leave at once, and its segment's name with it.
+        if (segment := unpacked(about).get(SEGMENT)) is not None:
+            self._attach(name, segment)
+        super()._hello(frames, id_, name, about, status)
+
+    def _attach(self, name: str, segment: object) -> None:
+        if name not in self._rings:
+            self._rings[name] = Reading(attach(str(segment)))
 
 
 class SocketSink(Peer, Sink):
@@ -80,13 +151,8 @@ class SocketSink(Peer, Sink):
         ChannelFailed: its host does not answer.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
-        pointer = pointer_of(folder, name)
-        host = read_pointer(pointer)
-        if host is None:
-            if pointer.exists():
-                raise InputError(f"{pointer}: damaged; start its host again")
-            raise InputError(f"{pointer}: no such channel; its host has not started or has ended")
+    def __init__(self, folder: Path, name: str, *, about: bytes = EMPTY) -> None:
+        pointer, host = host_of(folder, name)
         try:
             address = reachable(host.addresses)
         except ValueError as error:
@@ -94,7 +160,8 @@ class SocketSink(Peer, Sink):
         if address is None:
             raise ChannelFailed(f"{pointer.name}: no answer at {', '.join(host.addresses)}")
         self._most = host.max_bytes
-        super().__init__(pointer, routing_id().hex(), _nothing, host=host, address=address)
+        own = routing_id().hex()
+        super().__init__(pointer, own, _nothing, about=about, host=host, address=address)
 
     def put(self, record: Record) -> None:
         """As the interface says.

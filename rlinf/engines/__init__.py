@@ -7,6 +7,8 @@ engines = Registry(
     {
         "transformers": "rlinf.engines.transformers:TransformersEngine",
         "direct": "rlinf.engines.direct:DirectEngine",
+        "sglang": "rlinf.engines.sglang:SGLangEngine",
+        "vllm": "rlinf.engines.vllm:VLLMEngine",
     },
     base="rlinf.engines.base:Engine",
 )

@@ -141,6 +141,8 @@ class Engine(Part, ABC):
     world: World = World()
     """The processes of the stage; told before weights come. Those of one copy of the model load the
     same weights; the one that speaks has the requests, the others :meth:`assist`."""
+    logs: Path | None = None
+    """Folder for what its processes print; told before weights come. None: it is not kept."""
     version: int = -1
     """Of the weights it serves; -1: it has none."""
     device: torch.device = torch.device("cpu")
@@ -158,6 +160,12 @@ class Engine(Part, ABC):
     def rows(cls, config: Any) -> int | None:
         """Most samples that a process decodes at once, for predictions; None: all it is asked."""
         return None
+
+    @classmethod
+    def interpreters(cls, config: Any) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+        """Keys that name interpreters of processes of its own, with what they name and the packages
+        that must be there."""
+        return {}
 
     @abstractmethod
     def load(self, folder: Path, version: int) -> None:

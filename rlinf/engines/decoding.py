@@ -3,19 +3,24 @@
 Finished rows leave the batch, waiting ones take their places; one uniform number per token, drawn
 before decoding, makes a sample independent of its neighbours. Newer weights may come between two
 tokens: what was cached is then computed anew from the tokens so far.
+
+On CPUs rows may be dealt to several lanes, threads that decode batches of their own beside each
+other, token by token: who is in which depends on what was asked alone, not on how quick they are.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf import first_calls
 from rlinf.channels.base import ChannelClosed
 from rlinf.data.record import Record
 from rlinf.data.sampling import Sampling
@@ -28,6 +33,9 @@ from rlinf.seeding import uniforms
 COMPACT_BELOW = 0.75
 """Rebuild the batch once this share of its rows, or less, is still unfinished; and let waiting rows
 in once the rest of its places is free."""
+ALONE = 24
+"""So many rows, or fewer, are decoded by one lane: the time of a token is Python's then, which runs
+one thread at a time."""
 
 
 class Network(Protocol):
@@ -92,7 +100,10 @@ class Batch:
     ``made`` ``[B]`` counts the tokens of a row, ``position`` those of its prompt as well;
     ``tokens`` ``[B, T]`` and ``logprobs`` are what was made, ``versions`` by which weights;
     ``logits`` ``[B, V]`` say what comes next, ``attend`` which columns of the cache a row sees.
+    ``chosen`` ``[B]`` are tokens that the network has still to read before there are new logits.
     """
+
+    chosen: Tensor | None = None
 
     def __init__(self, rows: list[Row], network: Network) -> None:
         self.rows = rows
@@ -130,6 +141,7 @@ class Batch:
             for row, line, count in zip(self.rows, tokens, made, strict=True)
         ]
         self.logits, self.cache, self.attend = network.read(contexts, self.room)
+        self.chosen = None
         self.padded = len({len(context) for context in contexts}) > 1
 
     @property
@@ -216,6 +228,13 @@ COLUMNS = (
 """Tensors of a batch with a row for each sample, besides those that go with its cache."""
 
 
+@dataclass
+class _Lane:
+    batch: Batch | None = None
+    fresh: list[Row] = field(default_factory=list)
+    """Rows that join it before the next token."""
+
+
 class Decoding:
     """One call of :meth:`rlinf.engines.base.Engine.generate`."""
 
@@ -227,27 +246,45 @@ class Decoding:
         stage: str,
         hooks: Hooks,
         max_rows: int,
+        lanes: int = 1,
     ) -> None:
         self._network, self._requests, self._hooks = network, requests, hooks
-        self._seed, self._stage, self._most = seed, stage, max_rows
+        self._seed, self._stage, self._most = seed, stage, max(1, max_rows // lanes)
         self._waiting = deque[Row]()
-        self._batch: Batch | None = None
+        self._lanes = [_Lane() for _ in range(lanes)]
         self._asked, self._open = 0, True
         self._further = () if hooks.newer is None else ("version",)
+
+    @property
+    def _batches(self) -> list[Batch]:
+        return [lane.batch for lane in self._lanes if lane.batch is not None]
 
     @torch.inference_mode()
     def replies(self) -> Iterator[Record]:
         """Until the channel of requests closes."""
-        while True:
-            self._take_in()
-            self._admit()
-            if self._batch is None:
-                return
-            yield from self._step(self._batch)
+        if len(self._lanes) > 1:
+            first_calls.make()
+        others = max(1, len(self._lanes) - 1)
+        with ThreadPoolExecutor(others, "decode", torch.set_num_threads, (1,)) as threads:
+            while True:
+                self._take_in()
+                self._admit()
+                busy = [lane for lane in self._lanes if lane.batch is not None or lane.fresh]
+                if not busy:
+                    return
+                beside = [threads.submit(self._step, lane) for lane in busy[1:]]
+                try:
+                    own = self._step(busy[0])
+                finally:
+                    wait(beside)
+                yield from own
+                for lane in beside:
+                    yield from lane.result()
+                yield from self._ask()
 
     def _take_in(self) -> None:
         """Take the requests that are there; wait for one where nothing else is to be done."""
-        while self._open and (len(self._requests) or (self._batch is None and not self._waiting)):
+        while self._open and (len(self._requests) or not (self._batches or self._waiting)):
             try:
                 request = self._requests.get()
             except ChannelClosed:
@@ -278,51 +315,89 @@ class Decoding:
 
     def _admit(self) -> None:
         """Let waiting rows in, where a share of the places is free that is worth it."""
-        batch, waiting = self._batch, len(self._waiting)
-        count = min(waiting, self._most - (0 if batch is None else len(batch)))
-        if not count or (
-            batch is not None and count < min(waiting, (1 - COMPACT_BELOW) * self._most)
-        ):
-            return
-        fresh = Batch([self._waiting.popleft() for _ in range(count)], self._network)
-        if batch is None:
-            self._batch = fresh
-        else:
-            batch.join(fresh)
+        batches = self._batches
+        total = len(self._waiting) + sum(map(len, batches))
+        share = total if total <= ALONE else -(-total // len(self._lanes))
+        if total <= ALONE and len(batches) > 1:
+            self._unite(batches)
+        for lane in self._lanes:
+            waiting, held = len(self._waiting), 0 if lane.batch is None else len(lane.batch)
+            free = min(waiting, self._most - held)
+            if held and free < min(waiting, (1 - COMPACT_BELOW) * self._most):
+                continue
+            count = max(0, min(free, share - held))
+            lane.fresh = [self._waiting.popleft() for _ in range(count)]
 
-    def _step(self, batch: Batch) -> Iterator[Record]:
-        """One more token of every row; replies of those it ends."""
-        network, hooks = self._network, self._hooks
+    def _unite(self, batches: list[Batch]) -> None:
+        """Have the first lane decode all rows."""
+        for batch in batches:
+            self._forward(batch)
+        for other in batches[1:]:
+            batches[0].join(other)
+        for lane in self._lanes:
+            lane.batch = None
+        self._lanes[0].batch = batches[0]
+
+    @torch.inference_mode()
+    def _step(self, lane: _Lane) -> list[Record]:
+        """One more token of every row of a lane; replies of those it ends."""
+        if lane.batch is not None:
+            self._forward(lane.batch)
+        if lane.fresh:
+            fresh, lane.fresh = Batch(lane.fresh, self._network), []
+            if lane.batch is None:
+                lane.batch = fresh
+            else:
+                lane.batch.join(fresh)
+        batch = lane.batch
+        assert batch is not None
         chosen = self._choose(batch)
-        stopped = torch.isin(chosen, network.stops) | self._completed(batch)
+        stopped = torch.isin(chosen, self._network.stops) | self._completed(batch)
         ended = (stopped | (batch.made == batch.limit)) & batch.running
+        found = list[Record]()
         if bool(ended.any()):
-            yield from batch.replies(ended, stopped, *self._further)
+            found += batch.replies(ended, stopped, *self._further)
             batch.running &= ~ended
             left = int(batch.running.sum())
             if left == 0:
-                self._batch = None
-                return
+                lane.batch = None
+                return found
             if left <= COMPACT_BELOW * len(batch):
                 keep = batch.running.nonzero()[:, 0]
                 batch.select(keep)
                 chosen = chosen[keep]
+        batch.chosen = chosen
+        return found
+
+    def _ask(self) -> Iterator[Record]:
+        """Heed the hooks; replies of what is given up."""
+        network, hooks, batches = self._network, self._hooks, self._batches
+        if not batches:
+            return
         if hooks.gives_up is not None:
-            left = len(self._waiting) + int(batch.running.sum())
+            left = len(self._waiting) + sum(int(batch.running.sum()) for batch in batches)
             if hooks.gives_up(left, self._asked):
-                none = torch.zeros_like(batch.running)
-                yield from batch.replies(batch.running, none, "unfinished", *self._further)
-                self._batch = None
+                for batch in batches:
+                    none = torch.zeros_like(batch.running)
+                    yield from batch.replies(batch.running, none, "unfinished", *self._further)
+                for lane in self._lanes:
+                    lane.batch = None
                 return
         if network.refreshed(hooks):
-            batch.read(network)
+            for batch in batches:
+                batch.read(network)
+
+    def _forward(self, batch: Batch) -> None:
+        """Have the network read the tokens that were chosen last."""
+        if batch.chosen is None:
             return
         cache = batch.cache
         batch.attend[:, cache.length] = True
         visible = batch.attend[:, None, None, : cache.length + 1] if batch.padded else None
-        batch.logits = network.forward(
-            chosen[:, None], (batch.position - 1)[:, None], visible, cache
+        batch.logits = self._network.forward(
+            batch.chosen[:, None], (batch.position - 1)[:, None], visible, cache
         )
+        batch.chosen = None
 
     def _choose(self, batch: Batch) -> Tensor:
         """Draw the next token ``[B]`` of every row and note it; finished rows draw too."""

@@ -27,7 +27,7 @@ from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.base import copy_weights
 from rlinf.models.causal_lm import CausalLMConfig, causal_mask, load_tokenizer
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.loading import load_module, reload_weights
+from rlinf.models.loading import load_module, reload_weights, stop_tokens
 from rlinf.residency import Storages, placed
 
 
@@ -37,7 +37,8 @@ class TransformersConfig(Section):
     max_rows: int = Field(default=256, gt=0)
     """Most samples decoded at once."""
     threads: int = Field(default=1, gt=0)
-    """Torch threads while generating; more than one slows small models down."""
+    """Threads of a process on CPUs; each decodes rows of its own. Part of the result: rows that are
+    computed side by side round their log-probabilities together."""
     python: str | None = None
     """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
@@ -80,9 +81,7 @@ class TransformersEngine(Storages, Engine):
             use_decode_attention(self._module)
         tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
         self._tokenizer = tokenizer
-        stop = getattr(self._module.generation_config, "eos_token_id", None)
-        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-        known = set() if self._config.ignore_eos else {*stops, tokenizer.eos_token_id}
+        known = set() if self._config.ignore_eos else stop_tokens(self._module, tokenizer)
         self.stops = torch.tensor(sorted(known), dtype=torch.int64, device=self.device)
         self.version = version
 
@@ -106,8 +105,9 @@ class TransformersEngine(Storages, Engine):
     def generate(
         self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
     ) -> Iterator[Record]:
-        torch.set_num_threads(self._config.threads)
-        return Decoding(self, requests, seed, stage, hooks, self._config.max_rows).replies()
+        torch.set_num_threads(1)
+        lanes = self._config.threads if self.device.type == "cpu" else 1
+        return Decoding(self, requests, seed, stage, hooks, self._config.max_rows, lanes).replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, without special ones."""

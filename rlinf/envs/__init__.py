@@ -7,6 +7,7 @@ environments = Registry(
     {
         "arithmetic": "rlinf.envs.arithmetic:ArithmeticEnvironment",
         "calculator": "rlinf.envs.calculator:CalculatorEnvironment",
+        "reasoning_gym": "rlinf.envs.reasoning_gym:ReasoningGym",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },

@@ -23,8 +23,8 @@ class Problem:
     messages: tuple[Mapping[str, str], ...]
     """Roles and contents; the last one is the user's. Of a plain question that is all there is."""
     answer: str
-    line: int
-    """Of the file, from 1."""
+    place: str
+    """Where it is from, for messages: file and line."""
     demonstration: str | None = None
     """What the assistant said last, where the row goes on so far."""
     info: Mapping[str, Scalar] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def read_problems(
             raise DataError(f"{where}: not JSON ({str(error)[:100]})") from None
         if not isinstance(item, dict):
             raise DataError(f'{where}: expected an object, such as {{"{prompt_field}": ...}}')
-        problem = _problem(item, prompt_field, answer_field, where, number)
+        problem = _problem(item, prompt_field, answer_field, where, f"{path}, line {number}")
         info = {name: _scalar(_field(item, name, "info_fields", where)) for name in info_fields}
         problems.append(replace(problem, info=info))
     if not problems:
@@ -70,7 +70,7 @@ def read_problems(
 
 
 def _problem(
-    item: dict[str, Any], prompt_field: str, answer_field: str, where: str, line: int
+    item: dict[str, Any], prompt_field: str, answer_field: str, where: str, place: str
 ) -> Problem:
     messages = _messages(_field(item, prompt_field, "prompt_field", where), where, prompt_field)
     demonstration = None
@@ -79,13 +79,13 @@ def _problem(
     if not messages or messages[-1]["role"] != "user":
         raise DataError(f"{where}: {prompt_field!r} holds no message of the user to answer")
     if answer_field not in item and demonstration is not None:
-        return Problem(tuple(messages), demonstration, line, demonstration)
+        return Problem(tuple(messages), demonstration, place, demonstration)
     answer = _field(item, answer_field, "answer_field", where)
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise DataError(
             f"{where}: {answer_field!r} is {_short(answer)}; expected a text or a number"
         )
-    return Problem(tuple(messages), _text(str(answer), where, answer_field), line, demonstration)
+    return Problem(tuple(messages), _text(str(answer), where, answer_field), place, demonstration)
 
 
 def _scalar(value: Any) -> Scalar:

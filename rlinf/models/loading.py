@@ -165,6 +165,14 @@ def _set_generation(module: Any, folder: Path) -> None:
             )
 
 
+def stop_tokens(module: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end a sample of a network."""
+    stop = getattr(module.generation_config, "eos_token_id", None)
+    return {*(stop if isinstance(stop, list) else [] if stop is None else [stop])} | {
+        tokenizer.eos_token_id
+    }
+
+
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Networks made here have parameters without memory; their buffers have what they should.

@@ -1,8 +1,7 @@
 """Records on their way from a stage in one worker to the boards of others.
 
-Every worker has one inbox, a socket channel that it hosts, and where the plan says so shared memory
-for those on its node; a record says which output it belongs to. What arrives is kept on the
-worker's board.
+Every worker has one inbox, a channel that it hosts; a record says which output it belongs to. What
+arrives is kept on the worker's board.
 """
 
 from __future__ import annotations
@@ -13,24 +12,23 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed, Sink
-from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.shared_memory import SharedMemorySink
 from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.errors import DataError, InputError, RlinfError, StorageError
 from rlinf.threads import Malformed, serve
 from stages.board import Board
 
-AGAIN_S, PATIENCE_S = 0.5, 10.0
+AGAIN_S = 0.5
 TO, FROM, RANK, RANKS, COUNT = "_to", "_from", "_rank", "_ranks", "_count"
 MADE_OF = "_made_of"
 """Of a record that was made of what was not committed yet: by which attempt that was."""
 SOCKET, SHARED_MEMORY = "socket", "shared_memory"
 SHARED_BYTES = 128 << 20
-"""Shared memory of a worker that takes records so; none may be larger."""
+"""Shared memory of a worker for records to another one; none may be larger."""
 Taker = Callable[[str, Record], None]
 Passing = Callable[[str, str, Record], None]
 TRANSFER_FAULTS = (RlinfError, ChannelClosed, OSError)
@@ -39,11 +37,10 @@ log = logging.getLogger("rlinf")
 
 
 class Inbox:
-    """Takes what other workers send; threads of its own put it on the board.
+    """Takes what other workers send; a thread of its own puts it on the board.
 
     Args:
         takers: of what is no stream of records, by channel: given the output and what came.
-        shared: take records through shared memory too.
         passing: given all that belongs to streams: output and channel, the maker, what came.
     """
 
@@ -54,47 +51,26 @@ class Inbox:
         board: Board,
         takers: Mapping[str, Taker] | None = None,
         *,
-        shared: bool = False,
         passing: Passing = lambda *_: None,
     ) -> None:
         self._board, self._takers, self._passing = board, takers or {}, passing
-        self.failure: str | None = None
-        """Why nothing comes any more: its worker is of no use then."""
-        self._channels: list[SocketSource | SharedMemorySource] = [SocketSource(folder, name)]
-        if shared:
-            try:
-                self._channels.append(SharedMemorySource(folder, name, size=SHARED_BYTES))
-            except StorageError as error:
-                log.warning("records come by socket: %s", error)
+        self._channel = SocketSource(folder, name)
         self._malformed = Malformed(f"inbox of {name}")
-        self._threads = [serve("inbox", partial(self._work, channel)) for channel in self._channels]
+        self._thread = serve("inbox", self._work)
 
     @property
     def malformed(self) -> int:
         """Records and messages that were dropped because they made no sense."""
-        return self._malformed.count + sum(channel.malformed for channel in self._channels)
+        return self._malformed.count + self._channel.malformed
 
     def close(self) -> None:
-        for channel, thread in zip(self._channels, self._threads, strict=True):
-            channel.close()
-            thread.join(5)
+        self._channel.close()
+        self._thread.join(5)
 
-    def _work(self, channel: SocketSource | SharedMemorySource) -> None:
-        failures, heard = 0, time.monotonic()
-        while failures * AGAIN_S < PATIENCE_S:
-            try:
-                for record in channel:
-                    heard = time.monotonic()
-                    # The board keeps it for longer than the channel can do without its memory.
-                    self._take(copied(record) if channel is not self._channels[0] else record)
-                return
-            except ChannelFailed as error:
-                # One that writes may have been stopped in the middle, and go on or end.
-                failures = failures + 1 if time.monotonic() - heard < 2 * AGAIN_S else 1
-                heard, reason = time.monotonic(), str(error)
-                time.sleep(AGAIN_S)
-        self.failure = f"records of other workers no longer arrive: {reason}"
-        self._board.fail(self.failure)
+    def _work(self) -> None:
+        for record in self._channel:
+            # The board keeps it for longer than its writer can do without the memory.
+            self._take(copied(record) if self._channel.lent else record)
 
     def _take(self, record: Record) -> None:
         info = dict(record.info)
@@ -194,12 +170,19 @@ class Outbox:
 
         None: it has no inbox, or none that answers.
         """
-        kind = SharedMemorySink if way == SHARED_MEMORY else SocketSink
         with contextlib.suppress(InputError, ChannelFailed), self._lock:
             if (name, way) not in self._open:
-                self._open[name, way] = kind(self.folder, name)
+                self._open[name, way] = self._opened(name, way)
             return self._open[name, way]
         return self.open(name, SOCKET) if way == SHARED_MEMORY else None
+
+    def _opened(self, name: str, way: str) -> Sink:
+        if way == SHARED_MEMORY:
+            try:
+                return SharedMemorySink(self.folder, name, size=SHARED_BYTES)
+            except StorageError as error:
+                log.warning("records go to %s by socket: %s", name, error)
+        return SocketSink(self.folder, name)
 
     def drop(self, name: str, channel: Sink | None) -> None:
         """Forget a connection to a worker that does not answer."""

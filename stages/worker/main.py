@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlinf import leftovers, machine
+from rlinf import machine, segments
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
@@ -76,12 +76,10 @@ log = logging.getLogger("rlinf")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to leave (0), or asked to stop by Slurm (75)."""
     machine.apply()
-    leftovers.sweep()
+    segments.sweep()
     parser = argparse.ArgumentParser(prog="python -m stages.worker.main", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")
-    parser.add_argument("--parts", type=int, default=1, help="parts a batch is passed on in")
-    parser.add_argument("--shared", action="store_true", help="take records by shared memory")
     parser.add_argument(
         "--uncast", action="store_true", help="send weights as the trainer has them"
     )
@@ -102,9 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments.run,
                 config,
                 arguments.name,
-                arguments.parts,
                 stop,
-                shared=arguments.shared,
                 uncast=arguments.uncast,
                 deltas=arguments.deltas,
             )
@@ -122,14 +118,12 @@ class Worker:
         run: Path,
         config: RunConfig,
         pool: str,
-        parts: int,
         stop: StopFlag,
         *,
-        shared: bool,
         uncast: bool,
         deltas: bool,
     ) -> None:
-        self._run, self._config, self._parts, self._stop = run, config, parts, stop
+        self._run, self._config, self._stop = run, config, stop
         self._world = World.from_environment(run / CHANNELS)
         self._name = worker_name(pool, self._world.rank)
         dtype = None if uncast else sent_type(config)
@@ -153,7 +147,6 @@ class Worker:
             self._name,
             self._board,
             takers,
-            shared=shared,
             passing=self._relays.arrived if self._world.size > 1 else lambda *_: None,
         )
         self._generator = Generator(
@@ -190,8 +183,6 @@ class Worker:
                 if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
-                if self._inbox.failure is not None:
-                    raise ChannelFailed(self._inbox.failure)
                 orders = [read_order(content) for content in self._link.orders(0.2)]
                 leave = next((order for order in orders if isinstance(order, Leave)), None)
                 if leave is not None:
@@ -348,7 +339,7 @@ class Worker:
             began=now,
             start=now,
             name=order.attempt,
-            live=Live(output, turn, sinks, self._parts),
+            live=Live(output, turn, sinks, order.parts),
             worker=self._name,
             gathers=order.gathers,
         )

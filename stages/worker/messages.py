@@ -33,6 +33,8 @@ class StageOrder(Message):
     iteration: int
     position: tuple[int, int, int]
     """Its place in the order of turns (:mod:`stages.turns`)."""
+    parts: int
+    """In how many its batch is taken and made."""
     out: str
     attempt: str
     ranks: tuple[int, ...]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlinf.data.record import Record
 from rlinf.errors import RlinfError, TransferError
-from rlinf.leftovers import SEGMENT, segment_name
+from rlinf.segments import SEGMENT, segment_name
 from rlinf.threads import Queue
 from rlinf.weights.buckets import Layout, checksum, digest
 from rlinf.weights.shared import SharedReader, SharedWriter

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 
 import pytest
 
 from rlinf import tree
-from rlinf.errors import ConfigError
-from rlinf.interpreters import interpreter
 from rlinf.trainers import trainers
+from tests.environments import need_environment
 
 ELSEWHERE = [
     name
@@ -23,13 +21,7 @@ ELSEWHERE = [
 
 def keeps_contract(name: str, tests: str) -> None:
     """Run those tests of the contract that are of this name, where its packages are."""
-    try:
-        python = interpreter(name, "this test")
-    except ConfigError as error:
-        if os.environ.get("RLINF_REQUIRE_ENVS"):
-            raise
-        pytest.skip(str(error))
-    program = [python, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+    program = [need_environment(name), "-m", "pytest", "-p", "no:cacheprovider", "-q"]
     done = subprocess.run(
         [*program, "tests/contracts/test_trainer.py", "-k", f"{name} and ({tests})"],
         cwd=tree.ROOT,

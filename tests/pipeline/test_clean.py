@@ -16,22 +16,23 @@ from typer.testing import CliRunner
 from pipeline.clean import sweep as sweep_run
 from pipeline.commands.cli import app
 from pipeline.commands.experiment import prepare
-from rlinf import leftovers
+from rlinf import segments as memory
 from rlinf.alive import space
-from rlinf.channels import segment
-from rlinf.leftovers import SHM, segment_name, sweep
+from rlinf.segments import SHM, segment_name, sweep
 
 WRITE = """
 import sys, time, torch
 from pathlib import Path
-from rlinf.channels.shared_memory import SharedMemorySource
-from rlinf.leftovers import segment_name
+from rlinf.channels.shared_memory import SharedMemorySink
+from rlinf.channels.socket import SocketSource
+from rlinf.segments import segment_name
 from rlinf.weights.buckets import Layout
 from rlinf.weights.shared import SharedWriter
 name = segment_name()
 writer = SharedWriter(name, Layout.of({"w": torch.zeros(100_000)}))
-channel = SharedMemorySource(Path(sys.argv[1]), "x", size=1 << 20)
-print(name, channel._segment.name, flush=True)
+source = SocketSource(Path(sys.argv[1]), "x")
+channel = SharedMemorySink(Path(sys.argv[1]), "x", size=1 << 20)
+print(name, channel._segment, flush=True)
 time.sleep(60)
 """
 
@@ -65,7 +66,6 @@ def test_memory_of_a_killed_group_is_swept_by_the_next_process(
 ) -> None:
     segments, kill = killed
     sweep()
-    segment.sweep(older_than_s=0)
     assert [path.exists() for path in segments] == [True] * 3, "its process lives"
     kill()
     done = subprocess.run(
@@ -74,7 +74,6 @@ def test_memory_of_a_killed_group_is_swept_by_the_next_process(
         check=False,
     )
     assert done.returncode == 65
-    segment.sweep(older_than_s=0)
     assert [path.exists() for path in segments] == [False] * 3
 
 
@@ -82,11 +81,11 @@ def test_clean_lists_and_then_removes(
     compose: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A folder of its own: what is abandoned in the real one goes with any process of this user.
-    monkeypatch.setattr(leftovers, "SHM", tmp_path / "shm")
+    monkeypatch.setattr(memory, "SHM", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     words = segment_name().split("-")
     living, dead = tmp_path / "shm" / "-".join(words), tmp_path / "shm"
-    dead /= "-".join([*words[:5], "1", words[6]])
+    dead /= "-".join([*words[:4], "1", words[5]])
     living.touch()
     dead.touch()
     run = prepare(compose()).folder
@@ -142,7 +141,7 @@ def test_clean_wants_run_directories(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["another user", "another space", "no name of ours"])
 def test_memory_of_others_stays(whose: str) -> None:
-    mine = segment_name().removeprefix(leftovers.PREFIX).split("-")
+    mine = segment_name().removeprefix(memory.PREFIX).split("-")
     mine[2:4] = ["1", "1"]
     if whose == "another user":
         mine[0] = str(os.getuid() + 1)
@@ -150,7 +149,7 @@ def test_memory_of_others_stays(whose: str) -> None:
         mine[1] = str(space() + 1)
     else:
         mine[3] = "x"
-    path = SHM / f"{leftovers.PREFIX}{'-'.join(mine)}"
+    path = SHM / f"{memory.PREFIX}{'-'.join(mine)}"
     path.touch()
     try:
         sweep()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -22,9 +21,10 @@ from pipeline.commands.experiment import execute
 from pipeline.launch import interpreter_of
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError
-from rlinf.interpreters import TABLE, interpreter
+from rlinf.interpreters import TABLE
 from slurm.jobs import Resources, State
 from stages.flow import on_policy
+from tests.environments import need_environment
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
@@ -71,12 +71,7 @@ def test_a_run_trains_in_an_environment_that_has_the_trainer(
     tmp_path: Path, compose: Compose, tiny_run: Path
 ) -> None:
     """ZeRO with two processes, and the engine in this one's: what FSDP2 makes of it."""
-    try:
-        interpreter("deepspeed", "this test")
-    except ConfigError as error:
-        if os.environ.get("RLINF_REQUIRE_ENVS"):
-            raise
-        pytest.skip(str(error))
+    need_environment("deepspeed")
     words = ["cluster=local", "trainer=deepspeed", "trainer.python=deepspeed", "trainer.stage=1"]
     plan = tmp_path / "plan.yaml"
     plan.write_text("stages: {train: {processes: 2}}\n")

@@ -24,6 +24,7 @@ ALL = {"processes": 3}
 def plan(**ranks: list[int]) -> dict[str, Any]:
     return {
         "grain": "segment",
+        "chunks": 2,
         "stages": dict.fromkeys(("rollout", "inference", "train"), ALL),
         "pools": [{"stages": STAGES, "gpus": {"local": 3}, "ranks": ranks}],
     }

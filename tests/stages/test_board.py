@@ -80,7 +80,7 @@ def test_a_failure_wakes_whoever_waits(whole: bool) -> None:
         (lambda: output.attempt(never)) if whole else (lambda: output.records("x", range(2), never))
     )
     thread, errors = waiting(work)
-    board.fail("train/0 failed: no memory")
+    output.fail("train/0 failed: no memory")
     thread.join(5)
     assert isinstance(errors[0], InputFailed)
     assert "no memory" in str(errors[0])

@@ -15,7 +15,7 @@ from scipy.stats import norm
 from pipeline.planning.cost.rates import RateTable
 from pipeline.planning.planner.objective import lost_share
 from pipeline.planning.planner.predict import Predictor
-from pipeline.planning.planner.problem import Placement, Problem, Stage
+from pipeline.planning.planner.problem import Placement, Problem, Stage, homes
 from rlinf.errors import PlanError
 
 Array = np.ndarray
@@ -48,7 +48,7 @@ class Expected:
     q50_s: float
     q90_s: float
     idle: tuple[float, ...]
-    """By pool: share of an iteration that a GPU does no stage's work, on average over its GPUs."""
+    """By job: share of an iteration that a GPU does no stage's work, on average over its GPUs."""
     memory_bytes: tuple[Mapping[str, float], ...]
     """By pool and kind: most that a GPU holds at once; NaN where a stage's need is not known."""
     gpu_hours: float
@@ -91,13 +91,13 @@ def expect(
         spread[s, k] = _table(problem, tables, s, k).spread[gpus]
     drawn = _Drawn(problem, spread, draws, np.random.default_rng(seed)).total_s(placement)
     q10, q50, q90 = (float(q) for q in np.quantile(drawn, (0.1, 0.5, 0.9)))
-    allocation = [np.array(pool)[:, None] for pool in placement.gpus]
-    lost = lost_share(problem, np.array([total_s]), allocation)
-    busy = np.zeros(len(placement.pools))
+    together = [np.array(placement.gpus)[list(job)].sum(0) for job in placement.jobs]
+    lost = lost_share(problem, np.array([total_s]), [gpus[:, None] for gpus in together])
+    busy = np.zeros(len(together))
     for s, k, gpus in used:
-        pool = next(p for p, stages in enumerate(placement.pools) if s in stages)
+        job = next(j for j, own in enumerate(placement.jobs) if s in placement.stages_of(own))
         working = float(_table(problem, tables, s, k).used[gpus])
-        busy[pool] += float(nominal.busy_s[s]) * working / sum(placement.gpus[pool])
+        busy[job] += float(nominal.busy_s[s]) * working / together[job].sum()
     return Expected(
         nominal_s=total_s,
         mean_s=float(drawn.mean()),
@@ -144,7 +144,7 @@ class _Drawn(Predictor):
 
 
 def _check(problem: Problem, placement: Placement) -> None:
-    stages = sorted(s for pool in placement.pools for s in pool)
+    stages = list(homes(placement.pools))
     if stages != list(range(len(problem.stages))) or len(placement.gpus) != len(placement.pools):
         raise PlanError("the placement must have every stage of the problem in one of its pools")
     for k, kind in enumerate(problem.kinds):
@@ -159,11 +159,10 @@ def _used(
     problem: Problem, placement: Placement, predictor: Predictor
 ) -> Iterator[tuple[int, int, int]]:
     """Stage, kind and GPUs of every speed that matters."""
-    for pool, gpus in zip(placement.pools, placement.gpus, strict=True):
-        for s in pool:
-            for k, number in enumerate(gpus):
-                if predictor.tables[s][k][number] > 0:
-                    yield s, k, number
+    for s in range(len(problem.stages)):
+        for k, number in enumerate(placement.gpus_of(s)):
+            if predictor.tables[s][k][number] > 0:
+                yield s, k, number
 
 
 def _table(problem: Problem, tables: Tables, stage: int, kind: int) -> RateTable:

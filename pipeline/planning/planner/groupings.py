@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.planning.planner.problem import Problem
+from pipeline.planning.planner.problem import Pools, Problem
 
 Array = np.ndarray
-Pools = tuple[tuple[int, ...], ...]
 
 
 def groupings(problem: Problem) -> list[Pools]:
-    """All ways to divide the stages over pools, fewest pools first."""
-    count = len(problem.stages)
+    """All ways to divide the stages over pools, fewest pools first; then those where pools overlap:
+    the first stages of a job, if they may, have a part of its GPUs each."""
     most = sum(kind.gpus for kind in problem.kinds)
+    apart = list(_divided(range(len(problem.stages))))
+    overlapping = {
+        tuple(sorted(itertools.chain(*parts)))
+        for pools in apart
+        for parts in itertools.product(*([(pool,), *_split(problem, pool)] for pool in pools))
+        if any(len(part) > 1 for part in parts)
+    }
+    every = [*apart, *sorted(overlapping, key=lambda pools: (len(pools), pools))]
+    return [pools for pools in every if len(pools) <= most]
+
+
+def _divided(stages: Sequence[int]) -> Iterator[Pools]:
+    """All ways to divide some stages, fewest pools first."""
     codes: list[tuple[int, ...]] = [(0,)]
-    for _ in range(1, count):
+    for _ in stages[1:]:
         codes = [(*code, i) for code in codes for i in range(max(code) + 2)]
-    return [
-        tuple(tuple(s for s in range(count) if code[s] == pool) for pool in range(max(code) + 1))
-        for code in sorted(codes, key=lambda code: (max(code), code))
-        if max(code) < most
-    ]
+    for code in sorted(codes, key=lambda code: (max(code), code)):
+        yield tuple(
+            tuple(s for s, pool in zip(stages, code, strict=True) if pool == number)
+            for number in range(max(code) + 1)
+        )
+
+
+def _split(problem: Problem, pool: tuple[int, ...]) -> Iterator[Pools]:
+    """The ways to have the first stages of a pool side by side, and the others on all of it."""
+    cycle = [problem.stages[s].cycle for s in pool]
+    for cut in range(1, len(pool)):
+        if not problem.stages[pool[cut - 1]].beside:
+            return
+        if cycle[cut] is None or cycle[cut] != cycle[cut - 1]:
+            for parts in itertools.islice(_divided(pool[:cut]), 1, None):
+                yield tuple((*part, *pool[cut:]) for part in parts)
 
 
 class Neighbours:
@@ -31,16 +55,16 @@ class Neighbours:
 
     def __init__(self, every: Sequence[Pools]) -> None:
         self._every = list(every)
-        stages = sum(map(len, self._every[0]))
+        stages = len(set(itertools.chain(*self._every[0])))
         # A bit for each two stages: whether they share a pool.
         bits = np.zeros((stages, stages), np.int64)
         first, second = np.triu_indices(stages, 1)
         bits[first, second] = bits[second, first] = 1 << np.arange(len(first))
-        members = np.zeros((len(self._every), stages), np.int64)
+        members = np.zeros((len(self._every), stages, stages), bool)
         for row, pools in zip(members, self._every, strict=True):
             for number, pool in enumerate(pools):
-                row[list(pool)] = number
-        shared = members[:, first] == members[:, second]
+                row[list(pool), number] = True
+        shared = (members[:, first] & members[:, second]).any(2)
         self._codes = shared @ (1 << np.arange(len(first), dtype=np.int64))
         self._of_stage = bits.sum(1)
         self._places = {pools: place for place, pools in enumerate(self._every)}
@@ -64,9 +88,3 @@ def divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
         row, column = np.nonzero(able[None] <= left[:, None])
         out = np.concatenate([out[row], able[column][:, None]], axis=1)
     return out if idle else out[out.sum(1) == total]
-
-
-def steps(most: int) -> list[int]:
-    """How many GPUs are moved at once: few, and ever larger jumps."""
-    sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
-    return sorted(size for size in sizes if size <= most)

@@ -44,6 +44,7 @@ def page(proposal: Proposal, title: str) -> str:
             {"other": other, "more": other.cost / forecast.cost - 1 if forecast.cost else 0.0}
             for other in proposal.alternatives
         ],
+        choices=proposal.forecast.choices,
         notes=proposal.notes,
     )
 

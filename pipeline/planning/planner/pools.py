@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
+from pipeline.planning.planner.choices import choices
 from pipeline.planning.planner.expected import Expected, expect
 from pipeline.planning.planner.jobs import MOST_CPUS, with_seldom
 from pipeline.planning.planner.predict import Prediction, Predictor
-from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.problem import Placement, Problem, homes
 from pipeline.planning.planner.problem_file import dump_problem, placement_of
 from pipeline.planning.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planning.planner.request import Request
-from pipeline.planning.planner.search import Solution, solve
+from pipeline.planning.planner.search import Solution, by_job, solve
 from pipeline.planning.planner.segments import Tables, build
 from pipeline.planning.planner.stagewise import NOTABLE
 from pipeline.planning.planner.work import interval
@@ -49,7 +50,7 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
     problem, tables = build(request)
     placement = _placement(problem, plan, where)
     predicted = Predictor(problem).one(placement)
-    held = [np.array(pool)[:, None] for pool in placement.gpus]
+    held = by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
     total = np.array([float(predicted.total_s)])
     cost = float(request.goal().cost(problem, total, held)[0])
     better = solve(problem, request.goal())[0]
@@ -68,9 +69,8 @@ def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
     stages = [stage.name for stage in problem.stages]
     pools = []
     for i, pool in enumerate(plan.pools):
-        said = {"ranks": pool.ranks, "helps_rollout": pool.helps_rollout}
-        if key := next((key for key, value in said.items() if value), None):
-            raise PlanError(f"{where}: pools[{i}].{key}: what this brings is not predicted")
+        if pool.helps_rollout:
+            raise PlanError(f"{where}: pools[{i}].helps_rollout: what this brings is not predicted")
         # Others, such as evaluations, are no part of every iteration.
         known = tuple(stage for stage in pool.stages if stage in stages)
         pools.append(pool.model_copy(update={"stages": known}))
@@ -83,11 +83,14 @@ def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
         if asked > kind.gpus:
             raise PlanError(f"{where}: pools: {asked} {kind.name} asked, there are {kind.gpus}")
     predictor = Predictor(problem)
-    for members, gpus in zip(placement.pools, placement.gpus, strict=True):
-        if sum(n > 0 for n in gpus) > 1 and not problem.may_mix(members):
+    for job in placement.jobs:
+        members = placement.stages_of(job)
+        kinds = np.array(placement.gpus)[list(job)].any(0).sum()
+        if kinds > 1 and not problem.may_mix(members):
             names = ", ".join(stages[s] for s in members)
             raise PlanError(f"{where}: pools: {names} on several kinds at once is not predicted")
         for s in members:
+            gpus = placement.gpus_of(s)
             if not np.isfinite(predictor.duration(s, np.array(gpus)[:, None])[0]):
                 held = zip(gpus, problem.kinds, strict=True)
                 there = " ".join(f"{n} {kind.name}" for n, kind in held if n)
@@ -119,6 +122,7 @@ def _proposal(
         stages=forecasts(rows),
         sources=request.sources,
         learnt=request.learnt(),
+        choices=choices(request, problem, plan, best),
     )
     return Proposal(
         plan=plan.model_copy(update={"predicted": forecast}),
@@ -144,12 +148,12 @@ def _rows(problem: Problem, best: Solution, tables: Tables) -> tuple[Row, ...]:
     predicted, placement = best.prediction, best.placement
     rows = []
     for s, stage in enumerate(problem.stages):
-        pool = _pool_of(placement, s)
+        gpus = placement.gpus_of(s)
         start, finish = float(predicted.start_s[s]), float(predicted.finish_s[s])
         busy = float(predicted.busy_s[s])
         spread = max(
             float(tables[stage.name][kind.name].spread[n])
-            for kind, n in zip(problem.kinds, placement.gpus[pool], strict=True)
+            for kind, n in zip(problem.kinds, gpus, strict=True)
             if n and kind.name in tables[stage.name]
         )
         low, high = interval(finish - start, spread * busy)
@@ -157,9 +161,7 @@ def _rows(problem: Problem, best: Solution, tables: Tables) -> tuple[Row, ...]:
         rows.append(
             Row(
                 stage.name,
-                _kinds(problem, placement, pool),
-                f"pool {pool + 1}: {sum(placement.gpus[pool])}",
-                sum(placement.gpus[pool]),
+                *_place(problem, placement, s),
                 start,
                 finish - start,
                 low,
@@ -171,13 +173,10 @@ def _rows(problem: Problem, best: Solution, tables: Tables) -> tuple[Row, ...]:
     moved = float(predicted.sync_s)
     if moved:
         end = float(predicted.total_s)
-        pool = _pool_of(placement, 0)
         rows.append(
             Row(
                 "sync",
-                _kinds(problem, placement, pool),
-                f"pool {pool + 1}: {sum(placement.gpus[pool])}",
-                sum(placement.gpus[pool]),
+                *_place(problem, placement, 0),
                 end - moved,
                 moved,
                 moved,
@@ -189,24 +188,20 @@ def _rows(problem: Problem, best: Solution, tables: Tables) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _pool_of(placement: Placement, stage: int) -> int:
-    return next(i for i, pool in enumerate(placement.pools) if stage in pool)
-
-
-def _kinds(problem: Problem, placement: Placement, pool: int) -> str:
-    pairs = zip(problem.kinds, placement.gpus[pool], strict=True)
-    return "+".join(kind.name for kind, n in pairs if n)
+def _place(problem: Problem, placement: Placement, stage: int) -> tuple[str, str, int]:
+    """Kinds, pool and number of devices that a stage works on; ``4 of 8`` where others have the
+    rest of the pool."""
+    number, job = next(
+        (n, job) for n, job in enumerate(placement.jobs, 1) if stage in placement.stages_of(job)
+    )
+    gpus, every = placement.gpus_of(stage), np.array(placement.gpus)[list(job)].sum()
+    kinds = "+".join(kind.name for kind, n in zip(problem.kinds, gpus, strict=True) if n)
+    part = f" of {every}" if sum(gpus) < every else ""
+    return kinds, f"pool {number}: {sum(gpus)}{part}", sum(gpus)
 
 
 def _plan(request: Request, problem: Problem, placement: Placement) -> Plan:
-    pools = tuple(
-        _pool(
-            tuple(problem.stages[s].name for s in pool),
-            {kind.name: n for kind, n in zip(problem.kinds, gpus, strict=True) if n},
-            request,
-        )
-        for pool, gpus in zip(placement.pools, placement.gpus, strict=True)
-    )
+    pools = tuple(_pool(problem, placement, job, request) for job in placement.jobs)
     stages = {stage: _resources(pool, request) for pool in pools for stage in pool.stages}
     flow = flow_of(request.config)
     last = flow.stages[flow.publishes].like
@@ -221,13 +216,25 @@ def _plan(request: Request, problem: Problem, placement: Placement) -> Plan:
     )
 
 
-def _pool(stages: tuple[str, ...], gpus: dict[str, int], request: Request) -> Pool:
+def _pool(problem: Problem, placement: Placement, job: tuple[int, ...], request: Request) -> Pool:
     """One job on whole nodes; otherwise a job for each device, which only generators can be."""
+    stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
+    held = np.array(placement.gpus)[list(job)].sum(0)
+    gpus = {kind.name: int(n) for kind, n in zip(problem.kinds, held, strict=True) if n}
     (kind, count), *others = gpus.items()
     per_node = request.devices[kind].per_node
     if others or (count > per_node and count % per_node):
         return Pool(stages=stages, gpus=gpus, workers=sum(gpus.values()))
-    return Pool(stages=stages, gpus=gpus)
+    if len(job) == 1:
+        return Pool(stages=stages, gpus=gpus)
+    first, home = 0, homes(placement.pools)
+    ranks: dict[str, tuple[int, ...]] = {}
+    for p in job:
+        size = sum(placement.gpus[p])
+        own = [problem.stages[s].name for s in placement.pools[p] if len(home[s]) == 1]
+        ranks |= dict.fromkeys(own, tuple(range(first, first + size)))
+        first += size
+    return Pool(stages=stages, gpus=gpus, ranks=ranks)
 
 
 def _resources(pool: Pool, request: Request) -> StagePlan:
@@ -251,11 +258,7 @@ def _resources(pool: Pool, request: Request) -> StagePlan:
 
 
 def _alternative(problem: Problem, best: Solution, other: Solution) -> Alternative:
-    pools = [
-        "+".join(problem.stages[s].name for s in pool)
-        + f" on {' '.join(_held(problem, other.placement, i))}"
-        for i, pool in enumerate(other.placement.pools)
-    ]
+    pools = [_described(problem, other.placement, job) for job in other.placement.jobs]
     return Alternative(
         f"{other.placement.mode}: {' | '.join(pools)}",
         float(other.prediction.total_s),
@@ -264,9 +267,23 @@ def _alternative(problem: Problem, best: Solution, other: Solution) -> Alternati
     )
 
 
-def _held(problem: Problem, placement: Placement, pool: int) -> list[str]:
-    pairs = zip(problem.kinds, placement.gpus[pool], strict=True)
-    return [f"{n} {kind.name}" for kind, n in pairs if n]
+def _described(problem: Problem, placement: Placement, job: tuple[int, ...]) -> str:
+    """``rollout on 3 + reward on 1, then train, of 4 a100``."""
+    home = homes(placement.pools)
+
+    def names(stages: Iterable[int]) -> str:
+        return "+".join(problem.stages[s].name for s in stages)
+
+    held = zip(problem.kinds, np.array(placement.gpus)[list(job)].sum(0), strict=True)
+    there = " ".join(f"{n} {kind.name}" for kind, n in held if n)
+    if len(job) == 1:
+        return f"{names(placement.pools[job[0]])} on {there}"
+    parts = []
+    for p in job:
+        own = names(s for s in placement.pools[p] if len(home[s]) == 1)
+        parts.append(f"{own} on {sum(placement.gpus[p])}")
+    every = names(s for s in placement.stages_of(job) if home[s] == job)
+    return f"{' + '.join(parts)}, then {every}, of {there}"
 
 
 def _why(problem: Problem, own: Prediction, its: Prediction) -> str:

@@ -12,6 +12,9 @@ A stage that takes nothing may be ready with its first micro-batch later than th
 samples that are decoded side by side end when the longest of them does. One that shares its pool
 makes micro-batches one after another, so more of them take longer (``Stage.again``).
 
+A stage that is in several pools begins when all of them are free. What it shares a pool with passes
+nothing on to it in parts.
+
 An iteration ends when all stages are done and the new weights have arrived; the next one then
 begins in all pools at once. A pool that changes to a stage brings it in as soon as it is free.
 
@@ -25,9 +28,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.problem import Placement, Pools, Problem, homes, jobs
 
 Array = np.ndarray
+STEADY = 32
+"""Iterations until the time between them counts, and so many that it is the mean of."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Predictor:
         self.problem = problem
         self._index = {stage.name: s for s, stage in enumerate(problem.stages)}
         kinds = problem.kinds
+        self._most = np.array([kind.gpus for kind in kinds])[:, None]
         self.tables = [
             [problem.table(stage, k) for k in range(len(kinds))] for stage in problem.stages
         ]
@@ -68,6 +74,8 @@ class Predictor:
         known = ends is not None and all(name in self._index for name in ends)
         self.source = self._index[ends[0]] if ends and known else None
         """The stage that makes the weights; None where none are moved."""
+        self.target = self._index[ends[1]] if ends and known else None
+        """The stage that takes them in."""
         self._switch = np.array(
             [[stage.switch_s.get(kind.name, 0.0) for kind in kinds] for stage in problem.stages]
         )
@@ -83,10 +91,12 @@ class Predictor:
 
     def many(
         self,
-        pools: Sequence[Sequence[int]],
+        pools: Pools,
         gpus: Sequence[Array],
         chunks: int | Array,
         held: Sequence[Array] | None = None,
+        free: Sequence[Array] | None = None,
+        weights_s: float = 0.0,
     ) -> Prediction:
         """Predictions for many allocations of the same pools.
 
@@ -97,60 +107,96 @@ class Predictor:
             held: by pool int ``[kinds, n]``, the GPUs whose switching and transfers count, and
                 that must be of one kind where pools do not mix; all by default. With fewer than
                 ``gpus`` the prediction is a lower bound for every allocation between the two.
+            free: by pool ``[n]``, when it is free of what came before; at 0 by default.
+            weights_s: when the weights are there that the stage takes in to which they move.
         """
         problem, count = self.problem, gpus[0].shape[1]
         held = gpus if held is None else held
-        pool_of = {stage: i for i, pool in enumerate(pools) for stage in pool}
-        stages = problem.stages
-        busy = np.stack([self.duration(s, gpus[p], held[p]) for s, p in sorted(pool_of.items())])
+        home, stages = homes(pools), problem.stages
+        on = {places: self._together(places, gpus, held) for places in set(home.values())}
+        busy = np.stack([self.duration(s, *on[home[s]]) for s in range(len(stages))])
         start, finish, first = np.zeros((3, len(stages), count))
-        free = [np.zeros(count) for _ in pools]
+        free = [np.zeros(count) for _ in pools] if free is None else list(free)
         for group in self.groups:
             begin, last = np.zeros(count), np.zeros(count)
+            if self.target in group:
+                begin = begin + weights_s
             for member in group:
                 for name in stages[member].after:
                     source = self._index[name]
                     if source in group:
                         continue
-                    streamed = stages[member].streams and pool_of[source] != pool_of[member]
+                    streamed = stages[member].streams and apart(home, source, member)
                     begin = np.maximum(begin, first[source] if streamed else finish[source])
                     last = np.maximum(last, finish[source])
-            here = {pool_of[member] for member in group}
+            here = {place for member in group for place in home[member]}
             for pool in here:
                 ready = free[pool]
                 if not set(pools[pool]) <= set(group):
-                    mine = [s for s in group if pool_of[s] == pool]
+                    mine = [s for s in group if pool in home[s]]
                     ready = ready + self._switching(mine, held[pool])
                 begin = np.maximum(begin, ready)
-            work = self._group_time(group, pool_of, busy)
+            work = self._group_time(group, home, busy)
             overhead = max(stages[member].chunk_s for member in group)
-            more = self.passes(group, pool_of, chunks) * overhead
-            shared = any(not set(pools[pool]) <= set(group) for pool in here)
+            more = self.passes(group, home, chunks) * overhead
+            shared = shares_turns(group, home)
             if shared and stages[group[0]].again:
                 work = work * (1 + (chunks - 1) * stages[group[0]].again)
             time = work + more
             end = np.maximum(begin + time, last + time / chunks)
             ahead: float | Array = 1 / chunks
             if stages[group[0]].lead and not shared:
-                ahead = stages[group[0]].ahead(chunks, gpus[pool_of[group[0]]].sum(0))
+                ahead = stages[group[0]].ahead(chunks, on[home[group[0]]][0].sum(0))
             ready = begin + work * ahead + more / chunks
             for member in group:
                 start[member], finish[member], first[member] = begin, end, ready
             for pool in here:
                 free[pool] = end
-        moved = self._moving(pool_of, held)
+        moved = self._moving(home, held)
         total = finish.max(0)
         if self.source is not None:
             # Weights move as soon as they are trained, beside stages that end later.
             total = np.maximum(total, finish[self.source] + moved)
-        for members, own in zip(pools, held, strict=True):
-            if not problem.may_mix(members):
+        for job in jobs(pools):
+            if not problem.may_mix([s for p in job for s in pools[p]]):
+                own = np.sum([held[p] for p in job], axis=0)
                 broken = [kind.whole(n) != n for kind, n in zip(problem.kinds, own, strict=True)]
                 total = np.where(((own > 0).sum(0) > 1) | np.any(broken, 0), np.inf, total)
         return Prediction(total, start, finish, busy, moved)
 
+    def period(self, placement: Placement, stale: int) -> float:
+        """Seconds from one iteration to the next where the stage that takes weights in has those
+        of ``stale`` iterations before the newest, and every pool begins with the next iteration as
+        soon as it is free.
+
+        A pool finishes one iteration before it turns to the next, so what it waits for in one is
+        not filled with another.
+        """
+        pools, arrived = placement.pools, list[float]()
+        gpus = [np.array(pool)[:, None] for pool in placement.gpus]
+        free = [np.zeros(1) for _ in pools]
+        for i in range(2 * STEADY):
+            weights_s = arrived[i - 1 - stale] if i > stale else 0.0
+            found = self.many(pools, gpus, placement.chunks, free=free, weights_s=weights_s)
+            free = [found.finish_s[list(pool)].max(0) for pool in pools]
+            last = found.finish_s.max() if self.source is None else found.finish_s[self.source]
+            arrived.append(float((last + found.sync_s).max()))
+        return (arrived[-1] - arrived[STEADY - 1]) / STEADY
+
+    def _together(
+        self, places: Sequence[int], gpus: Sequence[Array], held: Sequence[Array]
+    ) -> tuple[Array, Array]:
+        """The GPUs of some pools, and those of them that are held ``[kinds, n]`` each."""
+        if len(places) == 1:
+            return gpus[places[0]], held[places[0]]
+        own = np.sum([held[p] for p in places], axis=0)
+        # What is not settled yet may have been promised to each.
+        return np.minimum(
+            np.sum([gpus[p] for p in places], axis=0), np.maximum(own, self._most)
+        ), own
+
     def passes(
-        self, group: Sequence[int], pool_of: Mapping[int, int], chunks: int | Array
+        self, group: Sequence[int], home: Mapping[int, Sequence[int]], chunks: int | Array
     ) -> int | Array:
         """Micro-batches that a group takes from or gives to other pools.
 
@@ -158,9 +204,7 @@ class Predictor:
         takes and gives stays in its pool.
         """
         passed = [
-            (a, b)
-            for a, b in self._edges
-            if (a in group) != (b in group) and pool_of[a] != pool_of[b]
+            (a, b) for a, b in self._edges if (a in group) != (b in group) and apart(home, a, b)
         ]
         if any(self.problem.stages[target].streams for _, target in passed):
             return chunks
@@ -190,13 +234,11 @@ class Predictor:
         kinds = zip(self.tables[stage], self.best[stage], gpus, held, strict=True)
         return np.stack([np.where(n == own, t[n], best[n]) for t, best, n, own in kinds])
 
-    def least_switch(
-        self, group: Sequence[int], pools: Sequence[Sequence[int]], pool: int
-    ) -> float:
+    def least_switch(self, group: Sequence[int], pool: Sequence[int]) -> float:
         """Seconds that a pool needs at least to change to a group; 0 if it holds nothing else."""
-        if set(pools[pool]) <= set(group):
+        if set(pool) <= set(group):
             return 0.0
-        mine = [s for s in group if s in pools[pool]]
+        mine = [s for s in group if s in pool]
         usable = [
             k
             for k in range(len(self.problem.kinds))
@@ -204,9 +246,9 @@ class Predictor:
         ]
         return float(min((self._switch[mine, k].sum() for k in usable), default=0.0))
 
-    def least_sync(self, pools: Sequence[Sequence[int]]) -> float:
+    def least_sync(self, pools: Pools) -> float:
         """Seconds that bringing the weights over takes at least."""
-        ends = self._sync_ends({s: i for i, pool in enumerate(pools) for s in pool})
+        ends = self._sync_ends(homes(pools))
         if ends is None:
             return 0.0
         source, target = (
@@ -215,7 +257,9 @@ class Predictor:
         )
         return float(min((self._sync[a, b] for a in source for b in target), default=0.0))
 
-    def _group_time(self, group: Sequence[int], pool_of: dict[int, int], busy: Array) -> Array:
+    def _group_time(
+        self, group: Sequence[int], home: Mapping[int, tuple[int, ...]], busy: Array
+    ) -> Array:
         """A cycle in one pool takes turns; over pools, two halves of each micro-batch swap places.
 
         A step then takes as long as the slowest side, or as both halves need for their way through
@@ -223,10 +267,10 @@ class Predictor:
         """
         if len(group) == 1:
             return busy[group[0]]
-        sums: dict[int, Array] = {}
+        sums: dict[tuple[int, ...], Array] = {}
         for member in group:
-            pool = pool_of[member]
-            sums[pool] = sums.get(pool, 0.0) + busy[member]
+            places = home[member]
+            sums[places] = sums.get(places, 0.0) + busy[member]
         slowest = np.max(list(sums.values()), axis=0)
         whole = np.sum(list(sums.values()), axis=0)
         with np.errstate(invalid="ignore"):
@@ -240,19 +284,34 @@ class Predictor:
         each = self._switch[list(stages)].sum(0)
         return np.where(gpus > 0, each[:, None], 0.0).max(0)
 
-    def _sync_ends(self, pool_of: dict[int, int]) -> tuple[int, int] | None:
+    def _sync_ends(
+        self, home: Mapping[int, tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         if self.source is None or self.problem.sync is None:
             return None
-        source, target = (pool_of[self._index[name]] for name in self.problem.sync)
-        return None if source == target else (source, target)
+        source, target = (self._index[name] for name in self.problem.sync)
+        return (home[source], home[target]) if apart(home, source, target) else None
 
-    def _moving(self, pool_of: dict[int, int], gpus: Sequence[Array]) -> Array:
-        ends = self._sync_ends(pool_of)
+    def _moving(self, home: Mapping[int, tuple[int, ...]], gpus: Sequence[Array]) -> Array:
+        ends = self._sync_ends(home)
         if ends is None:
             return np.zeros(gpus[0].shape[1])
-        source, target = ends
-        pairs = (gpus[source] > 0)[:, None] & (gpus[target] > 0)[None]
+        source, target = (self._together(places, gpus, gpus)[1] > 0 for places in ends)
+        pairs = source[:, None] & target[None]
         return np.where(pairs, self._sync[..., None], 0.0).max((0, 1))
+
+
+def apart(home: Mapping[int, Sequence[int]], a: int, b: int) -> bool:
+    """Whether two stages share no pool."""
+    return not set(home[a]) & set(home[b])
+
+
+def shares_turns(group: Sequence[int], home: Mapping[int, Sequence[int]]) -> bool:
+    """Whether others have turns between the parts of a group: those of its pools, but for stages
+    that have all of its job, which come after all parts."""
+    here = {place for member in group for place in home[member]}
+    others = [places for s, places in home.items() if s not in group and here & set(places)]
+    return any(len(places) <= max(len(home[s]) for s in group) for places in others)
 
 
 def cycles(problem: Problem) -> list[tuple[int, ...]]:

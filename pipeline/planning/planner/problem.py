@@ -5,10 +5,14 @@ A placement divides the GPU stages over *pools*. The stages of a pool take turns
 One pool is the purely collocated plan, a pool for each stage the purely disaggregated one, all
 else hybrid. A pool may hold GPUs of several kinds; each then takes a share of the samples in
 proportion to its speed.
+
+Pools may overlap: a stage that is in several works on the GPUs of all of them together. Such pools
+are one job (``pools[].ranks`` of a plan), whose other stages run side by side before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlinf.errors import PlanError, nearest
+
+Pools = tuple[tuple[int, ...], ...]
+"""Stage numbers of each pool."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class Stage:
     """By kind: seconds to bring it in and out where it shares a pool; 0 when all fits at once."""
     cycle: str | None = None
     """Stages of one cycle (simulate, generate) work in lockstep; they stand next to each other."""
+    beside: bool = False
+    """Whether it may have some GPUs of its job while other stages have the rest."""
 
     def ahead(self, chunks: int | np.ndarray, gpus: np.ndarray) -> np.ndarray:
         """After what share of its time the first of ``chunks`` micro-batches is ready, where it has
@@ -195,9 +204,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Placement:
-    """A choice: which pool each stage belongs to, the GPUs of each pool, the grain."""
+    """A choice: which pools each stage belongs to, the GPUs of each pool, the grain."""
 
-    pools: tuple[tuple[int, ...], ...]
+    pools: Pools
     """Stage numbers of each pool, ascending; pools in order of their first stage."""
     gpus: tuple[tuple[int, ...], ...]
     """By pool: GPUs of each kind."""
@@ -211,3 +220,34 @@ class Placement:
             return "collocated"
         alone = all(len(pool) == 1 for pool in self.pools)
         return "disaggregated" if alone else "hybrid"
+
+    @property
+    def jobs(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the pools that are one job each."""
+        return jobs(self.pools)
+
+    def stages_of(self, job: Sequence[int]) -> tuple[int, ...]:
+        """Stage numbers of a job, ascending."""
+        return tuple(sorted({s for p in job for s in self.pools[p]}))
+
+    def gpus_of(self, stage: int) -> tuple[int, ...]:
+        """By kind, the GPUs that a stage works on."""
+        held = [gpus for pool, gpus in zip(self.pools, self.gpus, strict=True) if stage in pool]
+        return tuple(map(sum, zip(*held, strict=True)))
+
+
+@functools.lru_cache(4096)
+def homes(pools: Pools) -> Mapping[int, tuple[int, ...]]:
+    """By stage: the numbers of the pools that it works on, together."""
+    stages = sorted({s for pool in pools for s in pool})
+    return {s: tuple(p for p, pool in enumerate(pools) if s in pool) for s in stages}
+
+
+@functools.lru_cache(4096)
+def jobs(pools: Pools) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the pools that are one job each, for they share a stage."""
+    found: list[tuple[int, ...]] = []
+    for home in sorted(set(homes(pools).values()), key=len, reverse=True):
+        if not any(set(home) & set(other) for other in found):
+            found.append(home)
+    return tuple(sorted(found))

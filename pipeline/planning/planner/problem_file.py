@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class StageSection(Section):
     again: float = Field(default=0.0, ge=0)
     switch_s: dict[str, float] = {}
     cycle: str | None = None
+    beside: bool = False
 
 
 class ProblemFile(Section):
@@ -128,6 +130,7 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
             "again": stage.again,
             "switch_s": dict(stage.switch_s),
             "cycle": stage.cycle,
+            "beside": stage.beside,
         }
     sync_s: dict[str, dict[str, float]] = {}
     for (source, target), value in problem.sync_s.items():
@@ -173,21 +176,61 @@ def placement_of(problem: Problem, pools: Sequence[Pool], chunks: int) -> Placem
     """The placement that the pools of a plan describe.
 
     Raises:
-        PlanError: an unknown stage or kind, or a stage that is in no pool or in two.
+        PlanError: an unknown stage or kind, a stage that is in no pool or in two, or processes of a
+            pool that stages share out as is not predicted.
     """
     stages = [stage.name for stage in problem.stages]
     kinds = [kind.name for kind in problem.kinds]
-    members: dict[tuple[int, ...], tuple[int, ...]] = {}
+    placed = [stages.index(name) for pool in pools for name in pool.stages if name in stages]
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for i, pool in enumerate(pools):
         for known, names, what in ((stages, pool.stages, "stage"), (kinds, pool.gpus, "kind")):
             wrong: Any = next((name for name in names if name not in known), None)
             if wrong is not None:
                 raise PlanError(f"pools[{i}]: no {what} {wrong!r}{nearest(wrong, known)}")
-        numbers = tuple(sorted(stages.index(name) for name in pool.stages))
-        members[numbers] = tuple(pool.gpus.get(kind, 0) for kind in kinds)
-    placed = sorted(s for numbers in members for s in numbers)
+        found += _parts(problem, pool, f"pools[{i}]")
     for s, name in enumerate(stages):
         if placed.count(s) != 1:
             raise PlanError(f"pools: stage {name!r} must be in one pool (is in {placed.count(s)})")
-    order = sorted(members)
-    return Placement(tuple(order), tuple(members[numbers] for numbers in order), chunks)
+    found.sort()
+    return Placement(tuple(own for own, _ in found), tuple(gpus for _, gpus in found), chunks)
+
+
+def _parts(
+    problem: Problem, pool: Pool, where: str
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Stages and GPUs of a pool, or of each of its parts where stages have some of the processes.
+
+    Raises:
+        PlanError: parts overlap, or stages have all processes before others have some.
+    """
+    numbers = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
+    kinds = [kind.name for kind in problem.kinds]
+    # The processes count on from one kind to the next.
+    kind_of = [kinds.index(kind) for kind, count in pool.gpus.items() for _ in range(count)]
+    every = tuple(range(len(kind_of)))
+    ranks = {s: pool.ranks.get(name, every) for name, s in numbers.items()}
+    whole = [s for s, own in ranks.items() if own == every]
+    sides = sorted({own for own in ranks.values() if own != every})
+    for a, b in itertools.combinations(sides, 2):
+        if set(a) & set(b):
+            raise PlanError(
+                f"{where}.ranks: {list(a)} and {list(b)} have some processes in common; what this "
+                "brings is not predicted, give stages the same ones or others"
+            )
+    for name, s in numbers.items():
+        if ranks[s] != every and whole and s > min(whole):
+            raise PlanError(
+                f"{where}.ranks.{name}: {problem.stages[min(whole)].name} has all processes before "
+                "it; what this brings is not predicted"
+            )
+    if not sides:
+        return [(tuple(sorted(numbers.values())), tuple(pool.gpus.get(kind, 0) for kind in kinds))]
+    idle = tuple(sorted(set(every) - {rank for own in sides for rank in own}))
+    return [
+        (
+            tuple(sorted(s for s, has in ranks.items() if has in (own, every))),
+            tuple(sum(kind_of[rank] == k for rank in own) for k in range(len(kinds))),
+        )
+        for own in (*sides, *([idle] if idle and whole else []))
+    ]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.problem import Pools, homes, jobs
 from pipeline.planning.planner.relax import hull
 
 Array = np.ndarray
@@ -26,7 +27,7 @@ FAVOUR = 0.8
 """Share of all prices that falls on a kind that is made dear."""
 
 
-def quick_bounds(predictor: Predictor, groupings: Sequence[Sequence[Sequence[int]]]) -> Array:
+def quick_bounds(predictor: Predictor, groupings: Sequence[Pools]) -> Array:
     """Seconds that no placement of each grouping goes below, float64 ``[groupings]``."""
     stages, sizes = predictor.problem.stages, [kind.gpus for kind in predictor.problem.kinds]
     everything = np.array(sizes)[:, None]
@@ -39,8 +40,9 @@ def quick_bounds(predictor: Predictor, groupings: Sequence[Sequence[Sequence[int
     members = np.arange(1 << len(stages))[:, None] >> np.arange(len(stages)) & 1
     switches = np.array([_switches(predictor, np.flatnonzero(row)) for row in members])
     # The empty pool fills up those of few pools; it costs nothing.
-    pools = np.zeros((len(groupings), len(stages)), np.int64)
-    for row, grouping in zip(pools, groupings, strict=True):
+    every = [(n, less) for n, grouping in enumerate(groupings) for less in _apart(grouping)]
+    of, pools = np.array([n for n, _ in every]), np.zeros((len(every), len(stages)), np.int64)
+    for row, (_, grouping) in zip(pools, every, strict=True):
         row[: len(grouping)] = [sum(1 << s for s in pool) for pool in grouping]
     times = np.geomspace(least.max(), least.sum() + switches.max(), TIMES)
     budgets = np.concatenate([[0.0], np.geomspace(CHEAPEST, 1, BUDGETS)])
@@ -54,8 +56,21 @@ def quick_bounds(predictor: Predictor, groupings: Sequence[Sequence[Sequence[int
             row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
         enough = np.sum([costs[pools[:, p]] for p in range(len(stages))], axis=0) <= 1
         last = np.where(enough.any(1), enough.argmax(1), TIMES) - 1
-        found = np.maximum(found, np.where(last >= 0, times[last], 0.0))
+        np.maximum.at(found, of, np.where(last >= 0, times[last], 0.0))
     return found
+
+
+def _apart(pools: Pools) -> Iterator[Pools]:
+    """What needs no more than pools that overlap: without the stages that are in several of them,
+    and with one pool of each job alone, as if the stages beside it needed nothing."""
+    together = jobs(pools)
+    if len(together) == len(pools):
+        yield pools
+        return
+    home = homes(pools)
+    yield tuple(tuple(s for s in pool if len(home[s]) == 1) for pool in pools)
+    for n in range(max(map(len, together))):
+        yield tuple(pools[job[min(n, len(job) - 1)]] for job in together)
 
 
 def _prices(predictor: Predictor, least: Array) -> Iterator[Array]:
@@ -86,4 +101,4 @@ def _switches(predictor: Predictor, pool: Array) -> float:
     """Least seconds that a pool of these stages changes between them."""
     members = [int(s) for s in pool]
     here = [[s for s in group if s in members] for group in predictor.groups]
-    return sum(predictor.least_switch(group, [members], 0) for group in here if group)
+    return sum(predictor.least_switch(group, members) for group in here if group)

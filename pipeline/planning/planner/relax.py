@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.predict import Predictor, apart, shares_turns
+from pipeline.planning.planner.problem import Pools, homes
 
 Array = np.ndarray
 
@@ -56,7 +57,7 @@ class Relaxation:
 
     def solve(
         self,
-        pools: Sequence[Sequence[int]],
+        pools: Pools,
         chunks: Sequence[int] | None = None,
         enough_s: float = float("inf"),
     ) -> Relaxed:
@@ -121,14 +122,12 @@ def upper_lines(rates: Array) -> Array:
 class _Program:
     """Builds and solves the linear program of one grouping, times in units of ``unit`` seconds."""
 
-    def __init__(
-        self, relaxation: Relaxation, pools: Sequence[Sequence[int]], chunks: Sequence[int]
-    ) -> None:
+    def __init__(self, relaxation: Relaxation, pools: Pools, chunks: Sequence[int]) -> None:
         self._of = relaxation
         problem = relaxation.problem
         stages, kinds = len(problem.stages), len(problem.kinds)
         self.unit = float(relaxation._least.max())
-        self.pool_of = {s: p for p, pool in enumerate(pools) for s in pool}
+        self.home = homes(pools)
         sizes = {
             "gpus": len(pools) * kinds,
             "part": stages * kinds,
@@ -185,7 +184,8 @@ class _Program:
                 for slope, height in lines:
                     row = np.zeros(self.size)
                     row[self.part.start + s * kinds + k] = 1.0
-                    row[self.gpus.start + self.pool_of[s] * kinds + k] = -slope
+                    for p in self.home[s]:
+                        row[self.gpus.start + p * kinds + k] = -slope
                     self._add(row, height)
             # speed <= sum of the parts; and, since a mixture keeps a share m of the sum unless one
             # kind alone is quicker, speed <= m sum + (1 - m) (the quickest kind alone).
@@ -200,7 +200,7 @@ class _Program:
                 row[first : first + kinds] = -share
                 self._add(row, (1 - share) * alone)
 
-    def _flow(self, pools: Sequence[Sequence[int]], chunks: Sequence[int]) -> None:
+    def _flow(self, pools: Pools, chunks: Sequence[int]) -> None:
         """The longest path of :meth:`Predictor.many`, each ``max`` as several rows."""
         problem, predictor = self._of.problem, self._of.predictor
         index = {stage.name: s for s, stage in enumerate(problem.stages)}
@@ -208,7 +208,7 @@ class _Program:
         piped = len(pools) > 1
         fewest, most = (min(chunks), max(chunks)) if piped else (0, 1)
         slow = {
-            s: float(predictor.passes(group, self.pool_of, fewest))
+            s: float(predictor.passes(group, self.home, fewest))
             * max(problem.stages[i].chunk_s for i in group)
             / self.unit
             for s, group in groups.items()
@@ -219,8 +219,8 @@ class _Program:
             head = group[0]
             for terms in self._group_times(group):
                 self._after(self.start, head, terms, head, self.end, slow[head])
-            for pool in sorted({self.pool_of[s] for s in group}):
-                change = predictor.least_switch(group, pools, pool) / self.unit
+            for pool in sorted({p for s in group for p in self.home[s]}):
+                change = predictor.least_switch(group, pools[pool]) / self.unit
                 if pool in free:
                     self._after(self.end, free[pool], [], head, self.start, change)
                 elif change:
@@ -233,11 +233,11 @@ class _Program:
                     other = groups[index[name]]
                     if other == group:
                         continue
-                    same = self.pool_of[index[name]] == self.pool_of[s]
-                    if same or not problem.stages[s].streams:
+                    passed = apart(self.home, index[name], s)
+                    if not (passed and problem.stages[s].streams):
                         self._after(self.end, other[0], [], head, self.start, 0.0)
                     else:
-                        ahead = self._least_lead(other, pools, chunks) if piped else 1.0
+                        ahead = self._least_lead(other, chunks) if piped else 1.0
                         for terms in self._group_times(other, ahead):
                             least = slow[other[0]] / most
                             self._after(self.start, other[0], terms, head, self.start, least)
@@ -248,12 +248,10 @@ class _Program:
             last = moved if predictor.source in group else 0.0
             self._after(self.end, group[0], [], 0, self.total, last)
 
-    def _least_lead(
-        self, group: Sequence[int], pools: Sequence[Sequence[int]], chunks: Sequence[int]
-    ) -> float:
+    def _least_lead(self, group: Sequence[int], chunks: Sequence[int]) -> float:
         """The least share of a group's time until its first micro-batch is ready."""
         stage = self._of.problem.stages[group[0]]
-        if len(pools[self.pool_of[group[0]]]) > len(group):
+        if shares_turns(group, self.home):
             return 1 / max(chunks)
         shares = [{0: 1 / m, **stage.lead.get(m, {})} for m in chunks]
         return min(
@@ -268,8 +266,8 @@ class _Program:
             return [[(group[0], part)]]
         share = 1 / (2 * self._of.problem.cycle_steps)
         return [
-            [(s, part * (mine if self.pool_of[s] == pool else other)) for s in group]
-            for pool in sorted({self.pool_of[s] for s in group})
+            [(s, part * (mine if self.home[s] == places else other)) for s in group]
+            for places in sorted({self.home[s] for s in group})
             for mine, other in ((1.0, share), (0.5 + share, 0.5))
         ]
 

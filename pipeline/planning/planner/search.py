@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.planning.planner.groupings import Neighbours, Pools, divisions, groupings, steps
+from pipeline.planning.planner.groupings import Neighbours, divisions, groupings
+from pipeline.planning.planner.moves import moves, without_a_kind
 from pipeline.planning.planner.objective import IterationTime, Objective
 from pipeline.planning.planner.predict import Prediction, Predictor
-from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.problem import Placement, Pools, Problem, homes, jobs
 from pipeline.planning.planner.quick import quick_bounds
 from pipeline.planning.planner.relax import Relaxation, Relaxed
 from rlinf.errors import PlanError
@@ -132,7 +133,7 @@ class _Search:
             or (several and (problem.mixing < 1 or any(np.any(t[1:] == 0) for t in tables)))
         )
         self._moves: dict[int, Array] = {}
-        self._counts: dict[tuple[tuple[int, ...], int], Array] = {}
+        self._counts: dict[tuple[tuple[int, ...], int, bool], Array] = {}
 
     def bound(self, total_s: float) -> float:
         return self.objective.bound(self.problem, total_s) if math.isfinite(total_s) else math.inf
@@ -179,24 +180,36 @@ class _Search:
         divisions = 1.0
         for k, size in enumerate(self._sizes):
             ways = np.eye(1, size + 1)[0]
-            for s in range(len(self.problem.stages)):
+            for s, stage in enumerate(self.problem.stages):
                 each = np.zeros(size + 1)
-                each[self.counts((s,), k)] = 1.0
+                each[self.counts((s,), k, whole=not stage.beside)] = 1.0
                 ways = np.convolve(ways, each)[: size + 1]
             divisions *= float(ways.sum() if self._idle else ways[-1])
         return divisions * max(1.0, groupings / EXACT_GROUPINGS) <= EXACT_DIVISIONS
 
-    def counts(self, pool: tuple[int, ...], kind: int) -> Array:
-        """Numbers of GPUs of a kind that a pool of these stages can work on, ascending; 0 too."""
-        if (pool, kind) not in self._counts:
+    def counts(self, stages: tuple[int, ...], kind: int, *, whole: bool) -> Array:
+        """Numbers of GPUs of a kind that a pool can have, ascending; 0 too.
+
+        Args:
+            stages: that work on them alone.
+            whole: whether it is a job of its own, which has whole nodes.
+        """
+        key = (stages, kind, whole)
+        if key not in self._counts:
             entry, able = self.problem.kinds[kind], np.arange(self._sizes[kind] + 1)
-            for s in pool:
+            for s in stages:
                 if self.problem.stages[s].divisible:
                     able = able[(able == 0) | (self.predictor.tables[s][kind][able] > 0)]
-            if not self.problem.may_mix(pool):
+            if whole and not self.problem.may_mix(stages):
                 able = able[entry.whole(able) == able]
-            self._counts[pool, kind] = able
-        return self._counts[pool, kind]
+            self._counts[key] = able
+        return self._counts[key]
+
+    def able(self, pools: Pools, kind: int) -> list[Array]:
+        """By pool: numbers of GPUs of a kind that it can have."""
+        home = homes(pools)
+        own = [tuple(s for s in pool if len(home[s]) == 1) for pool in pools]
+        return [self.counts(o, kind, whole=o == pool) for o, pool in zip(own, pools, strict=True)]
 
     def solution(self, pools: Pools, found: _Found, bound: float, exact: bool) -> Solution:
         gpus = tuple(tuple(int(n) for n in pool) for pool in found.gpus)
@@ -208,7 +221,7 @@ class _Search:
     ) -> Array:
         predicted = self.predictor.many(pools, gpus, chunks, held)
         with np.errstate(invalid="ignore"):
-            costs = self.objective.cost(self.problem, predicted.total_s, held)
+            costs = self.objective.cost(self.problem, predicted.total_s, by_job(pools, held))
         return np.where(np.isfinite(predicted.total_s), costs, np.inf)
 
     def best_chunks(
@@ -247,9 +260,9 @@ class _Search:
         for pools in sorted(found, key=lambda pools: found[pools].cost)[:FEW]:
             if len(self._sizes) == 1 or not all(map(self.problem.may_mix, pools)):
                 continue
-            gpus, starts = found[pools].gpus.astype(float), []
-            for free in (None, *range(len(pools))):
-                like = [p for p in range(len(pools)) if p != free]
+            gpus, starts, every = found[pools].gpus.astype(float), [], jobs(pools)
+            for free in (None, *every):
+                like = [job for job in every if job != free]
                 starts += self._of_one_kind(pools, gpus, like)[:1]
             for _, state in sorted(starts, key=lambda start: start[0])[:2]:
                 self._improve(pools, state, found)
@@ -281,8 +294,7 @@ class _Search:
     ) -> None:
         kind = order[depth]
         last = depth + 1 == len(order)
-        counts = [self.counts(pool, int(kind)) for pool in pools]
-        parts = divisions(int(self._sizes[kind]), counts, self._idle)
+        parts = divisions(int(self._sizes[kind]), self.able(pools, int(kind)), self._idle)
         if not len(parts):
             return
         rest = np.zeros(len(order), np.int64)
@@ -305,9 +317,12 @@ class _Search:
                 self._branch(pools, order, depth + 1, some[good], found)
 
     def _descend(self, pools: Pools, state: Array, chunks: int, cost: float) -> tuple[Array, float]:
-        moves = self._moves_of(len(pools))
+        if len(pools) not in self._moves:
+            self._moves[len(pools)] = moves(len(pools), self._sizes, idle=self._idle)
         while True:
-            options = np.concatenate([state[None] + moves, self._without(state)])
+            options = state[None] + self._moves[len(pools)]
+            if self._idle:
+                options = np.concatenate([options, without_a_kind(state)])
             keep = (options >= 0).all((1, 2)) & (options.sum(1) <= self._sizes).all(1)
             options = options[keep]
             if not len(options):
@@ -319,49 +334,8 @@ class _Search:
                 return state, cost
             state, cost = options[i], float(costs[i])
 
-    def _without(self, state: Array) -> Array:
-        """The division without a kind, in one pool or in all: ``[n, pools, kinds]``.
-
-        A queue or losses may be worth avoiding, but only altogether.
-        """
-        if not self._idle:
-            return np.zeros((0, *state.shape), np.int64)
-        out = []
-        for k in np.flatnonzero(state.any(0)):
-            for pools in (slice(None), *np.flatnonzero(state[:, k])):
-                changed = state.copy()
-                changed[pools, k] = 0
-                out.append(changed)
-        return np.array(out, np.int64).reshape(-1, *state.shape)
-
-    def _moves_of(self, pools: int) -> Array:
-        """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
-
-        With idle GPUs allowed also from and to none; and a GPU of one kind for one of another.
-        """
-        if pools in self._moves:
-            return self._moves[pools]
-        kinds = len(self._sizes)
-        places = [*range(pools), *([None] if self._idle else [])]
-        out = []
-        for k, most in enumerate(self._sizes):
-            for size in steps(int(most)):
-                for a, b in itertools.permutations(places, 2):
-                    move = np.zeros((pools, kinds), dtype=np.int64)
-                    if a is not None:
-                        move[a, k] = -size
-                    if b is not None:
-                        move[b, k] = size
-                    out.append(move)
-        for a, b in itertools.permutations(range(pools), 2):
-            for k, j in itertools.permutations(range(kinds), 2):
-                for size in steps(int(min(self._sizes[k], self._sizes[j]))):
-                    move = np.zeros((pools, kinds), dtype=np.int64)
-                    move[a, k], move[b, k], move[a, j], move[b, j] = -size, size, size, -size
-                    if a < b:
-                        out.append(move)
-        self._moves[pools] = np.array(out, np.int64).reshape(-1, pools, kinds)
-        return self._moves[pools]
+    def _may_mix(self, pools: Pools, job: Sequence[int]) -> bool:
+        return self.problem.may_mix([s for p in job for s in pools[p]])
 
     def _chunks(self, pools: Pools) -> Array:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
@@ -372,9 +346,10 @@ class _Search:
         Where pools must be of one kind: the best of all ways to give each a kind of its own, shared
         by the pools of that kind, and by those that may mix, as the relaxation shares all GPUs.
         """
-        like = [p for p, pool in enumerate(pools) if not self.problem.may_mix(pool)]
+        every = jobs(pools)
+        like = [job for job in every if not self._may_mix(pools, job)]
         near = self._round(pools, gpus)
-        one = self._of_one_kind(pools, gpus, like or range(len(pools)))
+        one = self._of_one_kind(pools, gpus, like or every)
         if like:
             # Some cannot run as they are, but are few moves from others that can.
             return [*(state for _, state in one), near]
@@ -383,9 +358,9 @@ class _Search:
         return [near, *(state for cost, state in some if cost < PROMISING * least)]
 
     def _of_one_kind(
-        self, pools: Pools, gpus: Array, like: Sequence[int]
+        self, pools: Pools, gpus: Array, like: Sequence[tuple[int, ...]]
     ) -> list[tuple[float, Array]]:
-        """The best divisions in which each of the pools ``like`` has a kind of its own, with their
+        """The best divisions in which each of the jobs ``like`` has a kind of its own, with their
         costs."""
         gpus, kinds = np.maximum(gpus, 0.0), len(self._sizes)
         if kinds ** len(like) <= MOST_WAYS:
@@ -393,20 +368,24 @@ class _Search:
         else:
             choices = np.random.default_rng(0).integers(0, kinds, (MOST_WAYS, len(like)))
         parts = np.tile(gpus, (len(choices), 1, 1))
-        parts[:, like] = 0.0
-        for i, p in enumerate(like):
-            parts[np.arange(len(choices)), p, choices[:, i]] = max(gpus[p].sum(), 1e-3)
+        for i, job in enumerate(like):
+            for p in job:
+                parts[:, p] = 0.0
+                parts[np.arange(len(choices)), p, choices[:, i]] = max(gpus[p].sum(), 1e-3)
         shares = parts / np.maximum(parts.sum(1, keepdims=True), 1e-9)
         states = np.floor(shares * self._sizes + 1e-6).astype(np.int64)
         states = np.maximum(states, parts > 0)
         for k in range(len(self._sizes)):
-            for p, pool in enumerate(pools):
-                counts = self.counts(pool, k)
+            for p, counts in enumerate(self.able(pools, k)):
                 states[:, p, k] = counts[np.searchsorted(counts, states[:, p, k], "right") - 1]
         over = np.maximum(states.sum(1) - self._sizes, 0)
         largest = states.argmax(1)
         for k in range(len(self._sizes)):
             states[np.arange(len(choices)), largest[:, k], k] -= over[:, k]
+            for job in (job for job in like if len(job) > 1 and not self._may_mix(pools, job)):
+                # Its pools have whole nodes together.
+                held, most = states[:, job, k].sum(1), np.array(job)[states[:, job, k].argmax(1)]
+                states[np.arange(len(choices)), most, k] -= held - self.problem.kinds[k].whole(held)
         states = states[(states >= 0).all((1, 2))]
         held = [states[:, p].T for p in range(len(pools))]
         costs, _ = self.best_chunks(pools, held, held)
@@ -418,7 +397,7 @@ class _Search:
         gpus = np.maximum(gpus, 0.0)
         out = np.zeros(gpus.shape, np.int64)
         for k, most in enumerate(self._sizes):
-            counts = [self.counts(pool, k) for pool in pools]
+            counts = self.able(pools, k)
             at = [
                 int(np.searchsorted(able, n + 1e-6, "right")) - 1
                 for able, n in zip(counts, gpus[:, k], strict=True)
@@ -436,6 +415,14 @@ class _Search:
     def _keep(self, pools: Pools, new: _Found, found: dict[Pools, _Found]) -> None:
         if pools not in found or new.cost < found[pools].cost:
             found[pools] = replace(new, gpus=new.gpus.copy())
+
+
+def by_job(pools: Pools, gpus: Sequence[Array]) -> list[Array]:
+    """By job int ``[kinds, n]``: the GPUs of its pools, of which those that overlap are one."""
+    together = jobs(pools)
+    if len(together) == len(pools):
+        return list(gpus)
+    return [np.sum([gpus[p] for p in job], axis=0) for job in together]
 
 
 def _check(problem: Problem) -> None:

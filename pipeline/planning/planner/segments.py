@@ -64,6 +64,7 @@ def build(request: Request) -> tuple[Problem, Tables]:
                 after,
                 streams=flow.table[name].streams is not None or begins,
                 divisible=flow.table[name].device,
+                beside=flow.table[name].loads != "trainer",
                 switch_s=_switches(devices) if flow.table[name].loads == "trainer" else {},
                 **parts,
             )
@@ -155,13 +156,22 @@ def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:
 
 def _transfers(devices: Mapping[str, Devices], profile: Profile) -> dict[tuple[str, str], float]:
     """New weights from a pool of one kind to a pool of another: by network, or through files."""
-    found = {}
-    for source, a in devices.items():
-        for target, b in devices.items():
-            files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
-            sends = [_seconds(link, profile.weights_bytes) for link in links(profile, a, b)]
-            found[source, target] = min([files, *sends])
-    return found
+    return {
+        (source, target): min(transfer_ways(a, b, profile).values())
+        for source, a in devices.items()
+        for target, b in devices.items()
+    }
+
+
+def transfer_ways(a: Devices, b: Devices, profile: Profile) -> dict[str, float]:
+    """Seconds that new weights take from a pool of one kind to one of another, by each way that
+    was measured: files always, and the links between their nodes."""
+    files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
+    ways = {"file": files}
+    for link in links(profile, a, b):
+        took = _seconds(link, profile.weights_bytes)
+        ways[link.backend] = min(took, ways.get(link.backend, took))
+    return ways
 
 
 def links(profile: Profile, a: Devices, b: Devices) -> list[Link]:

@@ -115,6 +115,8 @@ def show(proposal: Proposal) -> None:
         console.print(alternatives_table(proposal))
     if proposal.what_ifs:
         console.print(what_if_table(proposal))
+    if proposal.forecast.choices:
+        console.print(choices_table(proposal))
     for note in proposal.notes:
         console.print(f"note: {note}", style="yellow")
 
@@ -174,6 +176,21 @@ def alternatives_table(proposal: Proposal) -> Table:
     for other in proposal.alternatives:
         more = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
         out.add_row(other.what, seconds(other.seconds), f"{more:+.1%}", other.why)
+    return out
+
+
+def choices_table(proposal: Proposal) -> Table:
+    """What the plan uses of what it could, and what that brings or would."""
+    out = Table(
+        title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    out.add_column("what")
+    out.add_column("chosen", no_wrap=True)
+    out.add_column("saves", justify="right", no_wrap=True)
+    out.add_column("why")
+    for choice in proposal.forecast.choices:
+        saved = "" if choice.saved_s is None else seconds(choice.saved_s)
+        out.add_row(choice.what, "yes" if choice.chosen else "no", saved, choice.why)
     return out
 
 

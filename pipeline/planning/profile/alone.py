@@ -28,7 +28,7 @@ from stages.layout import stage_folder
 log = logging.getLogger("rlinf")
 
 ITERATIONS = 3
-"""The first has no checkpoint to load and does not count."""
+"""The first has no checkpoint to load: of it only dispatches count."""
 WAITED = 3.0
 """A dispatch that took so many times longer than the quickest was waiting for nodes."""
 
@@ -67,14 +67,17 @@ def overheads(run: Run) -> list[Overhead]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node in graph.nodes():
         manifest = manifest_of(run.folder, *node)
-        if manifest is None or not node.iteration or node.stage not in graph.flow.stages:
+        if manifest is None or node.stage not in graph.flow.stages:
             continue
         began, start, end = (manifest.timing[name] for name in ("began", "start", "end"))
-        sources = [manifest_of(run.folder, *source) for source in graph.inputs(node).values()]
-        ready = max(source.timing["end"] for source in sources if source is not None)
-        found["dispatch", ""].append(began - ready)
-        found["imports", node.stage].append(start - began)
-        found["alone", node.stage].append(end - start)
+        inputs = graph.inputs(node).values()
+        known = [manifest_of(run.folder, *s) for s in inputs if s.stage in graph.flow.stages]
+        ends = [source.timing["end"] for source in known if source is not None]
+        if ends:
+            found["dispatch", ""].append(began - max(ends))
+        if node.iteration:
+            found["imports", node.stage].append(start - began)
+            found["alone", node.stage].append(end - start)
     if found:
         quickest = min(found["dispatch", ""])
         kept = [s for s in found["dispatch", ""] if s <= WAITED * quickest]

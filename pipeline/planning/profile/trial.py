@@ -17,6 +17,8 @@ from rlinf.config import Section
 
 ENOUGH = 3
 """Least repeats of a point that was not the first of its process."""
+OWN_TURNS = 3
+"""Of the run's own size for each of another one."""
 SPREAD = 0.05
 """Measuring ends where intervals are narrower to either side than this share of the mean,"""
 SPREAD_S = 0.005
@@ -153,12 +155,18 @@ class Trial(Section):
     def next_case(self, cases: Sequence[Case]) -> Case | None:
         """What to run next: each case a few times in turn, then the one that is least settled.
 
-        A case at least as large as one that failed is left out. None: all are settled.
+        The first case is the run's own, which every prediction begins with: it has more turns,
+        and the first ones. A case at least as large as one that failed is left out. None: all are
+        settled.
         """
         failed = [r.case for r in self.repeats if r.failed]
         able = [c for c in cases if not any(c.covers(bad) for bad in failed)]
         open_ = [c for c in able if not self.of(c).settled]
-        return min(open_, key=lambda c: len(self.of(c).seconds), default=None)
+
+        def turn(case: Case) -> float:
+            return (len(self.of(case).seconds) + 1) / (OWN_TURNS if case == cases[0] else 1)
+
+        return min(open_, key=turn, default=None)
 
     def with_overhead(self, name: str, seconds: float) -> Trial:
         """With one more measurement of an overhead."""

@@ -170,19 +170,23 @@ class Pool:
         iteration: int,
         micro_batch: int = 0,
         kind: SpanKind | None = "work",
+        beside: Sequence[Pool] = (),
     ) -> Process:
         """Do what takes ``seconds`` at full pace, again if it is lost; gives the seconds it took.
 
-        ``kind`` None: the caller notes the span.
+        ``kind`` None: the caller notes the span. ``beside`` are pools that work on it too.
 
         Raises:
             PlanError: it takes longer than a lease.
         """
+        every = (self, *beside)
         while seconds > 0:
-            yield from self._available(seconds, stage, iteration)
-            start = self._env.now
-            end = self._pace.finish(start, seconds, balanced=stage in self._balanced)
-            self._at_work = self._env.active_process
+            for pool in every:
+                yield from pool._available(seconds, stage, iteration)
+            start, balanced = self._env.now, stage in self._balanced
+            end = max(pool._pace.finish(start, seconds, balanced=balanced) for pool in every)
+            for pool in every:
+                pool._at_work = self._env.active_process
             try:
                 yield self._env.timeout(end - start)
             except simpy.Interrupt as interrupt:
@@ -192,9 +196,11 @@ class Pool:
                 self._lost()
                 continue
             finally:
-                self._at_work = None
+                for pool in every:
+                    pool._at_work = None
             if kind is not None:
-                self.note(stage, iteration, micro_batch, kind, start, end)
+                for pool in every:
+                    pool.note(stage, iteration, micro_batch, kind, start, end)
             return end - start
         return 0.0
 

@@ -4,7 +4,8 @@ In every iteration a pool takes its stages in the order of the problem and finis
 turns to the next, which it brings in (``switch_s``) as soon as it is free. A stage is cut into
 micro-batches where it streams to or from another pool; it starts with its first input, and each
 micro-batch costs it ``chunk_s``. A cycle in several pools takes one micro-batch after the other
-through all its steps, in two halves that swap places. New weights move as soon as they are trained.
+through all its steps, in two halves that swap places. A stage that is in several pools begins when
+the last of them comes to it. New weights move as soon as they are trained.
 An iteration ends when all stages are done and the weights have arrived; the next begins then.
 """
 
@@ -88,7 +89,7 @@ class _Iteration:
 class _Run:
     def __init__(self, work: Work, scenario: Scenario, count: int, seed: int) -> None:
         self.work, self.scenario, self.count, self.seed = work, scenario, count, seed
-        self.problem, self.placement, self.pool_of = work.problem, work.placement, work.pool_of
+        self.problem, self.placement, self.home = work.problem, work.placement, work.home
         self.names = [stage.name for stage in self.problem.stages]
         self.env = simpy.Environment()
         self.trace = Trace(self.problem, self.placement)
@@ -193,6 +194,7 @@ class _Run:
     def _alone(self, p: int, group: Group, state: _Iteration) -> Process:
         """The stages of a group in turns, all in this pool."""
         pool, i = self.pools[p], state.number
+        beside = [self.pools[q] for q in group.pools if q != p]
         yield from self._take_whole(p, group, state)
         decoding = self.decoding.get(group.stages[0])
         if decoding:
@@ -206,14 +208,16 @@ class _Run:
                     seconds = pieces[k]
                 if s == group.stages[-1]:
                     seconds += group.overhead_s
-                spent = yield from pool.work(seconds, self.names[s], i, k)
+                spent = yield from pool.work(seconds, self.names[s], i, k, beside=beside)
                 if decoding:
                     took += spent
                 else:
                     self._count(s, spent)
             yield from self._pass_on(p, group, k, state)
         if decoding:
-            self.trace.gpu_busy[p][self.masks[group.stages[0]]] += busy * (took / nominal)
+            worked = busy if len(group.pools) == 1 else busy.mean()
+            for q, mask in self.masks[group.stages[0]].items():
+                self.trace.gpu_busy[q][mask] += worked * (took / nominal)
         self._finish(group, state)
 
     def _take_whole(self, p: int, group: Group, state: _Iteration) -> Process:
@@ -254,7 +258,8 @@ class _Run:
             state.trained.succeed()
 
     def _count(self, s: int, seconds: float) -> None:
-        self.trace.gpu_busy[self.pool_of[s]][self.masks[s]] += seconds
+        for pool, mask in self.masks[s].items():
+            self.trace.gpu_busy[pool][mask] += seconds
 
     # What moves between pools
 
@@ -271,7 +276,7 @@ class _Run:
         yield from self._transfer(edge, whole / self.work.pieces[edge[0]])
         self.trace.spans.append(
             Span(
-                self.pool_of[edge[1]],
+                self.home[edge[1]][0],
                 source,
                 state.number,
                 micro_batch,
@@ -291,29 +296,33 @@ class _Run:
             yield from self._transfer(self.work.sync, network.weights_bytes)
         else:
             yield self.env.timeout(self.work.sync_s())
-        pool = self.pools[self.pool_of[source]]
+        pool = self.pools[self.home[source][0]]
         pool.note(self.names[source], state.number, 0, "sync", start, self.env.now)
 
     def _transfer(self, edge: Edge, size: float) -> Process:
         assert self.network is not None
-        links = (("out", self.pool_of[edge[0]]), ("in", self.pool_of[edge[1]]), "fabric")
+        links = (("out", self.home[edge[0]]), ("in", self.home[edge[1]]), "fabric")
         yield from self.network.send(size, links)
 
-    # A cycle over several pools
+    # A stage on several pools, or a cycle over them
 
     def _join(self, p: int, g: int, state: _Iteration) -> Process:
-        """Work on a cycle together; whoever comes last leads."""
+        """Work on a group together; whoever comes last leads."""
         group = self.work.groups[g]
         cycle = state.cycles.setdefault(g, _Cycle(self.env.event(), self.env.event()))
         cycle.joined += 1
         if cycle.joined < len(group.pools):
             since = self.env.now
             yield cycle.begin
-            partners = [self.names[s] for s in group.stages if self.pool_of[s] != p]
-            self.trace.waited(p, partners[0], self.env.now - since)
+            partners = [self.names[s] for s in group.stages if p not in self.home[s]]
+            self.trace.waited(p, (partners or ["the others"])[0], self.env.now - since)
             yield cycle.end
             return
         cycle.begin.succeed()
+        if len({self.home[s] for s in group.stages}) == 1:
+            yield from self._alone(p, group, state)
+            cycle.end.succeed()
+            return
         yield from self._take_whole(p, group, state)
         for k in range(group.pieces):
             yield from self._take(p, group, state)
@@ -323,7 +332,7 @@ class _Run:
                 overheads = [self._hand_over(q, group, state) for q in group.pools]
                 yield self.env.all_of([self._task(each) for each in overheads])
             for q in group.pools:
-                first = next(s for s in group.stages if self.pool_of[s] == q)
+                first = next(s for s in group.stages if q in self.home[s])
                 self.pools[q].note(self.names[first], state.number, k, "work", start, self.env.now)
             yield from self._pass_on(p, group, k, state)
         self._finish(group, state)
@@ -333,13 +342,15 @@ class _Run:
         """Half of a micro-batch on its way through all steps."""
         steps = self.problem.cycle_steps
         # It keeps a pool for as long as its next stage is there, too.
-        for p, members in itertools.groupby(group.stages * steps, lambda s: self.pool_of[s]):
-            pool = self.pools[p]
+        for home, members in itertools.groupby(group.stages * steps, lambda s: self.home[s]):
+            pool, *beside = (self.pools[p] for p in home)
             with pool.turn.request() as turn:
                 yield turn
                 for s in members:
                     seconds = self.work.speeds[s].seconds / (2 * steps * group.pieces)
-                    spent = yield from pool.work(seconds, self.names[s], state.number, kind=None)
+                    spent = yield from pool.work(
+                        seconds, self.names[s], state.number, kind=None, beside=beside
+                    )
                     self._count(s, spent)
 
     def _hand_over(self, p: int, group: Group, state: _Iteration) -> Process:
@@ -369,10 +380,7 @@ class _Run:
         speed = self.work.speeds[s]
         parts = _parts(lengths, speed, [kind.name for kind in self.problem.kinds])
         # The mask follows whole workers: what does not make one idles.
-        held = self.placement.gpus[self.pool_of[s]]
-        self.masks[s] = np.concatenate(
-            [np.arange(n) < part.workers * part.gpus for n, part in zip(held, parts, strict=True)]
-        )
+        self.masks[s] = self.work.at_work(s, [part.workers * part.gpus for part in parts])
         return {s: DecodingStage(lengths, parts, speed.seconds, self.seed)}
 
 
@@ -382,14 +390,13 @@ def _network(env: simpy.Environment, work: Work, network: Network | None) -> Sha
         return None
     known = network.gpu_bytes_per_s
     capacities: dict[Any, float] = {}
-    for p, gpus in enumerate(work.placement.gpus):
-        for kind in work.kinds(p):
-            if kind not in known:
-                raise PlanError(f"network.gpu_bytes_per_s: nothing for {kind!r}")
-        speed = sum(
-            n * known.get(kind.name, 0.0) for n, kind in zip(gpus, work.problem.kinds, strict=True)
-        )
-        capacities["out", p] = capacities["in", p] = speed
+    for s, home in work.home.items():
+        speed = 0.0
+        for n, kind in zip(work.placement.gpus_of(s), work.problem.kinds, strict=True):
+            if n and kind.name not in known:
+                raise PlanError(f"network.gpu_bytes_per_s: nothing for {kind.name!r}")
+            speed += n * known.get(kind.name, 0.0)
+        capacities["out", home] = capacities["in", home] = speed
     if network.fabric_bytes_per_s is not None:
         capacities["fabric"] = network.fabric_bytes_per_s
     return SharedNetwork(env, capacities, network.latency_s)

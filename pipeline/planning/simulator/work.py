@@ -6,12 +6,13 @@ share none of them (only which stages form a cycle), so that each can judge the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipeline.planning.planner.predict import cycles
-from pipeline.planning.planner.problem import Placement, Problem, Stage
+from pipeline.planning.planner.problem import Placement, Problem, Stage, homes
 from rlinf.errors import PlanError
 
 Array = np.ndarray
@@ -37,7 +38,7 @@ class Group:
 
     stages: tuple[int, ...]
     pools: tuple[int, ...]
-    """Ascending; several where a cycle lies in several pools."""
+    """Ascending; several where a cycle lies in several pools, or pools overlap."""
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
     pieces: int
@@ -61,10 +62,10 @@ class Work:
         self.problem, self.placement = problem, placement
         stages = problem.stages
         index = {stage.name: s for s, stage in enumerate(stages)}
-        self.pool_of = {s: p for p, pool in enumerate(placement.pools) for s in pool}
+        self.home = homes(placement.pools)
+        """By stage: the pools that it works on, together."""
         self.speeds = [
-            stage_speed(problem, stage, placement.gpus[self.pool_of[s]])
-            for s, stage in enumerate(stages)
+            stage_speed(problem, stage, placement.gpus_of(s)) for s, stage in enumerate(stages)
         ]
         edges = [(index[name], s) for s, stage in enumerate(stages) for name in stage.after]
         self.groups = [self._group(members, edges) for members in cycles(problem)]
@@ -79,7 +80,7 @@ class Work:
         known = ends is not None and all(name in index for name in ends)
         self.sync: Edge | None = (index[ends[0]], index[ends[1]]) if ends and known else None
         """Between which stages weights move; None where they stay in their pool."""
-        if self.sync and self.pool_of[self.sync[0]] == self.pool_of[self.sync[1]]:
+        if self.sync and set(self.home[self.sync[0]]) & set(self.home[self.sync[1]]):
             self.sync = None
 
     def switch_s(self, pool: int, group: int) -> float:
@@ -89,7 +90,7 @@ class Work:
         """
         if len(self.turns[pool]) == 1:
             return 0.0
-        mine = [s for s in self.groups[group].stages if self.pool_of[s] == pool]
+        mine = [s for s in self.groups[group].stages if pool in self.home[s]]
         return max(
             sum(self.problem.stages[s].switch_s.get(kind, 0.0) for s in mine)
             for kind in self.kinds(pool)
@@ -99,7 +100,9 @@ class Work:
         """Seconds that new weights are under way; 0 where they stay in their pool."""
         if self.sync is None:
             return 0.0
-        source, target = (self.kinds(self.pool_of[s]) for s in self.sync)
+        source, target = (
+            {kind for pool in self.home[s] for kind in self.kinds(pool)} for s in self.sync
+        )
         return max(self.problem.sync_s.get((a, b), 0.0) for a in source for b in target)
 
     def kinds(self, pool: int) -> list[str]:
@@ -107,23 +110,32 @@ class Work:
         held = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
         return [kind.name for n, kind in held if n]
 
-    def at_work(self, stage: int) -> Array:
-        """Bool ``[gpus of the pool]``: those that a stage makes use of, in the order of kinds."""
-        held = self.placement.gpus[self.pool_of[stage]]
-        used = self.speeds[stage].used
-        parts = [np.arange(n) < u for n, u in zip(held, used, strict=True)]
-        return np.concatenate(parts)
+    def at_work(self, stage: int, used: Sequence[int] | Array | None = None) -> dict[int, Array]:
+        """By pool bool ``[gpus]``: those that a stage makes use of, in the order of kinds.
+
+        Args:
+            used: of each kind, where it is not what its speed comes of.
+        """
+        left = np.array(self.speeds[stage].used if used is None else used)
+        masks = {}
+        for pool in self.home[stage]:
+            held = np.array(self.placement.gpus[pool])
+            here = np.minimum(held, left)
+            left -= here
+            parts = [np.arange(n) < u for n, u in zip(held, here, strict=True)]
+            masks[pool] = np.concatenate(parts)
+        return masks
 
     def _group(self, members: tuple[int, ...], edges: list[Edge]) -> Group:
         stages = self.problem.stages
-        crossing = [(a, b) for a, b in edges if self.pool_of[a] != self.pool_of[b]]
+        crossing = [(a, b) for a, b in edges if not set(self.home[a]) & set(self.home[b])]
         inputs = tuple((a, b) for a, b in crossing if b in members and a not in members)
         outputs = tuple((a, b) for a, b in crossing if a in members and b not in members)
         streamed = any(stages[b].streams for _, b in inputs + outputs)
         pieces = self.placement.chunks if streamed else 1
         return Group(
             members,
-            tuple(sorted({self.pool_of[s] for s in members})),
+            tuple(sorted({pool for s in members for pool in self.home[s]})),
             inputs,
             outputs,
             pieces,
@@ -133,9 +145,12 @@ class Work:
 
     def _shares(self, members: tuple[int, ...], pieces: int) -> tuple[float, ...]:
         stage, chunks = self.problem.stages[members[0]], self.placement.chunks
-        if any(not set(self.placement.pools[self.pool_of[s]]) <= set(members) for s in members):
+        # Those that have all of a job come after all parts of those that have some of it.
+        pools = {pool for s in members for pool in self.home[s]}
+        others = {s for pool in pools for s in self.placement.pools[pool]} - set(members)
+        if any(len(self.home[s]) == 1 or self.home[s] == self.home[members[0]] for s in others):
             return ((1 + (chunks - 1) * stage.again) / pieces,) * pieces
-        held = sum(self.placement.gpus[self.pool_of[members[0]]])
+        held = sum(self.placement.gpus_of(members[0]))
         first = float(stage.ahead(pieces, np.array(held))) if stage.lead else 1 / pieces
         return (first, *((1 - first) / max(1, pieces - 1) for _ in range(pieces - 1)))
 
@@ -163,9 +178,11 @@ def stage_speed(problem: Problem, stage: Stage, gpus: tuple[int, ...]) -> Speed:
 
 
 def _check(problem: Problem, placement: Placement) -> None:
-    placed = sorted(s for pool in placement.pools for s in pool)
-    if placed != list(range(len(problem.stages))):
-        raise PlanError("placement: every stage must be in exactly one pool")
+    home = homes(placement.pools)
+    if list(home) != list(range(len(problem.stages))):
+        raise PlanError("placement: every stage must be in a pool")
+    if any(len(places) > 1 and places not in placement.jobs for places in home.values()):
+        raise PlanError("placement: pools that overlap must do so in the same stages")
     if len(placement.gpus) != len(placement.pools):
         raise PlanError(
             f"placement: {len(placement.pools)} pools, but GPUs for {len(placement.gpus)}"

@@ -14,7 +14,7 @@ import pytest
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed, Sink, Source
 from rlinf.channels.local import LocalChannel
-from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.shared_memory import SharedMemorySink
 from rlinf.channels.socket import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 
@@ -27,12 +27,10 @@ class Transport:
         self.source = self._source()
         self._sinks: list[Sink] = []
 
-    def _source(self) -> LocalChannel | SharedMemorySource | SocketSource:
+    def _source(self) -> LocalChannel | SocketSource:
         if self._kind == "local":
             return LocalChannel()
-        if self._kind == "socket":
-            return SocketSource(self._folder, "c", interface="127.0.0.1")
-        return SharedMemorySource(self._folder, "c", size=4 << 20)
+        return SocketSource(self._folder, "c", interface="127.0.0.1")
 
     def sink(self) -> Sink:
         """An end as another process would have it."""

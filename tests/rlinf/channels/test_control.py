@@ -21,6 +21,7 @@ import msgpack
 import pytest
 import zmq
 
+from rlinf.artifacts import write_atomic
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import (
     MAX_BYTES,
@@ -33,7 +34,7 @@ from rlinf.channels.control import (
     Lost,
     Report,
 )
-from rlinf.channels.curve import client_socket, routing_id, write_pointer
+from rlinf.channels.curve import client_socket, routing_id
 from rlinf.channels.keys import run_keys
 from rlinf.errors import ConfigError
 from tests.rlinf.channels.proxy import Proxy
@@ -164,7 +165,7 @@ def test_cut_connections_lose_and_repeat_nothing(tmp_path: Path, controller: Con
     host, port = values["addresses"][0].removeprefix("tcp://").split(":")
     proxy = Proxy((host, int(port)), cut_after=200_000)
     address = f"tcp://127.0.0.1:{proxy.port}"
-    write_pointer(tmp_path / POINTER, {**values, "addresses": [address]})
+    write_atomic(tmp_path / POINTER, json.dumps({**values, "addresses": [address]}))
     link = Link(tmp_path, "w", {})
     for i in range(600):
         controller.send("w", {"i": i, "fill": "x" * 1000})
@@ -258,8 +259,9 @@ def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) 
     stale.curve_secretkey = keys.host_secret.encode()
     stale.bind("tcp://127.0.0.1:*")
     address = stale.getsockopt_string(zmq.LAST_ENDPOINT)
-    known = {"timeout_s": 10.0, "max_bytes": 1 << 20}
-    write_pointer(tmp_path / POINTER, {"addresses": [address], "token": "present", **known})
+    known = {"timeout_s": 10.0, "max_bytes": 1 << 20, "memory": ""}
+    about = {"addresses": [address], "token": "present", **known}
+    write_atomic(tmp_path / POINTER, json.dumps(about))
     link = Link(tmp_path, "w", {})
     assert stale.poll(int(WAIT_S * 1000))
     name, hello = stale.recv_multipart()

@@ -230,7 +230,7 @@ def test_who_never_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_where_rank_0_is_gone_the_addresses_are_named(tmp_path: Path) -> None:
     pointer = tmp_path / "group-x.json"
     addresses = ["tcp://127.0.0.1:9", "tcp://127.0.0.2:9"]
-    values = {"addresses": addresses, "token": "t", "timeout_s": 1, "max_bytes": 1}
+    values = {"addresses": addresses, "token": "t", "timeout_s": 1, "max_bytes": 1, "memory": ""}
     pointer.write_text(json.dumps(values))
     with pytest.raises(StageError, match=r"answers at none of tcp://127\.0\.0\.1:9, tcp"):
         meet(pointer, 1, 2, 0.5)

@@ -1,7 +1,9 @@
-"""Shared memory: views without a copy, peers that die, nothing left behind."""
+"""Shared memory: records in place, memory used again, peers that die, nothing left behind."""
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import signal
 import stat
@@ -10,27 +12,36 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rlinf.channels import segment as segments
 from rlinf.channels import shared_memory
 from rlinf.channels.base import ChannelFailed
-from rlinf.channels.segment import SHM, sweep
-from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.ring import START, Reading, Writing
+from rlinf.channels.shared_memory import SharedMemorySink
+from rlinf.channels.socket import SocketSink, SocketSource
+from rlinf.channels.wire import encode
 from rlinf.data.record import Identity, Record
-from rlinf.errors import DataError, InputError
+from rlinf.errors import DataError, InputError, StorageError
+from rlinf.segments import SHM, attach, make, remove, segment_name
 
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from rlinf.channels.shared_memory import SharedMemorySink, SharedMemorySource
+from rlinf.channels.shared_memory import SharedMemorySink
+from rlinf.channels.socket import SocketSource
 from rlinf.data.record import Identity, Record
 folder = Path(sys.argv[1])
+"""
+HOST = """
+    c = SocketSource(folder, "c", interface="127.0.0.1", timeout_s=2)
+    print("in", flush=True)
+    for line in sys.stdin:
+        print(c.get().identity.sample, flush=True)
 """
 
 
@@ -58,321 +69,245 @@ def record(sample: int, size: int = 8) -> Record:
     return Record(Identity(0, sample), {"x": np.full(size, sample, np.int64)})
 
 
-def segment(folder: Path) -> Path:
-    return segments.named(folder / "c.shm.json")
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[SocketSource]:
+    channel = SocketSource(tmp_path, "c", interface="127.0.0.1", timeout_s=2)
+    yield channel
+    channel.close()
 
 
-class Ring:
-    """A channel's reader and one writer, in this process."""
-
-    def __init__(self, folder: Path, size: int = 64 << 20) -> None:
-        self.source = SharedMemorySource(folder, "c", size=size)
-        self.sink = SharedMemorySink(folder, "c")
-        self.put, self.get = self.sink.put, self.source.get
-
-    def close(self) -> None:
-        self.sink.close()
-        self.source.close()
-
-
-def test_arrays_are_views_that_outlive_everything(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 16)
-    channel.put(record(7))
-    array = channel.get().steps["x"]
+def test_a_record_is_read_in_place_and_only_until_the_next_is_taken(
+    tmp_path: Path, source: SocketSource
+) -> None:
+    sink = SharedMemorySink(tmp_path, "c", size=1 << 16)
+    sink.put(record(7))
+    array = source.get().steps["x"]
+    assert source.lent
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 0
-    part = array[2:4]
-    del array
-    for i in range(300):
-        channel.put(record(i, 512))
-        channel.get()
-    assert part.tolist() == [7, 7]
-    channel.close()
-    assert part.tolist() == [7, 7]
+    for i in range(20):
+        sink.put(record(i))
+        assert array.tolist() == [7] * 8
+    plain = SocketSink(tmp_path, "c")
+    for _ in range(20):
+        source.get()
+    plain.put(record(30))
+    assert source.get().identity.sample == 30
+    assert not source.lent
+    plain.close()
+    sink.close()
 
 
-def test_memory_is_used_again_in_any_order(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 16)
-    channel.put(record(0))
-    held = channel.get().steps["x"]
-    for i in range(200):
-        channel.put(record(i, 3000))
-        assert channel.get().identity.sample == i
-    assert held.tolist() == [0] * 8
-    channel.close()
+def ring(size: int) -> tuple[Writing, Reading]:
+    memory = mmap.mmap(-1, START + size)
+    return Writing(memory), Reading(memory)
 
 
-def test_a_record_lies_where_one_was_written_a_moment_ago(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 16)
+def test_a_record_lies_where_one_was_read_a_moment_ago() -> None:
+    writes, reads = ring(1 << 20)
     places = set()
     for i in range(20):
-        channel.put(record(i, 500 + i % 3))
-        places.add(channel.get().steps["x"].ctypes.data)
-    # What was taken last is in hand while the next is written.
-    assert len(places) <= 4
-    channel.close()
+        assert writes.put(encode(record(i, 500 + i % 3)))
+        places.add(reads.get().steps["x"].ctypes.data)
+        reads.release()
+    assert len(places) <= 2
 
 
-def test_room_that_a_free_slot_keeps_is_given_up_when_it_is_needed(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 16)
-    for i in range(3):
-        channel.put(record(i, 2500))
-    for i in range(3):
-        assert channel.get().identity.sample == i
-    channel.put(record(3, 4500))  # nowhere unless the rooms of the first two become one
-    assert channel.get().identity.sample == 3
-    channel.close()
+def test_only_so_much_is_ahead_of_the_reader() -> None:
+    """What was written long before it is read is in no cache any more."""
+    writes, reads = ring(64 << 20)
+    large = encode(record(0, 1 << 20))
+    assert [writes.put(large) for _ in range(3)] == [True, True, False]
+    reads.get()
+    assert not writes.put(large)
+    reads.release()
+    assert writes.put(large)
 
 
-def test_a_small_record_in_a_large_room_leaves_the_rest_to_others(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 16)
-    channel.put(record(0, 7000))
-    channel.get()
-    channel.put(record(1))
-    channel.get()  # the first is done
-    channel.put(record(2))
-    channel.put(record(3, 6500))
-    assert [channel.get().identity.sample for _ in range(2)] == [2, 3]
-    channel.close()
-
-
-def test_random_use_keeps_every_record_whole(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 18)
+def test_random_use_keeps_every_record_whole() -> None:
+    writes, reads = ring(1 << 18)
     random = np.random.default_rng(0)
     waiting: list[int] = []
-    held: list[tuple[int, np.ndarray]] = []
-    for i in range(3000):
-        room = len(waiting) + len(held) < 12
-        if room and (not waiting or random.random() < 0.5):
-            channel.put(record(i, int(random.integers(1, 2000))))
-            waiting.append(i)
-        elif waiting:
+    refused = 0
+    for i in range(5000):
+        if not waiting or random.random() < 0.52:
+            if writes.put(encode(record(i, int(random.integers(1, 4000))))):
+                waiting.append(i)
+            else:
+                refused += 1
+        else:
             sample = waiting.pop(0)
-            held.append((sample, channel.get().steps["x"]))
-        while held and random.random() < 0.4:
-            sample, array = held.pop(int(random.integers(len(held))))
-            assert (array == sample).all()
-            del array
-    channel.close()
+            taken = reads.get()
+            assert taken.identity.sample == sample
+            assert (taken.steps["x"] == sample).all()
+            reads.release()
+    assert refused
+    while waiting:
+        assert reads.get().identity.sample == waiting.pop(0)
+        reads.release()
+    assert not reads.waiting
 
 
-def test_a_record_larger_than_the_channel_is_refused(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 12)
-    with pytest.raises(DataError, match="make the channel larger"):
-        channel.put(record(0, 4096))
-    channel.close()
+def test_a_record_larger_than_the_segment_is_refused(tmp_path: Path, source: SocketSource) -> None:
+    sink = SharedMemorySink(tmp_path, "c", size=1 << 12)
+    with pytest.raises(DataError, match="the shared memory for"):
+        sink.put(record(0, 4096))
+    sink.close()
 
 
-def test_a_dead_writer_leaves_no_hole(tmp_path: Path) -> None:
-    channel = Ring(tmp_path, size=1 << 20)
+def test_what_a_writer_put_before_it_died_is_there_and_what_it_was_writing_is_not(
+    tmp_path: Path, source: SocketSource
+) -> None:
     child = process(
         tmp_path,
         """
         c = SharedMemorySink(folder, "c")
-        c.put(Record(Identity(0, 0), {"x": np.zeros(8)}))
-        # Dies between reserving its room and filling it.
-        c._wait(lambda: c._reserve(600_000))
+        for i in range(3):
+            c.put(Record(Identity(0, i), {"x": np.full(8, i)}))
+        c.flush()
+        # Dies between finding room and saying that a record is there.
+        c._ring._room[4096:8192] = 1
         print("writing", flush=True)
         time.sleep(60)
         """,
     )
     assert line(child) == "writing"
+    assert source.get().identity.sample == 0
     kill(child)
-    channel.put(Record(Identity(0, 1), {"x": np.zeros(80_000)}))
-    assert [channel.get().identity.sample for _ in range(2)] == [0, 1]
-    channel.close()
-
-
-HOST = """
-    c = SharedMemorySource(folder, "c", size=1 << 12)
-    print("in", flush=True)
-    for line in sys.stdin:
-        print(c.get().identity.sample, flush=True)
-"""
-
-
-def fill(channel: SharedMemorySink) -> None:
-    """Put records that nobody reads until there is no room, and then one more."""
-    for sample in range(100):
-        channel.put(record(sample))
-
-
-def fails_soon(work: Callable[[], object], match: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(ChannelFailed, match=match):
-        work()
-    assert time.monotonic() - start < 3
+    other = SharedMemorySink(tmp_path, "c")
+    other.put(record(9))
+    time.sleep(3)  # the dead one is lost by now
+    assert {source.get().identity.sample for _ in range(3)} == {1, 2, 9}
+    other.put(record(10))
+    assert source.get().identity.sample == 10
+    other.close()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_writer_who_waits_for_room_is_told_that_the_only_reader_died(
+def test_a_writer_that_waits_for_room_is_told_that_the_reader_died(
     tmp_path: Path, stopped: bool
 ) -> None:
     child = process(tmp_path, HOST)
     assert line(child) == "in"
-    channel, path = SharedMemorySink(tmp_path, "c"), segment(tmp_path)
+    sink = SharedMemorySink(tmp_path, "c", size=1 << 12)
     if stopped:
         child.send_signal(signal.SIGSTOP)
-    timer = threading.Timer(0.3, child.kill)
-    timer.start()
-    fails_soon(lambda: fill(channel), f"process {child.pid} died")
+    threading.Timer(0.3, child.kill).start()
+    start = time.monotonic()
+    with pytest.raises(ChannelFailed, match="dead, stopped or cut off"):
+        for sample in range(100):
+            sink.put(record(sample))
+    assert time.monotonic() - start < 6
     child.wait()
-    channel.close()
-    assert not path.exists()
+    sink.close()
 
 
-def test_nothing_is_put_where_the_only_reader_is_dead_though_there_is_room(tmp_path: Path) -> None:
-    child = process(tmp_path, HOST)
-    assert line(child) == "in"
-    channel = SharedMemorySink(tmp_path, "c")
-    kill(child)
-    fails_soon(lambda: channel.put(record(0)), "died")
-    late = SharedMemorySink(tmp_path, "c")
-    fails_soon(lambda: late.put(record(0)), "died")
-    late.close()
-    channel.close()
-
-
-def test_the_only_reader_goes_on_when_a_writer_dies_and_tells_the_others_when_it_leaves(
-    tmp_path: Path,
+def test_a_writer_gives_up_on_a_reader_that_makes_no_room(
+    tmp_path: Path, source: SocketSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = SharedMemorySource(tmp_path, "c", size=1 << 12)
-    other = SharedMemorySink(tmp_path, "c")
+    monkeypatch.setattr(shared_memory, "NO_ROOM_S", 0.3)
+    sink = SharedMemorySink(tmp_path, "c", size=1 << 12)
+    with pytest.raises(ChannelFailed, match="its reader hangs"):
+        for sample in range(100):
+            sink.put(record(sample))
+    assert [source.get().identity.sample for _ in range(3)] == [0, 1, 2]
+    sink.close()
+
+
+def test_a_stopped_writer_goes_on_where_it_was(tmp_path: Path, source: SocketSource) -> None:
     child = process(
         tmp_path,
         """
-        c = SharedMemorySink(folder, "c")
-        c.put(Record(Identity(0, 0), {"x": np.zeros(8)}))
-        print("put", flush=True)
-        time.sleep(60)
+        c = SharedMemorySink(folder, "c", size=1 << 14)
+        print("in", flush=True)
+        for i in range(400):
+            c.put(Record(Identity(0, i), {"x": np.full(100, i)}))
+        c.flush()
+        c.close()
         """,
     )
-    assert line(child) == "put"
-    kill(child)
-    time.sleep(2 * segments.CHECK_S)
-    other.put(record(1))
-    assert [host.get().identity.sample for _ in range(2)] == [0, 1]
-    host.close()
-    with pytest.raises(ChannelFailed, match="the only reader has left"):
-        other.put(record(2))
-    other.close()
-
-
-def test_a_writer_gives_up_on_an_only_reader_that_makes_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody may be there to kill it. It goes on where it was when it is woken."""
-    monkeypatch.setattr(shared_memory, "READER_TIMEOUT_S", 0.5)
-    child = process(tmp_path, HOST)
     assert line(child) == "in"
-    channel = SharedMemorySink(tmp_path, "c")
+    got = [source.get().identity.sample for _ in range(10)]
     child.send_signal(signal.SIGSTOP)
-    fails_soon(lambda: fill(channel), "stopped or hangs")
-    child.send_signal(signal.SIGCONT)
-    assert child.stdin is not None
-    child.stdin.write("\n" * 3)
-    child.stdin.flush()
-    assert [line(child) for _ in range(3)] == ["0", "1", "2"]
-    channel.put(record(9))
-    kill(child)
-    channel.close()
+    waiting = threading.Timer(3.5, child.send_signal, [signal.SIGCONT])
+    waiting.start()  # it counts as lost meanwhile
+    got += [source.get().identity.sample for _ in range(390)]
+    assert got == list(range(400))
+    assert child.wait(20) == 0
 
 
-def test_a_stopped_holder_of_the_lock_is_an_error_not_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_put_can_be_read_after_its_writer_left(
+    tmp_path: Path, source: SocketSource
 ) -> None:
-    monkeypatch.setattr(segments, "LOCK_TIMEOUT_S", 0.5)
-    channel = Ring(tmp_path)
-    child = process(
-        tmp_path,
-        """
-        c = SharedMemorySink(folder, "c")
-        with c._lock:
-            print("locked", flush=True)
-            time.sleep(60)
-        """,
-    )
-    assert line(child) == "locked"
-    with pytest.raises(ChannelFailed, match="kill it"):
-        channel.put(record(0))
-    kill(child)
-    channel.put(record(0))
-    channel.close()
-
-
-def test_nothing_is_left_after_everybody_left(tmp_path: Path) -> None:
-    channel = SharedMemorySource(tmp_path / "run", "c")
-    path = segment(tmp_path / "run")
+    before = set(SHM.glob("rlinf-*"))
+    sink = SharedMemorySink(tmp_path, "c")
+    path = SHM / sink._segment
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE((tmp_path / "run" / "c.shm.json").stat().st_mode) == 0o600
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
-    other = SharedMemorySink(tmp_path / "run", "c")
-    channel.close()
-    assert path.exists()
-    other.close()
+    for i in range(5):
+        sink.put(record(i))
+    sink.flush()
+    sink.close()
     assert not path.exists()
-    assert not list((tmp_path / "run").iterdir())
+    assert [source.get().identity.sample for _ in range(5)] == list(range(5))
+    assert set(SHM.glob("rlinf-*")) <= before
 
 
-def test_a_process_that_ends_leaves(tmp_path: Path) -> None:
-    before = set(SHM.iterdir())
-    child = process(tmp_path, 'c = SharedMemorySource(folder, "c"); c.close()')
-    assert child.wait(30) == 0
-    assert set(SHM.iterdir()) <= before
+def test_memory_of_writers_that_left_is_given_back(tmp_path: Path, source: SocketSource) -> None:
+    for i in range(3):
+        sink = SharedMemorySink(tmp_path, "c")
+        sink.put(record(i))
+        sink.close()
+        source.get()
+    plain = SocketSink(tmp_path, "c")
+    time.sleep(0.5)
+    plain.put(record(9))
+    source.get()
+    plain.close()
+    del sink
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert f"rlinf-{os.getuid()}" not in maps
 
 
-def test_what_a_crash_left_is_swept_and_its_name_is_free(tmp_path: Path) -> None:
-    body = 'c = SharedMemorySource(folder, "c"); print("in", flush=True); time.sleep(60)'
-    child = process(tmp_path, body)
-    assert line(child) == "in"
-    with pytest.raises(InputError, match="in use"):
-        SharedMemorySource(tmp_path, "c")
-    left = segment(tmp_path)
-    sweep(0)
-    assert left.exists()
-    kill(child)
-    SharedMemorySource(tmp_path, "c").close()
-    assert not left.exists()
-
-    child = process(tmp_path / "b", body)
-    assert line(child) == "in"
-    left = segment(tmp_path / "b")
-    kill(child)
-    sweep(0)
-    assert not left.exists()
-
-
-def test_a_channel_of_another_node_is_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "c.shm.json").write_text('{"node": "another", "segment": "rlinf-0-00"}')
+def test_a_channel_of_another_node_is_not_opened(
+    tmp_path: Path, source: SocketSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "this_memory", lambda: "another")
     with pytest.raises(InputError, match="no such channel on this node"):
         SharedMemorySink(tmp_path, "c")
 
 
-def test_a_foreign_segment_is_refused(tmp_path: Path) -> None:
-    foreign = SHM / f"rlinf-{os.getuid()}-foreign"
-    foreign.write_bytes(bytes(4096))
-    foreign.chmod(0o644)
+def test_too_little_shared_memory_is_said(tmp_path: Path, source: SocketSource) -> None:
+    before = set(SHM.iterdir())
+    with pytest.raises(StorageError, match="no segment of"):
+        SharedMemorySink(tmp_path, "c", size=1 << 45)
+    assert set(SHM.glob("rlinf-*")) <= before
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "rlinf-x", "", "/dev/shm/x"])
+def test_other_names_are_not_opened(name: str) -> None:
+    with pytest.raises(InputError, match="no name of shared memory"):
+        attach(name)
+
+
+def test_memory_that_others_may_read_is_refused() -> None:
+    name = segment_name()
+    make(name, 4096)
+    (SHM / name).chmod(0o644)
     try:
-        with pytest.raises(InputError, match="not a segment of this user alone"):
-            segments.End(foreign, tmp_path / "c.shm.json")
+        with pytest.raises(InputError, match="not this user's alone"):
+            attach(name)
     finally:
-        foreign.unlink()
+        remove(name)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
-def test_a_segment_of_another_user_is_refused(tmp_path: Path) -> None:
-    channel = SharedMemorySource(tmp_path, "c")
-    os.chown(channel._segment, 12345, 12345)
-    for take_part in (SharedMemorySink, SharedMemorySource):
-        with pytest.raises(InputError, match="not a segment of this user alone"):
-            take_part(tmp_path, "c")
-    assert channel._segment.exists()
-    os.chown(channel._segment, 0, 0)
-    channel.close()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": 1}'])
-def test_a_damaged_pointer_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
-    (tmp_path / "c.shm.json").write_text(text)
-    with pytest.raises(InputError, match=r"c\.shm\.json: damaged"):
-        SharedMemorySink(tmp_path, "c")
+def test_memory_of_another_user_is_refused() -> None:
+    name = segment_name()
+    make(name, 4096)
+    os.chown(SHM / name, 12345, 12345)
+    try:
+        with pytest.raises(InputError, match="not this user's alone"):
+            attach(name)
+    finally:
+        remove(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -404,3 +405,74 @@ def test_an_engine_of_another_type_generates_the_same_whichever_way_its_weights_
         for other in replies[1:]:
             np.testing.assert_array_equal(row["logprobs"], other[number]["logprobs"])
         assert not np.array_equal(row["logprobs"], exact[number]["logprobs"])
+
+
+def test_lanes_change_no_token_and_give_the_same_bytes_each_time(folder: Path) -> None:
+    wanted = request([3, 9] * 24, horizon=40)
+    one = engine(folder)
+    two = engine(folder, threads=2)
+    alone, beside, again = rows(one, wanted), rows(two, wanted), rows(two, wanted)
+    assert len(alone) == len(beside) == 96
+    for number, row in alone.items():
+        assert np.array_equal(row["tokens"], beside[number]["tokens"])
+        assert np.allclose(row["logprobs"], beside[number]["logprobs"], atol=2e-6)
+        for name, column in beside[number].items():
+            assert np.array_equal(column, again[number][name]), name
+
+
+def test_replies_of_lanes_come_in_the_same_order_each_time(folder: Path) -> None:
+    two = engine(folder, threads=2)
+
+    def order() -> list[list[int]]:
+        replies = two.generate(asked(request([3, 9] * 24, horizon=40)), seed=7, stage="rollout")
+        return [reply.steps["sample"].tolist() for reply in replies]
+
+    assert order() == order()
+
+
+def test_rows_are_dealt_to_lanes_which_compute_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = engine(folder, threads=2)
+    seen: dict[str, list[int]] = {}
+    forward = two.forward
+
+    def noting(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.setdefault(threading.current_thread().name, []).append(len(tokens))
+        return forward(tokens, *others)
+
+    monkeypatch.setattr(two, "forward", noting)
+    rows(two, request([5] * 40, horizon=40))
+    assert len(seen) == 2
+    assert max(max(counts) for counts in seen.values()) == 40
+    # The last few rows are decoded by one of them.
+    most, least = sorted(map(len, seen.values()), reverse=True)
+    assert most > least
+
+
+def test_an_error_in_a_lane_is_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = engine(folder, threads=2)
+    forward = two.forward
+
+    def failing(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("decode"):
+            raise RuntimeError("lost")
+        return forward(tokens, *others)
+
+    monkeypatch.setattr(two, "forward", failing)
+    with pytest.raises(RuntimeError, match="lost"):
+        rows(two, request([5] * 40))
+
+
+def test_lanes_heed_hooks(folder: Path) -> None:
+    two = engine(folder, threads=2)
+    calls: list[tuple[int, int]] = []
+
+    def gives_up(left: int, asked: int) -> bool:
+        calls.append((left, asked))
+        return len(calls) == 4
+
+    found = rows(two, request([5] * 40, horizon=60), Hooks(gives_up=gives_up))
+    assert len(found) == 80
+    assert calls[-1][0] == sum(bool(row.get("unfinished", False)) for row in found.values()) > 24
+    assert {asked for _, asked in calls} == {80}

@@ -50,9 +50,7 @@ class Bench:
         (run / CONFIG).write_text(yaml.safe_dump(values))
         config = validate(RunConfig, values)
         self.controller = Controller(run / CHANNELS)
-        self.worker = Worker(
-            run, config, "pool-0-1", 1, self.stop, shared=False, uncast=False, deltas=False
-        )
+        self.worker = Worker(run, config, "pool-0-1", self.stop, uncast=False, deltas=False)
         self._thread = threading.Thread(target=self.worker.serve, args=(600.0,), daemon=True)
         self._thread.start()
         self.reports: dict[str, StageEnded] = {}
@@ -95,6 +93,7 @@ def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> St
         stage=stage,
         iteration=iteration,
         position=(iteration, 0, ["rollout", "reward", "inference"].index(stage)),
+        parts=1,
         out=f"it/{iteration:04d}/{stage}",
         attempt=f"{stage}{iteration}",
         ranks=(0,),

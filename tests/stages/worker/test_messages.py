@@ -16,6 +16,7 @@ STAGE = messages.StageOrder(
     stage="train",
     iteration=3,
     position=(3, 0, 4),
+    parts=4,
     out="it/0003/train",
     attempt="a",
     ranks=(0, 1),

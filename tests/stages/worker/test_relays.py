@@ -21,12 +21,12 @@ TO = f"{FOLDER}:{CHANNEL}"
 class Rank:
     """What a worker has of its own to take and pass on records."""
 
-    def __init__(self, folder: Path, name: str, shared: bool = False) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.name, self.board = name, Board()
         self.cut: list[str] = []
         self.outbox = Outbox(folder, self.cut.append, name)
         self.relays = Relays(self.outbox)
-        self.inbox = Inbox(folder, name, self.board, shared=shared, passing=self._passing)
+        self.inbox = Inbox(folder, name, self.board, passing=self._passing)
         self.passed: list[int] = []
 
     def _passing(self, to: str, maker: str, record: Record) -> None:
@@ -102,7 +102,7 @@ def test_who_missed_a_record_does_not_take_the_rest_for_all(
 ) -> None:
     """A record that comes by socket may be too large for the shared memory of the next rank."""
     monkeypatch.setattr("stages.worker.inbox.SHARED_BYTES", 1 << 20)
-    maker, head, behind = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r1", True)
+    maker, head, behind = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r1")
     head.relays.want(TO, "m", {"r1": SHARED_MEMORY})
     sender = maker.outbox.writer(TO, ["r0"], 0, 1)
     small, large = records(range(1))[0], Record(Identity(0, 1), {"x": np.zeros(1 << 19)})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from pipeline.planning.planner.groupings import Neighbours, Pools, groupings
+from pipeline.planning.planner.groupings import Neighbours, groupings
 from pipeline.planning.planner.objective import IterationTime
 from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.problem import Pools, homes, jobs
 from pipeline.planning.planner.quick import quick_bounds
 from pipeline.planning.planner.search import solve
 from tests.pipeline.planning.planner.problems import exhaustive, random_problem
@@ -19,6 +21,27 @@ def test_there_are_as_many_as_partitions_of_a_set(stages: int, ways: int) -> Non
     every = groupings(random_problem(0, (16, 8), stages))
     assert len(every) == len(set(every)) == ways
     assert all(sorted(s for pool in pools for s in pool) == list(range(stages)) for pools in every)
+
+
+def test_stages_that_may_are_side_by_side_before_those_that_have_all_of_their_job() -> None:
+    problem = random_problem(1, (16,), 4, beside=True)
+    overlap = [pools for pools in groupings(problem) if len(jobs(pools)) < len(pools)]
+    first = replace(problem, stages=[replace(s, beside=False) for s in problem.stages])
+    assert len(set(overlap)) == len(overlap) == len(groupings(problem)) - len(groupings(first))
+    assert ((0, 2, 3), (1, 2, 3)) in overlap  # two beside each other, then the others
+    assert ((0, 3), (1,), (2, 3)) in overlap  # one job, and a pool of its own
+    assert ((0, 3), (1, 3), (2, 3)) in overlap
+    for pools in overlap:
+        home = homes(pools)
+        for job in jobs(pools):
+            of_all = [s for s, places in home.items() if places == job]
+            assert all(home[s] == (p,) for p in job for s in pools[p] if s not in of_all)
+            assert len(job) == 1 or max(s for p in job for s in pools[p]) in of_all
+    # A cycle takes its turns side by side, or all of it on all.
+    act = [replace(s, cycle="act", lead={}, again=0.0) for s in problem.stages[:3]]
+    cut = groupings(replace(problem, stages=[*act, problem.stages[3]]))
+    assert ((0, 3), (1, 2, 3)) in cut
+    assert ((0, 2, 3), (1, 2, 3)) not in cut
 
 
 def without(pools: Pools, stage: int) -> set[tuple[int, ...]]:
@@ -38,9 +61,10 @@ def test_neighbours_are_those_that_are_equal_without_one_stage(stages: int) -> N
         assert neighbours.of(pools) == expected
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_no_placement_is_quicker_than_the_quick_bound_of_its_grouping(seed: int) -> None:
-    problem = random_problem(seed, ((6,), (4, 3), (2, 2, 2))[seed % 3], 1 + seed % 4)
+    sizes = ((6,), (4, 3), (2, 2, 2))[seed % 3]
+    problem = random_problem(seed, sizes, 1 + seed % 4, beside=seed % 2 == 0)
     every = groupings(problem)
     bounds = dict(zip(every, quick_bounds(Predictor(problem), every), strict=True))
     least = exhaustive(problem, IterationTime())

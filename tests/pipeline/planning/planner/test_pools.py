@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -15,12 +16,15 @@ from pipeline.commands.experiment import compose as hydra_compose
 from pipeline.commands.experiment import prepare
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan, parse_plan, read_plan
+from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem_file import read_problem
 from pipeline.planning.planner.propose import assess, propose
 from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.search import solve
 from pipeline.planning.planner.segments import build
 from pipeline.planning.planner.show import show, write
+from pipeline.planning.profile.schema import Measured, Point
 from pipeline.planning.simulator import simulate
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
@@ -151,7 +155,14 @@ def test_a_slower_plan_names_the_best_one(asked: Request) -> None:
 @pytest.mark.parametrize(
     ("pools", "why"),
     [
-        ([{"gpus": {"a100": 1}, "ranks": {"rollout": [0]}}], r"pools\[0\].ranks: .*not predicted"),
+        (
+            [{"gpus": {"a100": 4}, "ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
+            r"pools\[0\].ranks: \[0, 1\] and \[1, 2\] have some processes in common",
+        ),
+        (
+            [{"gpus": {"a100": 2}, "ranks": {"reward": [1]}}],
+            r"pools\[0\].ranks.reward: rollout has all processes before it",
+        ),
         ([{"gpus": {"a100": 100}}], "100 a100 asked, there are"),
         ([{"gpus": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
         ([{"gpus": {"a100": 1, "h100": 1}}], "several kinds at once"),
@@ -167,6 +178,71 @@ def test_what_is_not_there_or_not_predicted_is_refused(
 
 def pooled(*pools: dict[str, Any], chunks: int = 1) -> Plan:
     return parse_plan({"grain": "segment", "pools": list(pools), "chunks": chunks}, "plan.yaml")
+
+
+def judged(asked: Request, seconds: float) -> Request:
+    """With a reward that takes so long, on one device."""
+
+    def longer(point: Point) -> Point:
+        measured = Measured.of([seconds * f for f in (0.99, 1.0, 1.01)])
+        return point.model_copy(update={"time": measured}) if point.stage == "reward" else point
+
+    def slower(own: Devices) -> Devices:
+        points = tuple(longer(point) for point in own.profile.points)
+        return replace(own, profile=own.profile.model_copy(update={"points": points}))
+
+    return replace(asked, devices={name: slower(own) for name, own in asked.devices.items()})
+
+
+def test_stages_side_by_side_in_one_pool_are_predicted(asked: Request) -> None:
+    """Rollouts on three devices beside their judgement on one, then the others on all four."""
+    given = {"gpus": {"a100": 4}, "stages": list(on_policy.after())}
+    ranks = {"rollout": [0, 1, 2], "reward": [3]}
+    slow = judged(asked, 12.0)
+    found = assess(slow, pooled({**given, "ranks": ranks}, chunks=4), "plan.yaml")
+    rows, problem = found.forecast.stages, build(slow)[0]
+    tables = {stage.name: stage.rates["a100"] for stage in problem.stages}
+    first = problem.stages[0].ahead(4, np.array(3)) / tables["rollout"][3]
+    assert rows["rollout"].seconds == pytest.approx(1 / tables["rollout"][3])
+    assert rows["reward"].start_s == pytest.approx(first)
+    ends = rows["reward"].start_s + rows["reward"].seconds
+    assert ends == pytest.approx(max(first + 12, 1 / tables["rollout"][3] + 12 / 4))
+    assert rows["inference"].start_s == pytest.approx(ends)
+    learns = 1 / tables["inference"][4] + 1 / tables["train"][4]
+    assert found.forecast.iteration_s == pytest.approx(ends + learns)
+    # With the last two idle meanwhile, and its judgement by what then trains.
+    half = assess(asked, pooled({**given, "ranks": {"rollout": [0, 1]}}), "plan.yaml")
+    whole = assess(asked, pooled(given), "plan.yaml")
+    more = 1 / tables["rollout"][2] - 1 / tables["rollout"][4]
+    assert half.forecast.iteration_s == pytest.approx(whole.forecast.iteration_s + more)
+
+
+def test_stages_side_by_side_are_proposed_where_that_is_quicker(
+    asked: Request, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = judged(replace(asked, devices={"a100": asked.devices["a100"]}), 9.0)
+    # Few samples are long: the first parts are ready early.
+    lengths = slow.profile.lengths.model_copy(update={"samples": (1,) * 19 + (30,)})
+    slow = replace(slow, profile=slow.profile.model_copy(update={"lengths": lengths}))
+    proposal = propose(slow)
+    (pool,) = proposal.plan.pools
+    assert pool.ranks == {"rollout": (0, 1, 2), "reward": (3,)}
+    problem, _ = build(slow)
+    apart = replace(problem, stages=[replace(s, beside=False) for s in problem.stages])
+    assert proposal.forecast.cost < solve(apart)[0].cost
+    show(proposal)
+    assert "pool 1: 3 of 4" in capsys.readouterr().out
+    # The file says the same to the simulator, to --check and to the driver.
+    write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    problem, placement = read_problem(tmp_path / "plan.problem.yaml")
+    assert placement is not None
+    took = simulate(problem, placement).mean_s
+    assert took == pytest.approx(proposal.forecast.iteration_s, rel=1e-6)
+    plan = read_plan(tmp_path / "plan.yaml", flow_of(slow.config))
+    again = assess(slow, plan, "plan.yaml")
+    assert again.forecast.iteration_s == proposal.forecast.iteration_s
+    (needs,) = pool_needs(plan, 0, None)
+    assert needs.nodes * needs.processes == 4
 
 
 def test_no_driver_takes_pools_for_jobs(

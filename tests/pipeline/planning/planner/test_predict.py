@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,23 +11,28 @@ from hypothesis import strategies as st
 
 from pipeline.planning.planner.predict import Predictor, cycles
 from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
-from tests.pipeline.planning.planner.problems import random_problem
+from tests.pipeline.planning.planner.problems import random_placement, random_problem
 
 
 def stepped(problem: Problem, placement: Placement) -> float:
     """The iteration by its definition: every micro-batch of every stage, one after another."""
     predictor = Predictor(problem)
     chunks = placement.chunks
-    pool_of = {s: p for p, pool in enumerate(placement.pools) for s in pool}
+    pools_of = {
+        s: {p for p, pool in enumerate(placement.pools) if s in pool}
+        for s in range(len(problem.stages))
+    }
     index = {stage.name: s for s, stage in enumerate(problem.stages)}
-    gpus = [np.array(pool)[:, None] for pool in placement.gpus]
+    gpus = {s: np.array(placement.gpus_of(s)) for s in pools_of}
     free = [0.0] * len(placement.pools)
     done: dict[int, list[float]] = {}
     for group in cycles(problem):
-        sums: dict[int, float] = {}
+        sums: dict[frozenset[int], float] = {}
         for s in group:
-            alone = float(predictor.duration(s, gpus[pool_of[s]])[0])
-            sums[pool_of[s]] = sums.get(pool_of[s], 0.0) + alone
+            alone = float(predictor.duration(s, gpus[s][:, None])[0])
+            where = frozenset(pools_of[s])
+            sums[where] = sums.get(where, 0.0) + alone
+        here = set().union(*sums)
         slowest, whole = max(sums.values()), sum(sums.values())
         if len(sums) == 1:
             time = whole
@@ -37,20 +44,23 @@ def stepped(problem: Problem, placement: Placement) -> float:
             (index[name], s)
             for s, stage in enumerate(problem.stages)
             for name in stage.after
-            if (s in group) != (index[name] in group) and pool_of[s] != pool_of[index[name]]
+            if (s in group) != (index[name] in group) and not pools_of[s] & pools_of[index[name]]
         ]
         streamed = any(problem.stages[s].streams for _, s in neighbours)
         passed = chunks if streamed else min(1, len(neighbours))
         first, shares = problem.stages[group[0]], [1 / chunks] * chunks
-        if any(not set(placement.pools[pool]) <= set(group) for pool in sums):
+        # Of what takes its turns here those that have several pools come when the others are done.
+        most = max(len(pools_of[s]) for s in group)
+        others = [s for p in here for s in placement.pools[p] if s not in group]
+        if any(len(pools_of[s]) <= most for s in others):
             time *= 1 + (chunks - 1) * first.again
         elif chunks in first.lead and chunks > 1:
-            held = sum(placement.gpus[pool_of[group[0]]])
+            held = sum(gpus[group[0]])
             ahead = first.lead[chunks][4 if held >= 4 else 1]
             shares = [ahead, *[(1 - ahead) / (chunks - 1)] * (chunks - 1)]
         overhead = passed * max(problem.stages[s].chunk_s for s in group) / chunks
         clock = 0.0
-        for pool in sums:
+        for pool in here:
             change = 0.0
             if not set(placement.pools[pool]) <= set(group):
                 for k, kind in enumerate(problem.kinds):
@@ -58,7 +68,7 @@ def stepped(problem: Problem, placement: Placement) -> float:
                         each = (
                             problem.stages[s].switch_s.get(kind.name, 0.0)
                             for s in group
-                            if pool_of[s] == pool
+                            if pool in pools_of[s]
                         )
                         change = max(change, sum(each))
             clock = max(clock, free[pool] + change)
@@ -69,25 +79,25 @@ def stepped(problem: Problem, placement: Placement) -> float:
                     source = index[name]
                     if source in group:
                         continue
-                    streamed = problem.stages[s].streams and pool_of[source] != pool_of[s]
+                    streamed = problem.stages[s].streams and not pools_of[source] & pools_of[s]
                     clock = max(clock, done[source][chunk if streamed else -1])
             clock += time * shares[chunk] + overhead
             ends.append(clock)
         for s in group:
             done[s] = ends
-        for pool in sums:
+        for pool in here:
             free[pool] = clock
     total = max(ends[-1] for ends in done.values())
     if problem.sync is not None:
-        a, b = (pool_of[index[name]] for name in problem.sync)
-        if a != b:
+        a, b = (index[name] for name in problem.sync)
+        if not pools_of[a] & pools_of[b]:
             sent = max(
                 problem.sync_s.get((x.name, y.name), 0.0)
                 for i, x in enumerate(problem.kinds)
                 for j, y in enumerate(problem.kinds)
-                if placement.gpus[a][i] and placement.gpus[b][j]
+                if gpus[a][i] and gpus[b][j]
             )
-            total = max(total, done[index[problem.sync[0]]][-1] + sent)
+            total = max(total, done[a][-1] + sent)
     return total
 
 
@@ -97,11 +107,12 @@ def stepped(problem: Problem, placement: Placement) -> float:
     stages=st.integers(1, 5),
     code=st.lists(st.integers(0, 4), min_size=5, max_size=5),
     chunks=st.sampled_from([1, 2, 3, 8, 32]),
+    beside=st.booleans(),
 )
 def test_the_formula_is_what_stepping_gives(
-    seed: int, stages: int, code: list[int], chunks: int
+    seed: int, stages: int, code: list[int], chunks: int, beside: bool
 ) -> None:
-    problem = random_problem(seed, (12, 8), stages)
+    problem = random_problem(seed, (12, 8), stages, beside=beside)
     groups: dict[int, list[int]] = {}
     for s in range(stages):
         groups.setdefault(code[s], []).append(s)
@@ -109,6 +120,8 @@ def test_the_formula_is_what_stepping_gives(
     rng = np.random.default_rng(seed)
     gpus = tuple((int(n), int(m)) for n, m in rng.integers(0, 6, (len(pools), 2)))
     placement = Placement(pools, gpus, chunks)
+    if beside:
+        placement = replace(random_placement(problem, sum(code)), chunks=chunks)
     predicted = float(Predictor(problem).one(placement).total_s)
     if np.isfinite(predicted):
         assert predicted == pytest.approx(stepped(problem, placement), rel=1e-9)

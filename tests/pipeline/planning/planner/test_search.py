@@ -15,10 +15,12 @@ from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
 from pipeline.planning.planner.relax import Relaxation, upper_lines
 from pipeline.planning.planner.search import groupings, solve
+from pipeline.planning.simulator import simulate
 from pipeline.planning.simulator.studies import STUDIES
 from rlinf.errors import PlanError
 from tests.pipeline.planning.planner.problems import (
     OBJECTIVES,
+    embodied_case,
     exhaustive,
     public_case,
     random_problem,
@@ -40,6 +42,7 @@ SIZES = st.one_of(
     objective=st.sampled_from(OBJECTIVES),
     mixes=st.sampled_from([None, frozenset[str](), frozenset({"rollout"})]),
     per_node=st.sampled_from([0, 2]),
+    beside=st.booleans(),
 )
 def test_small_problems_are_solved_as_exhaustive_search_does(
     seed: int,
@@ -48,8 +51,9 @@ def test_small_problems_are_solved_as_exhaustive_search_does(
     objective: Objective,
     mixes: frozenset[str] | None,
     per_node: int,
+    beside: bool,
 ) -> None:
-    problem = replace(random_problem(seed, sizes, stages), mixes=mixes)
+    problem = replace(random_problem(seed, sizes, stages, beside=beside), mixes=mixes)
     kinds = [replace(kind, per_node=per_node) for kind in problem.kinds]
     problem = replace(problem, kinds=kinds)
     expected = exhaustive(problem, objective)
@@ -92,9 +96,9 @@ def test_fewer_limits_never_give_a_worse_plan_for_large_models(name: str) -> Non
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), objective=st.sampled_from(OBJECTIVES))
-def test_four_stages_too(seed: int, objective: Objective) -> None:
-    problem = random_problem(seed, (4, 3), 4)
+@given(seed=st.integers(0, 10**6), objective=st.sampled_from(OBJECTIVES), beside=st.booleans())
+def test_four_stages_too(seed: int, objective: Objective, beside: bool) -> None:
+    problem = random_problem(seed, (4, 3), 4, beside=beside)
     best = solve(problem, objective)[0]
     assert best.cost == pytest.approx(exhaustive(problem, objective), rel=1e-9)
 
@@ -107,7 +111,7 @@ def test_sixteen_gpus_of_four_kinds_are_counted_out(seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), stages=st.integers(2, 4))
 def test_no_placement_goes_below_the_relaxation_of_its_grouping(seed: int, stages: int) -> None:
-    problem = random_problem(seed, (20, 12, 8), stages)
+    problem = random_problem(seed, (20, 12, 8), stages, beside=True)
     predictor = Predictor(problem)
     relaxation = Relaxation(predictor)
     rng = np.random.default_rng(seed)
@@ -141,6 +145,20 @@ def test_the_public_case_of_like_gpus_is_solved_as_well_as_known_or_better() -> 
     assert best.cost <= 289.1
     collocated = next(s for s in others if s.placement.mode == "collocated")
     assert collocated.cost == pytest.approx(335.0)
+
+
+@pytest.mark.parametrize(("actor_s", "gain"), [(100, 0.004), (5, 0.068), (1, 0.22)])
+def test_the_public_embodied_case_gains_by_pools_that_overlap(actor_s: float, gain: float) -> None:
+    """Simulators on two GPUs beside the policy on two, then training on all four."""
+    best = solve(embodied_case(actor_s))[0]
+    apart = solve(embodied_case(actor_s, beside=False))[0]
+    assert best.exact
+    assert best.placement.pools == ((0, 2), (1, 2))
+    assert best.placement.gpus == ((2,), (2,))
+    assert best.cost == pytest.approx(0.8 + 0.6 / 160 + actor_s)
+    assert apart.cost / best.cost - 1 == pytest.approx(gain, abs=5e-4)
+    trace = simulate(embodied_case(actor_s), best.placement, iterations=2)
+    assert trace.iteration_s == pytest.approx(best.cost, rel=1e-9)
 
 
 def test_a_pin_is_kept_and_an_impossible_one_refused() -> None:

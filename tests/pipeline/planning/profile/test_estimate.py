@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.plan import Sources
+from pipeline.plan import Sources, read_plan
 from pipeline.planning.planner.propose import propose
-from pipeline.planning.planner.show import corrections, request
+from pipeline.planning.planner.show import corrections, make, request
 from pipeline.planning.planner.work import Work
 from pipeline.planning.profile.estimate import estimated
 from pipeline.pools.actuals import WORK, Times
@@ -122,6 +122,29 @@ def test_a_model_of_7_b_is_planned_on_64_a100_and_32_h100(
     rows = {row.stage: row for row in proposal.rows}
     assert rows["train"].devices > 1, "one GPU has no room for weights, gradients and moments"
     assert {"rollout", "reward", "inference", "train"} <= set(rows)
+
+
+@pytest.mark.parametrize("grain", ["stage", "segment"])
+def test_the_command_plans_it_with_and_without_a_profile(
+    config: RunConfig, grain: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The profile is what data sheets say, as if it had been measured."""
+    saved, measured = tmp_path / "inventory.json", tmp_path / "profile.json"
+    saved.write_text(groups(a100=8, h100=4).model_dump_json())
+    profile = estimated(config, Inventory.model_validate_json(saved.read_text()), Site())
+    profile.model_copy(update={"estimated": False}).save(measured)
+    widths, seconds = {}, {}
+    for name in ("", str(measured)):
+        out = tmp_path / f"plan-{bool(name)}.yaml"
+        make(config, Sources(profile=name, inventory=str(saved)), out, "time", (), grain=grain)
+        assert ("nothing was measured" in capsys.readouterr().out) == (not name)
+        forecast = read_plan(out, on_policy).predicted
+        assert forecast is not None
+        assert out.with_suffix(".html").exists()
+        seconds[name] = forecast.iteration_s
+        widths[name] = (forecast.high_s - forecast.low_s) / forecast.iteration_s
+    assert widths[str(measured)] < 0.5 * widths[""]
+    assert seconds[str(measured)] == pytest.approx(seconds[""], rel=0.25)
 
 
 def test_what_does_not_fit_a_gpu_is_no_place_for_it(config: RunConfig) -> None:

@@ -26,6 +26,18 @@ def running(case: Case) -> Running:
     return Running(stage="train", case=case, samples=16, token_budget=case.token_budget)
 
 
+def test_the_runs_own_size_comes_first_and_most_often() -> None:
+    """A pass that has little time must at least know what the run itself does."""
+    trial, order = blank(), []
+    for turn in range(15):
+        case = trial.next_case(CASES)
+        assert case is not None
+        order.append(case)
+        trial = trial.repeated(case, 1.0 + turn)  # never settled
+    assert order[:3] == [CASES[0]] * 3
+    assert [order.count(case) for case in CASES] == [9, 3, 3]
+
+
 def test_every_case_has_its_turn_and_unsettled_ones_go_on() -> None:
     trial, order = blank(), []
     for turn in range(12):
@@ -35,7 +47,7 @@ def test_every_case_has_its_turn_and_unsettled_ones_go_on() -> None:
         order.append(case)
         # The second case is never of one length, the others always are.
         trial = trial.repeated(case, 1.0 + (turn if case == CASES[1] else 0))
-    assert order[:3] == CASES
+    assert list(dict.fromkeys(order)) == CASES
     assert [order.count(case) for case in CASES] == [ENOUGH, 12 - 2 * ENOUGH, ENOUGH]
 
 

@@ -13,11 +13,11 @@ from tests.pipeline.planning.planner.problems import random_placement, random_pr
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**6), stages=st.integers(1, 5))
+@given(seed=st.integers(0, 10**6), stages=st.integers(1, 5), beside=st.booleans())
 def test_without_disturbances_the_simulation_takes_what_is_predicted(
-    seed: int, stages: int
+    seed: int, stages: int, beside: bool
 ) -> None:
-    problem = random_problem(seed, (12, 8), stages)
+    problem = random_problem(seed, (12, 8), stages, beside=beside)
     placement = random_placement(problem, seed)
     predicted = float(Predictor(problem).one(placement).total_s)
     if np.isfinite(predicted):

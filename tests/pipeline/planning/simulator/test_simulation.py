@@ -198,7 +198,7 @@ def test_lengths_have_mean_one_and_a_profiled_stage_keeps_its_mean_time() -> Non
 def test_what_does_not_fit_is_refused() -> None:
     problem, placement = two_pools()
     for wrong, message in (
-        (replace(placement, pools=((0,), (0, 1))), "exactly one pool"),
+        (replace(placement, pools=((0,), (0,))), "every stage must be in a pool"),
         (replace(placement, gpus=((5, 0), (0, 2))), "5 a are asked for, of 4"),
         (replace(placement, gpus=((0, 2), (4, 0))), "'rollout': cannot run on 2 b"),
     ):

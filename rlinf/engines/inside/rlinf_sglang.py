@@ -1,0 +1,97 @@
+"""SGLang's server as this package needs it: run in place of ``sglang.launch_server``.
+
+Its processes are spawned and import this file again, so that what is changed here is changed in all
+of them. Under SGLang's interpreter: torch, uvicorn and SGLang, nothing of this package.
+
+- It listens on the socket of the file system that ``RLINF_SOCKET`` names, and on no port.
+- A request's seed counts without SGLang's deterministic mode, which wants attention of other kinds.
+- Log-probabilities are those of softmax(z / temperature) before anything is cut off or forbidden.
+- top_k, top_p and min_p cut one after the other, and go with a seed; a token takes one number,
+  which follows from seed and place.
+"""
+
+import os
+import runpy
+
+import torch
+import uvicorn
+from sglang.srt.layers import sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+class Local(uvicorn.Config):
+    """A server's settings, with the socket."""
+
+    def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
+        super().__init__(*args, uds=os.environ["RLINF_SOCKET"], **options)
+
+
+def seed(self, batch, vocab_size):  # type: ignore[no-untyped-def]
+    """Give each row the seed of its request."""
+    # Those of SGLang's own checks have none.
+    seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+    self.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+
+
+def keep_logits(self, logits):  # type: ignore[no-untyped-def]
+    """Before stop tokens are forbidden, and before the sampler writes over them."""
+    self.plain_logits = logits.clone()
+    _bias(self, logits)
+
+
+def forward(self, output, info, *args, **options):  # type: ignore[no-untyped-def]
+    """Sample; a batch whose rows are all greedy forgets the temperature of those with top_k 1."""
+    logits = info.plain_logits
+    info.plain_logits = None
+    if info.is_all_greedy:
+        logits = logits / info.temperatures
+    return _forward(self, output, info, *args, **{**options, "logprob_logits": logits})
+
+
+def draw(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions, **_):  # type: ignore[no-untyped-def]
+    """Tokens ``[B]`` int32 of probabilities ``[B, V]``, among what the settings ``[B]`` leave."""
+    kept, order = probs.sort(dim=-1, descending=True, stable=True)
+    most = kept[:, :1].clone()
+    rank = torch.arange(kept.shape[-1], device=kept.device)
+    kept = kept.masked_fill(rank >= top_ks[:, None], 0.0)
+    before = kept.cumsum(-1) - kept
+    kept = kept.masked_fill(before >= top_ps[:, None] * kept.sum(-1, keepdim=True), 0.0)
+    if need_min_p:
+        kept = kept.masked_fill(kept < min_ps[:, None] * most, 0.0)
+    # In the order of the vocabulary, as where nothing is cut: rows beside it may decide which.
+    return draw_all(torch.zeros_like(kept).scatter_(1, order, kept), seeds, positions)
+
+
+def draw_all(probs, sampling_seed, positions):  # type: ignore[no-untyped-def]
+    """The same without settings, by inverting the cumulative distribution."""
+    cumulative = probs.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounded up to the total it would pass by every token that can be drawn.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniforms(sampling_seed, positions)[:, None] * total, below)
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].to(torch.int32)
+
+
+def uniforms(seeds, positions):  # type: ignore[no-untyped-def]
+    """Numbers in [0, 1) ``[B]`` of seeds and places in a sequence: the finalizer of SplitMix64
+    (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
+
+    def shifted(x, by):  # type: ignore[no-untyped-def]
+        return (x >> by) & ((1 << (64 - by)) - 1)
+
+    x = seeds + (positions.long() + 1) * (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return shifted(x ^ shifted(x, 31), 11).double() * 2.0**-53
+
+
+_bias, _forward = SamplingBatchInfo.apply_logits_bias, sampler.Sampler.forward
+uvicorn.Config = Local
+SamplingBatchInfo.adjusted_from_schedule_batch = seed
+SamplingBatchInfo.apply_logits_bias = keep_logits
+sampler.Sampler.forward = forward
+sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw
+sampler.sampling_from_probs_torch = draw_all
+
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -1,0 +1,183 @@
+"""A server process of an engine: started, asked over a socket of its own, ended with its group.
+
+It listens on a socket of the file system, in a private folder: no other user of the node reaches
+it, while a port would be open to all, with a guard that covers some of a server's routes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlinf import machine
+from rlinf.engines.inside import start
+from rlinf.errors import DataError, RlinfError
+
+LOOK_S = 0.1
+LAST_LINES = 15
+
+
+class ServerError(RlinfError):
+    """A server did not come up, or died again and again; the end of its log is in the message."""
+
+
+class Gone(Exception):
+    """A request was not answered: the server, or its engine, is not there any more."""
+
+
+class _Local(http.client.HTTPConnection):
+    """HTTP over a Unix domain socket."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class ServerProcess:
+    """One start of a server; methods may be called from several threads."""
+
+    def __init__(
+        self,
+        python: str,
+        module: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        address: Path,
+        log: Path,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            python: its interpreter.
+            module: what is run, with its ``arguments``.
+            variables: of its environment, besides those of this process.
+            address: the socket where it will listen.
+            log: where what it prints is added.
+            timeout_s: for one answer.
+        """
+        self._address, self._log, self._timeout_s = address, log, timeout_s
+        self._own = threading.local()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._begin = log.stat().st_size if log.exists() else 0
+        reading, self._pipe = os.pipe()
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        with log.open("ab") as stream:
+            try:
+                self._process = subprocess.Popen(
+                    [python, str(Path(start.__file__)), str(reading), module, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                    pass_fds=[reading],
+                    start_new_session=True,
+                    env={**inherited, **machine.environment(), **variables},
+                )
+            finally:
+                os.close(reading)
+        self.pid = self._process.pid
+        self._end = weakref.finalize(self, _end, self._process, self._pipe)
+
+    def wait(self, route: str, deadline_s: float) -> None:
+        """Until a route answers.
+
+        Raises:
+            ServerError: it ended, or did not answer by the deadline; with the end of its log.
+        """
+        until = time.monotonic() + deadline_s
+        while True:
+            if not self.alive:
+                self._fail(f"ended with exit code {self._process.returncode} before it was up")
+            with contextlib.suppress(Gone):
+                self.get(route)
+                return
+            if time.monotonic() > until:
+                self.close()
+                self._fail(f"did not answer within {deadline_s:g} s")
+            time.sleep(LOOK_S)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs."""
+        return self._process.poll() is None
+
+    def get(self, route: str) -> Any:
+        """What a route answers; raises as :meth:`post`."""
+        return self._ask("GET", route, None)
+
+    def post(self, route: str, body: Any = None) -> Any:
+        """What a route answers to a JSON body.
+
+        Raises:
+            DataError: it refused the request.
+            Gone: no answer came.
+        """
+        return self._ask("POST", route, body)
+
+    def close(self) -> None:
+        """Kill it with its group; again does no harm."""
+        self._end()
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        with self._log.open("rb") as file:
+            file.seek(self._begin)
+            lines = file.read().decode(errors="replace").splitlines()
+        # A crash is often told before a long farewell.
+        first = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
+        last = lines[-LAST_LINES:]
+        causes = [] if first is None else [x for x in lines[first:-LAST_LINES] if "Error:" in x]
+        return "\n".join([*causes[-3:], *last])
+
+    def _fail(self, what: str) -> None:
+        raise ServerError(f"the server {what}; the end of its log {self._log}:\n{self.tail()}")
+
+    def _ask(self, method: str, route: str, body: Any) -> Any:
+        headers = {"Content-Type": "application/json"}
+        text = None if body is None else json.dumps(body)
+        connection, used = getattr(self._own, "connection", None), True
+        if connection is None:
+            connection, used = _Local(self._address, self._timeout_s), False
+            self._own.connection = connection
+        while True:
+            try:
+                connection.request(method, route, text, headers)
+                response = connection.getresponse()
+                answer = response.read()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                # A server ends connections that were idle for a while; one that is dead takes none.
+                if not used or isinstance(error, TimeoutError):
+                    raise Gone(f"{route}: {error or type(error).__name__}") from None
+                used = False
+        if response.status >= 500:
+            raise Gone(f"{route}: {response.status} {answer[:300].decode(errors='replace')}")
+        if response.status >= 400:
+            said = answer[:1000].decode(errors="replace")
+            raise DataError(f"the server refuses {route} ({response.status}): {said}")
+        try:
+            return json.loads(answer) if answer.strip() else None
+        except ValueError:
+            return answer.decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes], pipe: int) -> None:
+    """Kill a server's whole group: its first process may be gone while others are there."""
+    start.end(process.pid)
+    process.wait()
+    os.close(pipe)

@@ -1,0 +1,93 @@
+"""SGLang as a server; see :mod:`rlinf.engines.server`.
+
+What it takes to keep the contract is changed in its processes (``inside/rlinf_sglang.py``). On a
+CPU two of its packages have stand-ins (``inside/sglang_cpu``): its kernels are published for GPUs
+alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlinf.engines.legs import Ask, Leg
+from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
+
+
+class SGLangConfig(ServerConfig):
+    """Decoding by an SGLang server."""
+
+    server_python: str = "sglang"
+    cache_tokens: int = 65536
+    """Tokens whose keys and values are cached, in place of ``cache_gib``."""
+
+
+class SGLangEngine(ServerEngine):
+    """See the module."""
+
+    Config = SGLangConfig
+    module = "rlinf_sglang"
+    package = "sglang"
+
+    def command(self, model: Path, context: int) -> list[str]:
+        config = self._config
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]  # nothing listens there; others are chosen from it
+        on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
+        return [
+            *("--model-path", str(model), "--port", str(port)),
+            *("--dtype", self._policy_config.dtype, "--context-length", str(context)),
+            *("--max-running-requests", str(config.max_rows)),
+            *("--max-total-tokens", str(config.cache_tokens)),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+            *("--skip-server-warmup", "--log-level-http", "warning"),
+            *(on_cpu if self.device.type == "cpu" else []),
+            *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
+        ]
+
+    def variables(self) -> Mapping[str, str]:
+        always = {"RLINF_SOCKET": str(self.socket)}
+        if self.device.type != "cpu":
+            return always
+        return {
+            **always,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+            "PYTHONPATH": f"{INSIDE}:{INSIDE / 'sglang_cpu'}",
+        }
+
+    def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+        sampling = ask.sampling
+        settings = {
+            "max_new_tokens": ask.most,
+            "min_new_tokens": ask.least,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or -1,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "sampling_seed": ask.seed,
+            # It looks for them before min_new_tokens as well: then they are looked for here alone.
+            "stop": [] if ask.least else list(sampling.stop),
+            "stop_token_ids": sorted(self.stops),
+            "ignore_eos": not self.stops,
+            "no_stop_trim": True,
+        }
+        body = {"input_ids": ask.tokens, "sampling_params": settings, "return_logprob": True}
+        return "/generate", body
+
+    def answer(self, values: Any) -> Leg:
+        about = values["meta_info"]
+        logprobs = [entry[0] for entry in about["output_token_logprobs"]]
+        return Leg(values["output_ids"], logprobs, about["finish_reason"]["type"])
+
+    def abort(self) -> None:
+        self.process.post("/abort_request", {"abort_all": True})
+
+    def update(self, folder: Path, version: int) -> None:
+        self.process.post(
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)},
+        )

@@ -1,0 +1,72 @@
+"""A model folder out of a GGUF file: weights, configuration, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from rlinf.errors import DataError, require
+
+
+def find_gguf(source: str) -> Path:
+    """The file that ``source`` names: its path, or a package that carries exactly one.
+
+    The package is not imported.
+
+    Raises:
+        DataError: there is no such file; the package carries none, or several.
+    """
+    path = Path(source)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise DataError(f"{source}: no such file")
+        return path
+    found = importlib.util.find_spec(source) if source.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise DataError(f"{source}: neither a .gguf file nor an installed package that carries one")
+    files = sorted(
+        f for place in found.submodule_search_locations for f in Path(place).glob("*.gguf")
+    )
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise DataError(f"{source}: the package carries {names}; name one .gguf file by its path")
+    return files[0]
+
+
+def convert_gguf(source: str, folder: Path) -> None:
+    """Write the model of a GGUF file as a folder that ``model.path`` takes.
+
+    Quantized weights become float32: rounded ones, and so a model of its own, not the one that the
+    file was made from.
+
+    Raises:
+        DataError: see :func:`find_gguf`; the folder is there already; the file is not a causal
+            language model that ``transformers`` reads.
+    """
+    file = find_gguf(source)
+    if folder.exists():
+        raise DataError(f"{folder}: is there already; name another folder or remove it")
+    for package in ("gguf", "accelerate"):
+        require(package, "gguf", f"{source}: reading GGUF files")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise DataError(f"{file}: cannot be read as a causal language model: {error}") from None
+    config = type(model.config).from_dict(
+        {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    )
+    # A model of plain modules: what was read remembers that it was quantized, and is not saved.
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    written = folder.with_name(f".{folder.name}.partial")
+    plain.save_pretrained(written)
+    tokenizer.save_pretrained(written)
+    written.rename(folder)

@@ -1,0 +1,128 @@
+"""Generated problems: held out from training, graded as their dataset does, asked as told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rlinf.data.record import Identity, Record
+from rlinf.envs.base import Episodes
+from rlinf.envs.reasoning_gym import ReasoningGym, ReasoningGymConfig, evaluating
+from rlinf.errors import ConfigError
+
+pytest.importorskip("reasoning_gym")
+
+
+class Words:
+    """A tokenizer that makes a token of each word, with a chat template."""
+
+    chat_template: str | None = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
+    )
+    bos_token_id = None
+    eos_token_id = 1
+    special_tokens_map: ClassVar[dict[str, str]] = {}
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[len(w) for w in text.split()] for text in texts]}
+
+
+def config(**keys: Any) -> ReasoningGymConfig:
+    usual = {"dataset": "letter_counting", "train_size": 60, "test_size": 20}
+    return ReasoningGymConfig(**{**usual, **keys})
+
+
+def asked(task: ReasoningGym, split: Any, count: int) -> list[Any]:
+    return list(task.prompts(Episodes(3, 0, split, range(count), count, 1, 8, 1.0)))
+
+
+def trajectory(prompt: Any, text: str) -> Record:
+    steps = {"actions": np.zeros(1, dtype=np.int64)}
+    info = {**prompt.info, "text": text, "answer": prompt.answer}
+    return Record(Identity(0, 0), steps, info=info)
+
+
+@pytest.mark.parametrize(
+    "dataset", ["letter_counting", "gcd", "word_sorting", "prime_factorization"]
+)
+def test_the_datasets_answer_is_right_and_another_is_wrong(dataset: str) -> None:
+    task = ReasoningGym(config(dataset=dataset), Words())
+    counts: Counter[str] = Counter()
+    for split in ("train", "test"):
+        prompts = asked(task, split, 10)
+        right = [trajectory(prompt, f" {prompt.answer}\n") for prompt in prompts]
+        wrong = [trajectory(prompt, f"{prompt.answer} or so, I think") for prompt in prompts]
+        assert task.score(right, counts) == [1.0] * 10
+        assert not counts
+        assert task.score(wrong, Counter()) == [0.0] * 10
+
+
+def test_a_response_that_the_grader_cannot_read_is_wrong_and_counted() -> None:
+    task = ReasoningGym(config(dataset="prime_factorization"), Words())
+    counts: Counter[str] = Counter()
+    assert task.score([trajectory(asked(task, "test", 1)[0], "no idea")], counts) == [0.0]
+    assert counts == {"parse_failures": 1}
+
+
+def test_no_held_out_problem_is_trained_on() -> None:
+    # Few problems differ at these settings, so that the two splits would meet.
+    few = {"dataset": "gcd", "settings": {"max_value": 6}, "train_size": 400}
+    task = ReasoningGym(config(**few), Words())
+    held_out = {prompt.text for prompt in asked(task, "test", 20)}
+    size = ReasoningGym.extent(task.config, Words()).train
+    assert size is not None
+    assert 0 < size < 400
+    assert not held_out & {prompt.text for prompt in asked(task, "train", size)}
+    with pytest.raises(ConfigError, match=r"task\.settings.*also held out"):
+        ReasoningGym.read(config(**few | {"settings": {"max_value": 2, "max_numbers": 2}}), "train")
+
+
+def test_examples_stand_before_the_question_and_are_not_asked() -> None:
+    plain, shown = (ReasoningGym(config(shots=n, system="be brief"), Words()) for n in (0, 2))
+    examples = ReasoningGym.read(plain.config, "train")[:2]
+    (prompt,) = asked(shown, "test", 1)
+    opening = "<system> be brief "
+    for problem in examples:
+        question = problem.messages[0]["content"]
+        opening += f"<user> {question} <assistant> {problem.answer} "
+    assert prompt.given == f"{opening}<user> {prompt.text} <assistant>"
+    size = ReasoningGym.extent(shown.config, Words()).train
+    assert size == (ReasoningGym.extent(plain.config, Words()).train or 0) - 2
+    texts = {p.text for p in asked(shown, "train", size)}
+    assert not texts & {problem.messages[0]["content"] for problem in examples}
+
+
+def test_examples_need_a_chat_template() -> None:
+    plain = Words()
+    plain.chat_template = None
+    with pytest.raises(ConfigError, match=r"task\.shots: .*chat template"):
+        ReasoningGym(config(shots=1), plain)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"dataset": "leter_counting"}, r"task\.dataset: .*did you mean 'letter_counting'"),
+        ({"settings": {"min_word": 2}}, r"task\.settings\.min_word: .*did you mean 'min_words'"),
+        ({"settings": {"min_words": 9, "max_words": 3}}, r"task\.settings: .*refuses"),
+        ({"dataset": "countdown"}, r"task\.dataset: the grader of 'countdown' calls parse_expr"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_its_key(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ReasoningGym.describe(config(**keys))
+
+
+def test_a_grader_that_evaluates_answers_is_admitted_where_that_is_asked_for() -> None:
+    assert ReasoningGym.describe(config(dataset="countdown", evaluates_answers=True)) == {}
+
+
+def test_graders_that_evaluate_are_found() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    found = {name for name, (kind, _) in DATASETS.items() if evaluating(kind)}
+    assert {"countdown", "puzzle24", "simple_integration", "codeio"} <= found
+    assert not {"letter_counting", "gcd", "chain_sum", "spell_backward"} & found
