@@ -104,6 +104,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         import deepspeed
 
+        # It serves inference on CPUs, and compiling it takes a minute or two.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
         )
