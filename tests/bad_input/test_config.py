@@ -189,7 +189,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         {"reward": {"name": "environment"}},
         ["reward.name: 'environment' needs rewards", "score"],
     ),
-    ("direct-text", "arithmetic", DIRECT, ["engine.name: 'direct'", "here fits: transformers"]),
+    ("direct-text", "arithmetic", DIRECT, ["engine.name: 'direct'", "here fit", "transformers"]),
     ("mlp-text", "arithmetic", MLP, ["model.name: 'mlp' needs observation", "causal_lm"]),
     ("mlp-direct-text", "arithmetic", {**MLP, **DIRECT}, ["model.name: 'mlp'"]),
     ("lm-simulator", "cartpole", LANGUAGE, ["model.name: 'causal_lm'", "fits: mlp"]),

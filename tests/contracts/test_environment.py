@@ -36,13 +36,19 @@ def options(name: str, folder: Path) -> dict[str, Any]:
             rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(first, first + 9)]
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
-    return {"gym": CARTPOLE, "calculator": {"turn_tokens": 4}}.get(name, {})
+    # Questions with as few words as there are: the model's tokens are characters.
+    generated = {"dataset": "gcd", "settings": {"max_value": 99}, "train_size": 32, "test_size": 8}
+    return {"gym": CARTPOLE, "calculator": {"turn_tokens": 4}, "reasoning_gym": generated}.get(
+        name, {}
+    )
 
 
 @pytest.fixture(params=environments.names())
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
     if request.param == "gym":
         pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+    if request.param == "reasoning_gym":
+        pytest.importorskip("reasoning_gym", reason="the extra 'reasoning' is not installed")
     if request.param == "jsonl":
         pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
     cls = environments.get(request.param)

@@ -21,6 +21,6 @@ def test_a_run_like_another_goes_on_from_its_warm_start(tiny_run: Path, tmp_path
     assert theirs is not None
     assert ours is not None
     assert ours.data == theirs.data
-    assert not list((made.folder / "warm_start").glob("*bad*"))
+    assert not list((made.folder / "warm_start").glob("*.bad-*"))
     assert read_manifest(made.folder / "it/0000/sync") is not None
     assert read_manifest(tiny_run / "warm_start") == theirs
