@@ -97,6 +97,17 @@ def check_columns(record: Record, columns: Mapping[str, Column]) -> None:
             )
 
 
+def check_token_request(record: Record) -> None:
+    """See that a record is a request for tokens.
+
+    Raises:
+        DataError: a column is missing or malformed, or a prompt is empty.
+    """
+    check_columns(record, TOKEN_REQUEST)
+    if (record.steps["prompt_length"] < 1).any():
+        raise DataError("a prompt has no token: nothing stands before the first of its sample")
+
+
 class Requests(Protocol):
     """The end of a channel that an engine reads, in one thread."""
 

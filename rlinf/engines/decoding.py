@@ -19,10 +19,9 @@ from torch import Tensor
 from rlinf.channels.base import ChannelClosed
 from rlinf.data.record import Record
 from rlinf.data.sampling import Sampling
-from rlinf.engines.base import TOKEN_REQUEST, Hooks, Requests, check_columns
+from rlinf.engines.base import Hooks, Requests, check_token_request
 from rlinf.engines.cache import KeyValueCache
 from rlinf.engines.sampling import completes, sample
-from rlinf.errors import DataError
 from rlinf.seeding import uniforms
 
 COMPACT_BELOW = 0.75
@@ -253,12 +252,8 @@ class Decoding:
             except ChannelClosed:
                 self._open = False
                 return
-            check_columns(request, TOKEN_REQUEST)
+            check_token_request(request)
             lengths, samples = request.steps["prompt_length"], request.steps["sample"]
-            if (lengths < 1).any():
-                raise DataError(
-                    "a prompt has no token: nothing stands before the first of its sample"
-                )
             sampling = Sampling.of(request.info)
             seed = self._seed if sampling.seed is None else sampling.seed
             noise = uniforms(

@@ -24,10 +24,9 @@ import numpy as np
 from rlinf.channels.base import ChannelClosed
 from rlinf.data.record import Record
 from rlinf.data.sampling import Sampling
-from rlinf.engines.base import TOKEN_REQUEST, Hooks, Requests, check_columns
+from rlinf.engines.base import Hooks, Requests, check_token_request
 from rlinf.engines.process import Gone, ServerError
 from rlinf.engines.sampling import completes
-from rlinf.errors import DataError
 from rlinf.seeding import torch_seed
 
 LOOK_S = 0.005
@@ -198,11 +197,7 @@ class Legs:
             except ChannelClosed:
                 self._open = False
                 return
-            check_columns(request, TOKEN_REQUEST)
-            if (request.steps["prompt_length"] < 1).any():
-                raise DataError(
-                    "a prompt has no token: nothing stands before the first of its sample"
-                )
+            check_token_request(request)
             sampling = Sampling.of(request.info)
             seed = self._seed if sampling.seed is None else sampling.seed
             asked = Asked(request, sampling, seed)

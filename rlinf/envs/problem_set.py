@@ -167,14 +167,8 @@ class ProblemSet(PromptEnvironment):
         template = getattr(self.tokenizer, "chat_template", None)
         if not template:
             if self.config.system or self.config.shots:
-                name, what = (
-                    ("system", "a system message")
-                    if self.config.system
-                    else (
-                        "shots",
-                        "turns",
-                    )
-                )
+                system = "system", "a system message"
+                name, what = system if self.config.system else ("shots", "turns")
                 raise ConfigError(
                     f"task.{name}: the tokenizer of model.path has no chat template to put {what} "
                     "into; write it into task.template"

@@ -19,7 +19,7 @@ SHM = Path("/dev/shm")
 
 
 def end(group: int) -> None:
-    """Kill a process group, and free the shared memory that it had: those who are killed do not."""
+    """Kill a process group, and free its shared memory, which killed processes leave."""
     for path in shared_memory(group):
         with contextlib.suppress(OSError):
             path.unlink()
