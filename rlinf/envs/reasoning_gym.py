@@ -9,6 +9,7 @@ import ast
 import contextlib
 import inspect
 import io
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -117,25 +118,27 @@ def dataset(config: ReasoningGymConfig, split: Split) -> Any:
     size = config.train_size if split == "train" else config.test_size
     return _dataset(
         config.dataset,
-        tuple(sorted(config.settings.items())),
+        json.dumps(config.settings, sort_keys=True),
         TRAIN if split == "train" else TEST,
         size,
     )
 
 
 @lru_cache(maxsize=8)
-def _dataset(name: str, settings: tuple[tuple[str, Any], ...], seed: int, size: int) -> Any:
+def _dataset(name: str, settings: str, seed: int, size: int) -> Any:
+    # As text: values may be lists, which are no keys of a cache.
+    values = json.loads(settings)
     require("reasoning_gym", "reasoning", "task.name: reasoning_gym")
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
         raise ConfigError(f"task.dataset: no dataset {name!r}{nearest(name, DATASETS)}")
     known = set(inspect.signature(DATASETS[name][1]).parameters) - {"seed", "size"}
-    for key, _ in settings:
+    for key in values:
         if key not in known:
             raise ConfigError(f"task.settings.{key}: {name!r} has no such key{nearest(key, known)}")
     try:
-        return create_dataset(name, seed=seed, size=size, **dict(settings))
+        return create_dataset(name, seed=seed, size=size, **values)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"task.settings: {name!r} refuses them: {error}") from None
 

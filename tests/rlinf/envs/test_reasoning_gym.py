@@ -116,6 +116,12 @@ def test_what_cannot_be_asked_is_refused_by_its_key(keys: dict[str, Any], said: 
         ReasoningGym.describe(config(**keys))
 
 
+def test_settings_may_be_lists() -> None:
+    weekdays = config(dataset="calendar_arithmetic", settings={"tasks": ["weekday_of_date"]})
+    assert ReasoningGym.describe(weekdays) == {}
+    assert "day of the week" in ReasoningGym.read(weekdays, "test")[0].messages[0]["content"]
+
+
 def test_a_grader_that_evaluates_answers_is_admitted_where_that_is_asked_for() -> None:
     assert ReasoningGym.describe(config(dataset="countdown", evaluates_answers=True)) == {}
 
