@@ -265,9 +265,12 @@ class Decoding:
                 request.steps.get("turn"),
             )
             asked = Asked(request, sampling, noise)
-            # Those who begin together have like lengths, and are as far as each other.
+            # In their order, but for those that begin together: there, rows of like lengths that
+            # are as far as each other are neighbours. What waits for the first parts of a batch has
+            # them first.
             begun = request.steps.get("begun_length", np.zeros_like(lengths))
-            order = np.lexsort((-lengths, begun))
+            together = np.arange(len(lengths)) // self._most
+            order = np.lexsort((-lengths, begun, together))
             self._waiting.extend(Row(asked, int(index)) for index in order)
             self._asked += len(order)
 

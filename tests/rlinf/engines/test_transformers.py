@@ -253,6 +253,14 @@ def test_finished_rows_are_no_longer_computed(
     assert sizes[-1] < 80
 
 
+def test_the_first_samples_come_first_however_long_their_prompts_are(folder: Path) -> None:
+    """Who works on parts of the batch beside the engine has the first ones early."""
+    made = engine(folder, max_rows=4, ignore_eos=True)
+    replies = made.generate(asked(request([2, 3, 9, 4, 8, 7])), seed=7, stage="rollout")
+    came = [int(sample) for reply in replies for sample in reply.steps["sample"]]
+    assert [{*came[i : i + 4]} for i in (0, 4, 8)] == [{*range(i, i + 4)} for i in (0, 4, 8)]
+
+
 def test_samples_of_a_prompt_share_its_forward_pass_and_differ(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
