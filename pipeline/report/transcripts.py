@@ -48,25 +48,25 @@ def kept(run: Path, known: Sequence[int]) -> list[int]:
 
 
 def samples_of(run: Path, iteration: int) -> list[Sample]:
-    """The scored samples of an iteration, by number; empty if a file is gone or damaged."""
+    """The scored samples of an iteration, by number; empty if a file is gone or cannot be read."""
     try:
         made = _infos(run, "rollout", iteration, "trajectories")
         scores = _infos(run, "reward", iteration, "rewards")
+        return [
+            Sample(
+                number=number,
+                length=length,
+                score=float(scores[number][1]["score"]),
+                stop=str(info["stop_reason"]),
+                prompt=str(info.get("prompt_text", "")),
+                text=str(info["text"]) if "text" in info else None,
+                answer=str(info.get("answer", "")),
+            )
+            for number, (length, info) in sorted(made.items())
+            if number in scores
+        ]
     except (ValueError, KeyError, OSError):
         return []
-    return [
-        Sample(
-            number=number,
-            length=length,
-            score=float(scores[number][1]["score"]),
-            stop=str(info["stop_reason"]),
-            prompt=str(info.get("prompt_text", "")),
-            text=str(info["text"]) if "text" in info else None,
-            answer=str(info.get("answer", "")),
-        )
-        for number, (length, info) in sorted(made.items())
-        if number in scores
-    ]
 
 
 def _infos(
@@ -82,7 +82,10 @@ def _infos(
 
 
 def pack(samples: Mapping[int, Sequence[Sample]]) -> dict[str, Any]:
-    """Transcripts as columns for the page, prompts once each; with what was left out."""
+    """Transcripts as columns for the page, prompts once each; with what was left out.
+
+    ``unreadable`` are the iterations whose files are there and damaged.
+    """
     rows = {i: [s for s in found if s.text is not None] for i, found in samples.items()}
     rows = {i: found for i, found in rows.items() if found}
     total = sum(len(found) for found in rows.values())
@@ -110,6 +113,7 @@ def pack(samples: Mapping[int, Sequence[Sample]]) -> dict[str, Any]:
             ):
                 columns[name].append(value)
     return {
+        "unreadable": [i + 1 for i, found in samples.items() if not found],
         "prompts": list(prompts),
         "columns": columns,
         "total": total,

@@ -178,23 +178,29 @@ def read_records(path: Path) -> list[Record]:
 def read_infos(path: Path) -> list[tuple[Identity, int, dict[str, Scalar]]]:
     """Identity, number of steps and ``info`` of the records of a file; no array is read.
 
+    Not compared with a checksum, which would take reading all of it: for pages that show a run.
+
     Raises:
-        ValueError: not a readable HDF5 file.
+        ValueError: not a readable file of records.
     """
     try:
-        file = h5py.File(path, "r", locking=False)
-    except OSError as error:
-        raise ValueError(f"{path}: not a readable HDF5 file ({error})") from None
-    with file:
-        identities = file["identity"][:].tolist()
-        lengths = np.zeros(len(identities), dtype=np.int64)
-        if "steps" in file:
-            lengths = np.diff(file["steps/offsets"][:])
-        info = {name: _read_info(group) for name, group in file.get("info", {}).items()}
-    return [
-        (Identity(*identity), int(lengths[i]), {name: values[i] for name, values in info.items()})
-        for i, identity in enumerate(identities)
-    ]
+        with h5py.File(path, "r", locking=False) as file:
+            identities = file["identity"][:].tolist()
+            lengths = np.zeros(len(identities), dtype=np.int64)
+            if "steps" in file:
+                lengths = np.diff(file["steps/offsets"][:])
+            info = {name: _read_info(group) for name, group in file.get("info", {}).items()}
+        return [
+            (
+                Identity(*identity),
+                int(lengths[i]),
+                {name: values[i] for name, values in info.items()},
+            )
+            for i, identity in enumerate(identities)
+        ]
+    except Exception as error:
+        # One altered byte may be any of the library's errors, from a missing group on.
+        raise ValueError(f"{path}: not a readable file of records ({error})") from None
 
 
 def rows_of(path: Path) -> Path:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline import metrics
@@ -23,7 +24,7 @@ from pipeline.report import write_report
 from pipeline.report.charts import CHARTS
 from pipeline.report.data import read
 from pipeline.report.page import stage_table, tiles
-from pipeline.report.transcripts import Sample, chosen, pack
+from pipeline.report.transcripts import Sample, chosen, pack, samples_of
 from pipeline.run import Run
 from rlinf import tree
 from rlinf.artifacts import content_digest, prune, read_manifest
@@ -173,6 +174,24 @@ def test_unfinished_and_pruned_runs_have_a_report(run: Path, compose: Compose) -
     assert write_report(run).exists()
     empty = prepare(compose())
     assert write_report(empty.folder).exists()
+
+
+def test_an_altered_file_of_trajectories_is_left_out_and_said(run: Path) -> None:
+    """Whichever bit it is: a run that has ended well has its report."""
+    (path,) = (run / "it/0001/rollout").glob("data-*/trajectories-r*.h5")
+    whole, random, unreadable = path.read_bytes(), np.random.default_rng(0), 0
+    path.chmod(0o600)
+    for at in random.integers(len(whole), size=400):
+        data = bytearray(whole)
+        data[at] ^= 1 << int(random.integers(8))
+        path.write_bytes(bytes(data))
+        if not samples_of(run, 1):
+            unreadable += 1
+            last = bytes(data)
+    assert unreadable
+    path.write_bytes(last)
+    page = data_of(write_report(run).read_text())
+    assert page["transcripts"]["unreadable"] == [2]
 
 
 def test_metrics_are_rebuilt_to_the_same_bytes(run: Path) -> None:

@@ -1,9 +1,10 @@
 // Prompts, responses and scores of the iterations whose trajectories are on disk.
 function makeTranscripts() {
-  const { prompts, columns, total, iterations } = data.transcripts;
+  const { prompts, columns, total, iterations, unreadable } = data.transcripts;
+  const damaged = unreadable.length ? `; files of iterations ${unreadable.join(", ")} cannot be read` : "";
   const count = columns.text.length, page = 20;
   if (!count) {
-    byId("transcripts").replaceChildren(el("h2", {}, "Transcripts"), el("p", { class: "hint" }, "There are none: the task has no texts, or no trajectories are on disk."));
+    byId("transcripts").replaceChildren(el("h2", {}, "Transcripts"), el("p", { class: "hint" }, "There are none: the task has no texts, or no trajectories are on disk" + damaged + "."));
     return;
   }
   const choose = (select, all, values) => {
@@ -73,7 +74,7 @@ function makeTranscripts() {
     byId("samples").replaceChildren();
     const part = count < total ? ` (of ${number(total)} on disk: the worst, the best, some that were cut off, and others evenly)` : "";
     byId("found").textContent = `${number(rows.length)} of ${number(count)} transcripts${part}; of iterations ${iterations.join(", ")}: ` +
-      "trajectories of others were removed by the retention policy (retention.trajectories), or left out here";
+      "trajectories of others were removed by the retention policy (retention.trajectories), or left out here" + damaged;
     more();
   }
   for (const id of ["which", "ended", "order"]) byId(id).addEventListener("change", select);
