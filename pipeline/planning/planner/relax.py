@@ -22,8 +22,9 @@ Array = np.ndarray
 
 LINES = 6
 """Lines that bound the speed of a stage on a kind of GPU from above."""
-TANGENTS = 10
-"""Tangents that bound the time of a stage from below, before any is added."""
+TANGENTS = 24
+"""Tangents that bound the time of a stage from below, before any is added: with so many, programs
+are hardly ever solved again."""
 TOLERANCE = 0.01
 """Tangents are added until the program's times are this near to the true ones, relative."""
 ROUNDS = 3
