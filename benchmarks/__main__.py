@@ -109,6 +109,10 @@ ROWS = {
     "math_grader_agreement": "math_grader",
     "report_write_cpu_s": "report",
     "report_open_s": "report",
+    "first_model_start": "first_model",
+    "first_model_gain_points": "first_model",
+    "first_model_gain_lower": "first_model",
+    "first_model_minutes": "first_model",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 
