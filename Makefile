@@ -103,9 +103,9 @@ $(VENV)/.bench: $(VENV)/.installed
 bench: $(VENV)/.bench  ## Measure and write benchmarks/results.json (NAME=row for one row)
 	$(BIN)/python -m benchmarks $(if $(NAME),--name $(NAME)) $(ARGS)
 
-equality: install  ## One update computed in every way: a table of differences (docs/training.md)
-	@$(MAKE) -s env NAME=deepspeed
-	$(BIN)/python -m benchmarks.equality
+equality: install  ## One update in every way, one answer of every engine: tables of differences
+	@set -e; for name in deepspeed vllm sglang; do $(MAKE) -s env NAME=$$name; done
+	$(BIN)/python -m benchmarks.equality $(ARGS)
 
 wheel: install  ## Build dist/*.whl
 	rm -rf dist

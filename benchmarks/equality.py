@@ -1,33 +1,40 @@
 """``python -m benchmarks.equality``: one update, computed in every way, gives the same weights.
 
 The same batch, weights and algorithm (GRPO, three steps of AdamW) on one process and on several,
-by every trainer, with rows packed and padded and at two budgets of a micro-batch. A trainer whose
-packages are in an environment of its own (``make env NAME=...``) runs there; without it, it is
-left out, and the table says so.
+by every trainer, with rows packed and padded and at two budgets of a micro-batch; then the same
+greedy responses by every engine (:mod:`benchmarks.equal_engines`). What has its packages in an
+environment of its own (``make env NAME=...``) runs there; without it, it is left out, and the table
+says so.
+
+Each line is printed as soon as it is known and kept in ``equality.json``: the next call computes
+what is missing there, or was made by other settings or code.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from benchmarks import equal_engines
+from benchmarks.kept import Kept, made_by
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.algorithms.learner import Learner
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import Sample
 from rlinf.data.record import Identity, Record
@@ -41,21 +48,37 @@ TOLERANCE = LR / 50
 """Of updated weights. A step of Adam is as long as the learning rate however small the gradient:
 where that is zero up to rounding, so is its sign, and some keys' biases have no other."""
 RELATIVE = 1e-5
-"""Of losses and gradient norms."""
+"""Of losses and gradient norms, over 1 and their size."""
 MODEL = CausalLMConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
-BUDGETS = (64, 100_000)
 LIMIT_S, ROOT = 300, Path(__file__).parents[1]
+FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the update is computed."""
+    """What computes the update."""
 
     name: str
     trainer: str = "fsdp"
     processes: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     environment: str | None = None
+    """Of :mod:`rlinf.interpreters`; None: this one."""
+    layout: dict[str, int] = field(default_factory=dict)
+    """How the processes share a copy of the model (:class:`ParallelLayout`)."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How its rows are computed."""
+
+    packing: bool
+    budget: int
+
+    @property
+    def rows(self) -> str:
+        """As the table has it."""
+        return "packed" if self.packing else "padded"
 
 
 WAYS = [
@@ -67,6 +90,39 @@ WAYS = [
         for stage in (1, 2, 3)
     ),
 ]
+"""The first is what the others are compared with."""
+CUTS = [Cut(packing, budget) for packing in (False, True) for budget in (100_000, 64)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a way and a cut."""
+
+    said: list[list[float]]
+    """Loss and gradient norm of each step."""
+    said_differs: float
+    """Most that they differ by, over 1 and their size."""
+    weights_differ: float
+    """Most that a weight differs by after the last step."""
+
+    @property
+    def good(self) -> bool:
+        """Whether it is the same up to rounding."""
+        return self.said_differs <= RELATIVE and self.weights_differ <= TOLERANCE
+
+    def line(self, way: Way, cut: Cut) -> str:
+        """A row of the table, in Markdown."""
+        loss, norm = self.said[-1]
+        return (
+            f"| {way.name} | {cut.rows} | {cut.budget} | {loss:.7f} | {norm:.6f} "
+            f"| {self.said_differs:.0e} | {self.weights_differ:.1e} |"
+            + ("" if self.good else " differs")
+        )
+
+
+HEAD = """
+| | rows | budget | loss | gradient norm | both differ by | weights differ by |
+|---|---|---|---|---|---|---|"""
 
 
 def samples() -> list[Sample]:
@@ -85,105 +141,168 @@ def samples() -> list[Sample]:
     return found
 
 
-def compute(folder: Path, way: Way, packing: bool, budget: int, rank: int, out: Path) -> None:
-    """The update by one process of a way; the first writes what came of it."""
+def compute(folder: Path, way: Way, cut: Cut, world: World) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The update by one process of a way: loss and norm of each step, and the weights."""
     cls = trainers.get(way.trainer)
-    world = World(rank, way.processes, rank, meeting=out / "channels" / "group-e.json")
     load = CausalLM.outline if way.processes > 1 else CausalLM.load
-    options = {"device": "cpu", "packing": packing, "token_budget": budget, **way.options}
-    trainer = cls(
-        load(folder, MODEL), cls.Config.model_validate(options), OptimizerSection(lr=LR), world
-    )
+    options = {"device": "cpu", "packing": cut.packing, "token_budget": cut.budget, **way.options}
+    config = cls.Config.model_validate(options)
+    trainer = cls(load(folder, MODEL), config, OptimizerSection(lr=LR), world)
     algorithm, said = GRPO(GRPOConfig(entropy_bonus=0.01)), []
     for iteration in range(STEPS):
         learner = Learner(trainer, {"policy": LR}, iteration=iteration)
         algorithm.update(learner, [samples()])
         said.append([learner.metrics["loss"], learner.metrics["grad_norm"]])
     state = {name: tensor.clone() for name, tensor in trainer.full_state(copy=True).items()}
-    if rank == 0:
-        save_file(state, out / "weights.safetensors")
-        (out / "said.json").write_text(json.dumps(said))
+    trainer.close()
+    return said, state
 
 
-def run(folder: Path, way: Way, packing: bool, budget: int, out: Path) -> None:
-    """All processes of a way."""
-    python = sys.executable
-    if way.environment is not None:
-        python = interpreter(way.environment, "equality")
+def computed(told: str, rank: int) -> None:
+    """One process of :func:`run`; the first tells its parent of each cut when it is there."""
+    told_folder, told_way, told_cuts, told_out = json.loads(told)
+    folder, way, out = Path(told_folder), Way(**told_way), Path(told_out)
+    # Libraries print there, too.
+    parent = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    layout = ParallelLayout.model_validate(way.layout)
+    meeting = out / "channels" / "group-e.json"
+    world = World(rank, way.processes, rank, meeting=meeting, layout=layout)
+    for number, cut in enumerate(told_cuts):
+        said, state = compute(folder, way, Cut(**cut), world)
+        if rank == 0:
+            save_file(state, out / f"{number}.safetensors")
+            print(json.dumps(said), file=parent, flush=True)
+
+
+def run(folder: Path, way: Way, cuts: Sequence[Cut], out: Path) -> Iterator[tuple[Cut, Any, Any]]:
+    """Some cuts of a way by its processes, one after the other, with what :func:`compute` gives.
+
+    Raises:
+        RuntimeError: a process failed, or they took longer than they may; with its last words.
+    """
+    python = sys.executable if way.environment is None else interpreter(way.environment, "equality")
     (out / "channels").mkdir(parents=True)
-    told = json.dumps([str(folder), asdict(way), packing, budget, str(out)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [python, "-m", "benchmarks.equality", "--compute", told, "--rank", str(rank)],
-            env=environment,
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(way.processes)
-    ]
+    told = json.dumps([str(folder), asdict(way), [asdict(cut) for cut in cuts], str(out)])
+    logs = [out / f"{rank}.log" for rank in range(way.processes)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stream:
+            processes.append(
+                subprocess.Popen(
+                    [python, "-m", "benchmarks.equality", "--compute", told, "--rank", str(rank)],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stderr=stream,
+                    text=True,
+                )
+            )
+    late = threading.Timer(LIMIT_S, _kill, [processes])
+    late.start()
     try:
-        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+        assert processes[0].stdout is not None
+        for number, line in enumerate(processes[0].stdout):
+            yield cuts[number], json.loads(line), load_file(out / f"{number}.safetensors")
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise RuntimeError("\n".join(log.read_text()[-2000:] for log in logs))
     finally:
+        late.cancel()
+        _kill(processes)
         for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{way.name}:\n{errors[0]}")
+            process.wait()
+
+
+def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def compared(said: Any, weights: Any, right: tuple[Any, Any]) -> Result:
+    """What came of a way beside what came of the first."""
+    one, other = np.array(said), np.array(right[0])
+    if weights.keys() != right[1].keys():
+        return Result(said, float("inf"), float("inf"))
+    worst = torch.stack([(tensor - right[1][name]).abs().max() for name, tensor in weights.items()])
+    return Result(
+        said, float((np.abs(one - other) / (1 + np.abs(other))).max()), float(worst.max())
+    )
+
+
+def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
+    """Compute and print what is missing of the first table; whether all of it is the same."""
+    folder = place / "model"
+    folder.mkdir()
+    CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder)
+    right: tuple[Any, Any] | None = None
+    good = True
+    print(HEAD, flush=True)
+    for way in WAYS:
+        if (lacks := missing(way.environment)) is not None:
+            print(f"| {way.name} | {lacks} | | | | | |", flush=True)
+            continue
+        left = [cut for cut in CUTS if keys[way.name, cut] not in kept]
+        for cut in CUTS:
+            if cut not in left:
+                result = Result(**kept[keys[way.name, cut]])
+                print(result.line(way, cut), flush=True)
+                good &= result.good
+        if not left:
+            continue
+        if right is None:
+            _, *found = next(run(folder, WAYS[0], CUTS[:1], place / "right"))
+            right = (found[0], found[1])
+        try:
+            for cut, said, weights in run(folder, way, left, place / way.name):
+                result = compared(said, weights, right)
+                print(result.line(way, cut), flush=True)
+                kept[keys[way.name, cut]] = asdict(result)
+                good &= result.good
+        except RuntimeError as error:
+            print(f"| {way.name} | failed | | | | | |\n{error}", flush=True)
+            good = False
+    return good
+
+
+def missing(environment: str | None) -> str | None:
+    """What to do for an environment that is not there."""
+    try:
+        if environment is not None:
+            interpreter(environment, "equality")
+    except ConfigError:
+        return f"not run: make env NAME={environment}"
+    return None
 
 
 def main() -> int:
-    """Compute, compare, print the table; 1 where a difference is above its tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Compute, compare, print the tables; 1 where a difference is above its tolerance."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.equality")
+    parser.add_argument("--anew", action="store_true", help="forget what was computed before")
     parser.add_argument("--compute", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compute:
-        folder, way, packing, budget, out = json.loads(arguments.compute)
-        compute(Path(folder), Way(**way), packing, budget, arguments.rank, Path(out))
+        computed(arguments.compute, arguments.rank)
         return 0
-    table = Table("", "rows", "budget", "loss", "gradient norm", "weights differ by", "")
-    failed = False
+    if arguments.anew:
+        FILE.unlink(missing_ok=True)
+    work = [inspect.getsource(part) for part in (samples, compute)]
+    same = {"model": MODEL.model_dump(), "lr": LR, "steps": STEPS, "work": work}
+    keys = {
+        (way.name, cut): made_by(way.environment, **same, way=asdict(way), cut=asdict(cut))
+        for way, cut in itertools.product(WAYS, CUTS)
+    }
+    kept, asked = Kept(FILE), equal_engines.keys()
+    kept.only([*keys.values(), *asked.values()])
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
-        folder.mkdir()
-        CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder)
-        right: tuple[list[list[float]], dict[str, torch.Tensor]] | None = None
-        for way in WAYS:
-            if way.environment is not None:
-                try:
-                    interpreter(way.environment, "equality")
-                except ConfigError:
-                    table.add_row(way.name, f"not run: make env NAME={way.environment}")
-                    continue
-            for packing, budget in itertools.product((False, True), reversed(BUDGETS)):
-                out = Path(name) / f"{way.name}-{packing}-{budget}"
-                run(folder, way, packing, budget, out)
-                said = json.loads((out / "said.json").read_text())
-                weights = load_file(out / "weights.safetensors")
-                right = right or (said, weights)
-                worst = max(
-                    float((tensor - right[1][name]).abs().max()) for name, tensor in weights.items()
-                )
-                same = np.allclose(said, right[0], rtol=RELATIVE, atol=RELATIVE)
-                good = bool(same) and worst <= TOLERANCE and weights.keys() == right[1].keys()
-                failed |= not good
-                table.add_row(
-                    way.name,
-                    "packed" if packing else "padded",
-                    str(budget),
-                    f"{said[-1][0]:.7f}",
-                    f"{said[-1][1]:.6f}",
-                    f"{worst:.1e}",
-                    "" if good else "differs",
-                )
-    Console(width=110).print(table)
-    print(
-        f"after {STEPS} steps at learning rate {LR:g}; tolerance {TOLERANCE:g} for weights, "
-        f"{RELATIVE:g} for the loss and the gradient's norm"
-    )
-    return int(failed)
+        good = updates(kept, keys, Path(name))
+        print(
+            f"\nafter {STEPS} steps in float32 at learning rate {LR:g}; tolerance {TOLERANCE:g} "
+            f"for weights, {RELATIVE:g} for loss and gradient norm, over 1 and their size"
+        )
+        good &= equal_engines.compare(kept, asked, Path(name))
+    return int(not good)
 
 
 if __name__ == "__main__":

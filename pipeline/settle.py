@@ -26,6 +26,13 @@ from stages.runner import read_config
 
 SHOWN = 6
 """Differences that a message names."""
+ANOTHER = {
+    "model.": "weights of another model",
+    "flow:": "weights of another model",
+    "trainer.lora": "state of other adapters",
+    "optimizer.name": "moments of another optimizer",
+}
+"""What a run cannot go on from, by how the changed keys begin: no trainer reads it."""
 log = logging.getLogger("rlinf")
 
 
@@ -107,10 +114,11 @@ def _keep(committed: Committed, why: Sequence[str], changes: Sequence[str]) -> N
     """
     folder = committed.run.folder
     keys = [change.removeprefix(f"{CONFIG}: ") for change in changes]
-    fixed = [key for key in keys if key.startswith(("model.", "flow:"))]
+    fixed = [(what, key) for key in keys for of, what in ANOTHER.items() if key.startswith(of)]
     if fixed and committed.stale:
+        what, key = fixed[0]
         raise MismatchError(
-            f"{folder}: --keep cannot go on with the weights of another model ({fixed[0]}); "
+            f"{folder}: --keep cannot go on with the {what} ({key}); "
             "--redo makes everything anew, another run.name starts another run"
         )
     entry = Kept(

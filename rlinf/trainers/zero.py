@@ -7,6 +7,7 @@ optimizers of DeepSpeed 0.19, which have no interface for the parts themselves.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -203,10 +204,17 @@ class Zero3(Zero):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def release(self, root: nn.Module) -> None:
-        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as STACK
+        from deepspeed.runtime.zero.partitioned_param_coordinator import (
+            PartitionedParameterCoordinator,
+        )
 
-        # Each pass leaves its root there.
-        FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not root]
+        # Each pass leaves its root there, and one that fails the modules it was in.
+        gone = set(root.modules())
+        STACK[:] = [module for module in STACK if module not in gone]
+        # A cached method: the cache is the class's, and holds every engine that used it for good.
+        method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 def total_norm(parts: list[Tensor]) -> Tensor:

@@ -180,6 +180,28 @@ def test_closing_frees_the_weights_and_a_snapshot_can_still_be_written(
     assert_alike(other.full_state(), expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pass_that_fails_leaves_nothing_and_nothing_in_memory(name: str, folder: Path) -> None:
+    trainer, other = make(name, folder, budget=20), make(name, folder, budget=20)
+    calls: list[int] = []
+
+    def fails(policy: Any, inputs: Any, spans: Any) -> Any:
+        calls.append(len(spans))
+        value = loss(policy, inputs, spans)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return value
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.accumulate(records(), fails)
+    assert trainer.step(records(), loss, lr=LR) == other.step(records(), loss, lr=LR)
+    assert_alike(weights(trainer), weights(other))
+    held = weakref.ref(next(iter(trainer.policy.module.parameters())))
+    trainer.close()
+    gc.collect()
+    assert held() is None
+
+
 def of_group(state: dict[str, Tensor], group: str) -> dict[str, Tensor]:
     """Weights and moments of a group of :class:`Halves`, copied."""
     return {n: t.clone() for n, t in state.items() if ("layers" in n) == (group == "layers")}

@@ -75,7 +75,7 @@ def test_a_run_trains_in_an_environment_that_has_the_trainer(
     words = ["cluster=local", "trainer=deepspeed", "trainer.python=deepspeed", "trainer.stage=1"]
     plan = tmp_path / "plan.yaml"
     plan.write_text("stages: {train: {processes: 2}}\n")
-    execute(compose(*words, f"plan={plan}"))
+    execute(compose(*words, f"++plan={plan}"))
     one, other = (rlinf.load(folder) for folder in (tiny_run, tmp_path / "tiny"))
     right, found = one.weights(), other.weights()
     assert right.keys() == found.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,10 +152,20 @@ def test_keep_goes_on_with_what_is_there_and_notes_it(
     assert "optimizer.lr: 0.01 -> 0.5" in json.loads((finished / RUN).read_text())["kept"][0]
 
 
-def test_the_weights_of_another_model_cannot_be_kept(finished: Path, compose: Compose) -> None:
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.hidden=64", "weights of another model (model.hidden: 32 -> 64)"),
+        ("optimizer.name=sgd", "moments of another optimizer (optimizer.name:"),
+        ("trainer.lora={rank: 2}", "state of other adapters (trainer.lora"),
+    ],
+)
+def test_what_no_trainer_could_go_on_from_cannot_be_kept(
+    finished: Path, compose: Compose, word: str, message: str
+) -> None:
     before = everything(finished)
-    with pytest.raises(MismatchError, match=r"another model \(model\.hidden: 32 -> 64\)"):
-        prepare(compose("model.hidden=64"), Choice.KEEP)
+    with pytest.raises(MismatchError, match=re.escape(message)):
+        prepare(compose(word), Choice.KEEP)
     assert everything(finished) == before
 
 

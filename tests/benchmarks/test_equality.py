@@ -1,0 +1,40 @@
+"""What the comparison of ways keeps, and what it calls the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from benchmarks.equality import CUTS, RELATIVE, TOLERANCE, WAYS, compared
+from benchmarks.kept import Kept, made_by
+
+
+def test_results_are_kept_until_what_they_were_made_by_changes(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    first, other = made_by(None, lr=1.0), made_by(None, lr=2.0)
+    assert first == made_by(None, lr=1.0)
+    assert len({first, other, made_by("deepspeed", lr=1.0), made_by("vllm", lr=1.0)}) == 4
+    kept = Kept(path)
+    kept[first], kept[other] = {"a": 1}, {"a": 2}
+    again = Kept(path)
+    assert again[first] == {"a": 1}
+    again.only([other])
+    assert first not in Kept(path)
+    assert Kept(path)[other] == {"a": 2}
+
+
+def test_only_what_is_within_the_tolerance_is_the_same() -> None:
+    zero, near = torch.zeros(2), torch.tensor([0.0, TOLERANCE / 2])
+    right = ([[-0.2, 0.6]], {"v": zero, "w": zero})
+    assert compared([[-0.2, 0.6]], {"v": zero, "w": near}, right).good
+    for said, weights in (
+        ([[-0.2, 0.6]], {"v": zero, "w": 4 * near}),
+        ([[-0.2 - 3 * RELATIVE, 0.6]], {"v": zero, "w": near}),
+        ([[float("nan"), 0.6]], {"v": zero, "w": near}),
+        ([[-0.2, 0.6]], {"v": zero, "w": torch.tensor([0.0, float("nan")])}),
+        ([[-0.2, 0.6]], {"v": zero}),
+    ):
+        result = compared(said, weights, right)
+        assert not result.good
+        assert result.line(WAYS[0], CUTS[0]).endswith("differs")

@@ -1,0 +1,89 @@
+"""A run goes on from its last checkpoint with another trainer, world or engine when asked to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlinf
+from pipeline.commands.experiment import execute
+from pipeline.settle import Choice
+from rlinf.errors import MismatchError
+from stages.layout import KEPT
+from tests.environments import need_environment
+from tests.pipeline.helpers import contents
+
+Compose = Callable[..., dict[str, Any]]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("undrawn")]
+STEADY = ["optimizer.schedule=constant", "optimizer.lr_warmup=0"]
+"""Rates that do not depend on how many iterations a start asks for."""
+ZERO = ["cluster=local", "trainer=deepspeed", "trainer.python=deepspeed", "trainer.stage=2"]
+
+
+def assert_alike(run: Path, other: Path) -> None:
+    """Weights up to a fiftieth of the learning rate: where a gradient is zero but for rounding, a
+    step of Adam is not."""
+    right, found = (rlinf.load(folder).weights() for folder in (other, run))
+    assert right.keys() == found.keys()
+    for name, tensor in right.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-4, msg=name)
+
+
+def test_a_run_changes_its_trainer_and_world_and_back(compose: Compose, tmp_path: Path) -> None:
+    """FSDP2, then ZeRO-2 on two processes, then FSDP2 on two."""
+    need_environment("deepspeed")
+    two = tmp_path / "plan.yaml"
+    two.write_text("stages: {train: {processes: 2}}\n")
+    execute(compose(*STEADY, "run.name=straight", "iterations=3"))
+    execute(compose(*STEADY, "iterations=1"))
+    run, first = tmp_path / "tiny", contents(tmp_path / "tiny")
+
+    other = compose(*STEADY, *ZERO, f"++plan={two}", "iterations=2")
+    with pytest.raises(MismatchError, match=r'trainer\.name: "fsdp" -> "deepspeed"'):
+        execute(other)
+    assert contents(run) == first, "nobody asked for it"
+    execute(other, Choice.KEEP)
+    second = contents(run)
+    assert {name: second[name] for name in first} == first
+    execute(other)
+    assert contents(run) == second, "once is enough"
+
+    execute(compose(*STEADY, "cluster=local", f"++plan={two}", "iterations=3"), Choice.KEEP)
+    third = contents(run)
+    assert {name: third[name] for name in second} == second
+    # What FSDP2 made is its own again; only what ZeRO made is noted to count.
+    to, back = json.loads((run / KEPT).read_text())["kept"]
+    assert 'trainer.name: "fsdp" -> "deepspeed"' in to["why"]
+    assert {"warm_start/0", "train/0"} <= set(to["outputs"])
+    assert 'trainer.name: "deepspeed" -> "fsdp"' in back["why"]
+    assert "train/1" in back["outputs"]
+    assert "train/0" not in back["outputs"]
+    assert_alike(run, tmp_path / "straight")
+
+
+def test_a_run_changes_its_engine_and_back(compose: Compose, tmp_path: Path) -> None:
+    need_environment("vllm")
+    # Heads of 64, which vLLM takes on every CPU.
+    wide = [*STEADY, "model.hidden=128", "cluster=inprocess"]
+    execute(compose("iterations=1", *wide))
+    run, first = tmp_path / "tiny", contents(tmp_path / "tiny")
+    execute(compose("iterations=2", "engine=vllm", *wide), Choice.KEEP)
+    second = contents(run)
+    assert {name: second[name] for name in first} == first
+    execute(compose("iterations=3", *wide), Choice.KEEP)
+    third = contents(run)
+    assert {name: third[name] for name in second} == second
+    why = [entry["why"] for entry in json.loads((run / KEPT).read_text())["kept"]]
+    assert 'engine.name: "transformers" -> "vllm"' in why[0]
+    assert 'engine.name: "vllm" -> "transformers"' in why[1]
+    # Samples are drawn from the same weights by the same seeds, each engine by its own numbers.
+    gaps = [
+        row["train/engine_gap"] for row in rlinf.load(run).metrics() if "train/engine_gap" in row
+    ]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-5
