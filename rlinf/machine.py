@@ -5,7 +5,9 @@ how many threads it uses from the configuration (``engine.threads``, ``trainer.t
 
 Every step frees and allocates the same large blocks. glibc gives such blocks back to the system,
 which clears each page anew when it is next touched; for small models that takes as long as much of
-the arithmetic.
+the arithmetic. Blocks of models that are not small go back all the same, those from 32 MiB on: in
+one heap they leave gaps that none of another size fills. GRPO of a model of 135 million parameters
+in one process came to 13 GB that way within 20 iterations.
 
 Each stage of each iteration is a thread of its own, and glibc gives threads up to eight arenas per
 core, none of which takes what is free in another. With one for all, the workers of a run of small
@@ -23,10 +25,16 @@ import resource
 import signal
 
 DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-TRIM_THRESHOLD, TOP_PAD, MMAP_MAX, ARENA_MAX = -1, -2, -4, -8
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8
 """Parameters of glibc's ``mallopt``, from its malloc.h."""
-KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1, TOP_PAD: 64 << 20, ARENA_MAX: 1}
-"""Large blocks come from one heap, which grows in large steps and does not shrink."""
+KEPT = {
+    MMAP_THRESHOLD: 32 << 20,
+    TRIM_THRESHOLD: 2**31 - 1,
+    TOP_PAD: 64 << 20,
+    ARENA_MAX: 1,
+}
+"""Blocks come from one heap, which grows in large steps and does not shrink; those of 32 MiB and
+more, the highest threshold there is, from the system."""
 
 
 _PR_SET_PDEATHSIG = 1
