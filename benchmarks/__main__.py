@@ -145,18 +145,24 @@ def main() -> int:
     known: dict[str, Any] = {}
     if RESULTS.exists():
         known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    here = machine()
     for module in modules:
         console.print(f"measuring {module} ...")
         start = time.monotonic()
         rows: list[Row] = importlib.import_module(f"benchmarks.{module}").measure()
         for row in rows:
-            known[row.name] = asdict(row)
+            known[row.name] = {**asdict(row), "machine": here}
         console.print(f"  {time.monotonic() - start:.0f} s")
         # Written as they come: a later row that fails must not lose the earlier ones.
-        content = {"machine": machine(), "rows": [known[name] for name in ROWS if name in known]}
+        content = {"rows": [known[name] for name in ROWS if name in known]}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(table([Row(**row) for row in known.values()]))
+    console.print(table([row_of(values) for values in known.values()]))
     return 0
+
+
+def row_of(values: dict[str, Any]) -> Row:
+    """A row of ``results.json``, which also says on what machine it was measured."""
+    return Row(**{name: value for name, value in values.items() if name != "machine"})
 
 
 def table(rows: list[Row]) -> Table:
