@@ -7,13 +7,13 @@ projection in another, a process's rows or columns of both, and each expert apar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from rlinf.trainers.shards import Place, Run, runs_of
+from rlinf.trainers.shards import Place, runs_of
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a tensor that a stretch of a parameter holds."""
+    """Elements of a tensor that stretches of parameters hold."""
 
     name: str
     place: Place
-    copies: tuple[tuple[int, int], ...]
-    """Where those of the part are in the stretch, one after the other: begin and length."""
-    first: bool
-    """Whether the first element of the tensor is among them."""
+    copies: tuple[tuple[int, int, int], ...]
+    """Where those of the part are, one after the other: number of the stretch, begin in it, and
+    length."""
 
 
 ALIKE = {
@@ -154,51 +153,50 @@ def _heads(prefix: str, suffix: str, rows: int, where: Where) -> list[Piece]:
 
 
 def parts(
-    share: Share, shape: tuple[int, ...], start: int, count: int, order: Callable[[str], int]
+    stretches: Sequence[tuple[Share, tuple[int, ...], int, int]], order: Callable[[str], int]
 ) -> list[Part]:
-    """Which elements of which tensors a stretch of a parameter holds.
+    """Which elements of which tensors stretches of parameters hold.
 
     Args:
-        shape: of the parameter.
-        start, count: the stretch.
+        stretches: what the parameter holds, its shape, begin and length of the stretch.
         order: sorts the names.
     """
-    width, tables = prod(shape[1:]), dict[str, list[np.ndarray]]()
-    whole: dict[str, tuple[int, ...]] = {}
-    for piece in share.pieces:
-        # [n, 3]: begin in the tensor, in the parameter, and length.
-        wide = piece.shape[-1] if len(piece.shape) > 1 else 1
-        if wide == width:
-            table = np.array([[piece.row * wide, piece.begin * width, piece.count * width]])
-        else:
-            row = np.arange(piece.count)
-            there = (piece.row + row) * wide + piece.column
-            here = (piece.begin + row) * width
-            table = np.stack([there, here, np.full(piece.count, width)], axis=1)
-        low = np.maximum(table[:, 1], start)
-        high = np.minimum(table[:, 1] + table[:, 2], start + count)
-        table[:, 0] += low - table[:, 1]
-        table[:, 1], table[:, 2] = low - start, high - low
-        if len(kept := table[table[:, 2] > 0]):
-            tables.setdefault(piece.name, []).append(kept)
-            whole[piece.name] = piece.shape
+    tables, shapes = dict[str, list[np.ndarray]](), dict[str, tuple[int, ...]]()
+    for number, (share, shape, start, count) in enumerate(stretches):
+        for piece in share.pieces:
+            table = _table(piece, prod(shape[1:]))
+            low = np.maximum(table[:, 1], start)
+            high = np.minimum(table[:, 1] + table[:, 2], start + count)
+            here = np.full(len(table), number)
+            table = np.stack([table[:, 0] + low - table[:, 1], here, low - start, high - low], 1)
+            if len(kept := table[table[:, 3] > 0]):
+                tables.setdefault(piece.name, []).append(kept)
+                shapes[piece.name] = piece.shape
     found = []
     for name in sorted(tables, key=order):
         table = np.concatenate(tables[name])
         table = table[np.argsort(table[:, 0], kind="stable")]
-        runs = runs_of(table[:, 0], table[:, 2])
-        copies = tuple((run.start, run.length) for run in _joined(table[:, 1], table[:, 2]))
-        place = Place(whole[name], runs[0].start, runs)
-        found.append(Part(name, place, copies, runs[0].start == 0))
+        runs = runs_of(table[:, 0], table[:, 3])
+        found.append(Part(name, Place(shapes[name], runs[0].start, runs), _joined(table[:, 1:])))
     return found
 
 
-def _joined(starts: np.ndarray, lengths: np.ndarray) -> list[Run]:
-    """Neighbours as one; in the order given."""
-    found: list[Run] = []
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        if found and found[-1].start + found[-1].length == start:
-            found[-1] = Run(found[-1].start, found[-1].length + length)
+def _table(piece: Piece, width: int) -> np.ndarray:
+    """Ranges ``[n, 3]`` of a piece: begin in the tensor, in the parameter, and length."""
+    wide = piece.shape[-1] if len(piece.shape) > 1 else 1
+    if wide == width:
+        return np.array([[piece.row * wide, piece.begin * width, piece.count * width]])
+    row = np.arange(piece.count)
+    there = (piece.row + row) * wide + piece.column
+    return np.stack([there, (piece.begin + row) * width, np.full(piece.count, width)], axis=1)
+
+
+def _joined(table: np.ndarray) -> tuple[tuple[int, int, int], ...]:
+    """Neighbours in one stretch as one; in the order given."""
+    found: list[tuple[int, int, int]] = []
+    for number, begin, length in table.tolist():
+        if found and found[-1][0] == number and sum(found[-1][1:]) == begin:
+            found[-1] = (number, found[-1][1], found[-1][2] + length)
         else:
-            found.append(Run(start, length))
-    return found
+            found.append((number, begin, length))
+    return tuple(found)

@@ -181,7 +181,6 @@ def configuration(hf: Any, layout: ParallelLayout, options: dict[str, Any]) -> A
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": layout.ep,
         }
     return TransformerConfig(
@@ -203,6 +202,7 @@ def configuration(hf: Any, layout: ParallelLayout, options: dict[str, Any]) -> A
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
         # Losses are summed as they come: their weight is the algorithm's.
         calculate_per_token_loss=True,
         perform_initialization=False,
