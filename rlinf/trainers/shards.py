@@ -125,7 +125,9 @@ def write(
             continue
         place = _place(value, (places or {}).get(name))
         if place is not None:
-            runs = (place.runs,) if len(place.runs) > 1 or any(r.count > 1 for r in place.runs) else ()
+            runs = (
+                (place.runs,) if len(place.runs) > 1 or any(r.count > 1 for r in place.runs) else ()
+            )
             parts[name] = (place.start, place.shape, *runs)
         elif rank:
             continue

@@ -118,7 +118,10 @@ class Memory:
     def _fragments(self, inner: Any, mains: dict[int, tuple[Tensor, int]]) -> Iterator[Fragment]:
         from megatron.core import parallel_state as groups
 
-        inside = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+        inside = (
+            groups.get_tensor_model_parallel_rank(),
+            groups.get_tensor_model_parallel_world_size(),
+        )
         for parameter in inner.parameters():
             if id(parameter) not in mains:
                 continue

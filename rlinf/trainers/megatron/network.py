@@ -151,9 +151,7 @@ class Network(nn.Module):
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
             # Every process goes on with all of it, to the same loss.
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False
-            )
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         head = inner.shared_embedding_or_output_weight() if self._shares_head() else None

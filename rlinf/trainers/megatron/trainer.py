@@ -9,7 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,16 +19,21 @@ from torch import Tensor, nn
 
 from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection
+from rlinf.data.packing import Span
+from rlinf.data.record import Record
 from rlinf.errors import ConfigError, require
-from rlinf.models.base import Policy, misfit
+from rlinf.models.base import Policy, StepOutputs, misfit
 from rlinf.models.causal_lm import CausalLM
 from rlinf.residency import give_memory
 from rlinf.tensors import State
 from rlinf.trainers import shards
+from rlinf.trainers.base import LossFunction
+from rlinf.trainers.cuts import Cut
 from rlinf.trainers.lanes import Lanes
-from rlinf.trainers.megatron import groups, names
+from rlinf.trainers.megatron import groups, names, pipeline
 from rlinf.trainers.megatron.checks import check_layout, check_model
-from rlinf.trainers.megatron.memory import Fragment, Memory
+from rlinf.trainers.megatron.memory import Memory
+from rlinf.trainers.megatron.network import Network
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
 from rlinf.trainers.optimizer import begin, make_optimizer
 
@@ -49,7 +54,7 @@ class MegatronTrainer(MinibatchTrainer):
 
     Config = MegatronConfig
     config: MegatronConfig
-    layouts: ClassVar[frozenset[str]] = frozenset({"tp"})
+    layouts: ClassVar[frozenset[str]] = frozenset({"tp", "pp", "ep"})
 
     @classmethod
     def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
@@ -62,7 +67,6 @@ class MegatronTrainer(MinibatchTrainer):
         super().__init__(policy, config, optimizer, world)
         require("megatron", "megatron", "trainer=megatron")
         groups.start(world, self.device.type)
-        from rlinf.trainers.megatron.network import Network
 
         whole = policy.module
         self._outline = _without_memory(whole)
@@ -81,6 +85,11 @@ class MegatronTrainer(MinibatchTrainer):
             "pipeline_dtype": dtype,
             "bf16": half,
         }
+        if config.stage_layers and world.layout.pp > 1:
+            stages = [["decoder"] * count for count in config.stage_layers]
+            stages[0].insert(0, "embedding")
+            stages[-1].append("loss")
+            options["pipeline_model_parallel_layout"] = stages
         if config.activation_checkpointing:
             options |= {
                 "recompute_granularity": "full",
@@ -160,6 +169,44 @@ class MegatronTrainer(MinibatchTrainer):
         # Gradients are added up over processes, not averaged.
         (value * (factor / self.world.data_size)).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
+
+    def _gradients(
+        self, policy: Policy, records: Sequence[Record], cut: Cut, loss: LossFunction
+    ) -> dict[str, Any]:
+        if self.world.layout.pp == 1:
+            return super()._gradients(policy, records, cut, loss)
+
+        def compute(batch: tuple[list[Span], bool]) -> tuple[Tensor, dict[str, Tensor]]:
+            spans, real = batch
+            value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
+            counted = 1.0 if real else 0.0
+            every = {"loss": value.detach(), **metrics}
+            return value * counted, {name: metric * counted for name, metric in every.items()}
+
+        self._memory.want()
+        batches = list(zip(cut.batches, cut.real, strict=True))
+        sums: dict[str, Tensor] = {}
+        for metrics in pipeline.run(self._memory.parallel, batches, compute, backward=True):
+            for name, metric in metrics.items():
+                sums[name] = sums[name] + metric if name in sums else metric
+        return dict(pipeline.sums_of_last(sums, self.device))
+
+    def _outputs(
+        self, policy: Policy, records: Sequence[Record], cut: Cut, temperature: float
+    ) -> Iterable[StepOutputs]:
+        if self.world.layout.pp == 1:
+            return super()._outputs(policy, records, cut, temperature)
+        sizes: list[torch.Size] = []
+
+        def compute(spans: list[Span]) -> tuple[Tensor, Tensor]:
+            inputs = self._inputs(policy, records, spans)
+            sizes.append(inputs["mask"].shape)
+            said = policy.evaluate(inputs, temperature).logprobs
+            return said, said
+
+        said = pipeline.run(self._memory.parallel, cut.batches, compute, backward=False)
+        said = said or [torch.zeros(size, device=self.device) for size in sizes]
+        return [StepOutputs(pipeline.from_last(logprobs.contiguous())) for logprobs in said]
 
     def discard(self) -> None:
         self._sums = None

@@ -171,3 +171,15 @@ def test_two_processes_share_each_matrix(folder: Path, tmp_path: Path, packing: 
 @pytest.mark.timeout(600)
 def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
     check(folder, tmp_path, "tp=2", 2, sequence_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_they_share_layers(folder: Path, tmp_path: Path) -> None:
+    check(folder, tmp_path, "pp=2", 2, stage_layers=[3, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None:
+    check(folder, tmp_path, "", 2, distributed_optimizer=True)
