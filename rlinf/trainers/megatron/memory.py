@@ -118,10 +118,8 @@ class Memory:
     def _fragments(self, inner: Any, mains: dict[int, tuple[Tensor, int]]) -> Iterator[Fragment]:
         from megatron.core import parallel_state as groups
 
-        inside = (
-            groups.get_tensor_model_parallel_rank(),
-            groups.get_tensor_model_parallel_world_size(),
-        )
+        inner_rank = groups.get_tensor_model_parallel_rank()
+        inner_size = groups.get_tensor_model_parallel_world_size()
         for parameter in inner.parameters():
             if id(parameter) not in mains:
                 continue
@@ -138,7 +136,7 @@ class Memory:
                 rank, size = 0, 1
             # What is split so belongs to this process alone; the rest its neighbours have too.
             if not getattr(parameter, "split", True):
-                rank, size = rank * inside[1] + inside[0], size * inside[1]
+                rank, size = rank * inner_size + inner_rank, size * inner_size
             # A last stage has the embedding once more, for its head.
             again = getattr(parameter, "again", False)
             main, start = mains[id(parameter)]

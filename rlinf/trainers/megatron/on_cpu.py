@@ -48,9 +48,9 @@ class _OnCpu(ast.NodeTransformer):
 
     def visit_keyword(self, node: ast.keyword) -> ast.keyword:
         self.generic_visit(node)
-        if node.arg == "device" and isinstance(node.value, ast.Constant):
-            if node.value.value == "cuda":
-                node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+        value = node.value.value if isinstance(node.value, ast.Constant) else None
+        if node.arg == "device" and value == "cuda":
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:

@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a pipeline, by Megatron's schedule: one forward, one backward.
+"""Micro-batches through the stages of a pipeline, by Megatron's schedule (1F1B).
 
 What a policy or a loss does with the network's outputs is done by the last stage; at the others the
 call ends where it asks for them (:class:`rlinf.trainers.megatron.network.Passed`).

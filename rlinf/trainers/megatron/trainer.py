@@ -304,13 +304,13 @@ class MegatronTrainer(MinibatchTrainer):
     @staticmethod
     def _own(flats: list[Tensor], part: names.Part) -> Tensor:
         """A part's elements, of those of the fragments."""
-        return torch.cat([flats[n][begin : begin + count] for n, begin, count in part.copies])
+        return torch.cat([flats[n][first : first + count] for n, first, count in part.copies])
 
     @staticmethod
     def _put(flats: list[Tensor], part: names.Part, own: Tensor) -> None:
         at = 0
-        for number, begin, count in part.copies:
-            flats[number][begin : begin + count] = own[at : at + count]
+        for number, first, count in part.copies:
+            flats[number][first : first + count] = own[at : at + count]
             at += count
 
     def _begin(self) -> None:
@@ -375,13 +375,13 @@ class MegatronTrainer(MinibatchTrainer):
 
 def _without_memory(module: nn.Module) -> Any:
     """A network's outline: parameters have no memory, tied ones are one."""
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, Any] = {}
     for part in module.modules():
         for own in part._parameters.values():
             if own is not None:
                 made.setdefault(id(own), nn.Parameter(torch.empty_like(own, device="meta")))
     # Deepcopy takes these for the copies.
-    return copy.deepcopy(module, {key: value for key, value in made.items()})
+    return copy.deepcopy(module, dict(made))
 
 
 def check_policy(

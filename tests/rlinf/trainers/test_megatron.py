@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -171,6 +170,43 @@ def test_two_processes_share_each_matrix(folder: Path, tmp_path: Path, packing: 
 @pytest.mark.timeout(600)
 def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
     check(folder, tmp_path, "tp=2", 2, sequence_parallel=True)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of four experts, two for each token."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    path = tmp_path_factory.mktemp("qwen3_moe")
+    CausalLM.create(CausalLMConfig(**SIZES), ALPHABET, 0, path)
+    (path / "model.safetensors").unlink()
+    settings = Qwen3MoeConfig(
+        vocab_size=len(json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_they_share_experts(mixture: Path, tmp_path: Path) -> None:
+    check(mixture, tmp_path, "ep=2", 2)
 
 
 @pytest.mark.slow
