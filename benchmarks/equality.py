@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from benchmarks import mixture
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.algorithms.learner import Learner
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import Sample
 from rlinf.data.record import Identity, Record
@@ -36,6 +37,7 @@ from rlinf.interpreters import interpreter
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers import trainers
 
+ALPHABET = "0123456789+="
 LR, STEPS = 1e-3, 3
 TOLERANCE = LR / 50
 """Of updated weights. A step of Adam is as long as the learning rate however small the gradient:
@@ -44,6 +46,7 @@ RELATIVE = 1e-5
 """Of losses and gradient norms."""
 MODEL = CausalLMConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
 BUDGETS = (64, 100_000)
+SEQUENCES, DISTRIBUTED = {"sequence_parallel": True}, {"distributed_optimizer": True}
 LIMIT_S, ROOT = 300, Path(__file__).parents[1]
 
 
@@ -56,6 +59,10 @@ class Way:
     processes: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     environment: str | None = None
+    layout: str = ""
+    """How processes share a copy of the model."""
+    mixture: bool = False
+    """Whether its layers have experts; compared with one process that has them too."""
 
 
 WAYS = [
@@ -66,6 +73,12 @@ WAYS = [
         Way(f"ZeRO-{stage}, 2 processes", "deepspeed", 2, {"stage": stage}, "deepspeed")
         for stage in (1, 2, 3)
     ),
+    Way("Megatron TP2", "megatron", 2, {}, "megatron", "tp=2"),
+    Way("Megatron TP2, positions too", "megatron", 2, SEQUENCES, "megatron", "tp=2"),
+    Way("Megatron PP2", "megatron", 2, {}, "megatron", "pp=2"),
+    Way("Megatron, distributed optimizer", "megatron", 2, DISTRIBUTED, "megatron"),
+    Way("experts: one process", mixture=True),
+    Way("experts: Megatron EP2", "megatron", 2, {}, "megatron", "ep=2", mixture=True),
 ]
 
 
@@ -88,11 +101,13 @@ def samples() -> list[Sample]:
 def compute(folder: Path, way: Way, packing: bool, budget: int, rank: int, out: Path) -> None:
     """The update by one process of a way; the first writes what came of it."""
     cls = trainers.get(way.trainer)
-    world = World(rank, way.processes, rank, meeting=out / "channels" / "group-e.json")
+    meeting, layout = out / "channels" / "group-e.json", ParallelLayout.parse(way.layout)
+    world = World(rank, way.processes, rank, meeting=meeting, layout=layout)
     load = CausalLM.outline if way.processes > 1 else CausalLM.load
+    model = CausalLMConfig() if way.mixture else MODEL
     options = {"device": "cpu", "packing": packing, "token_budget": budget, **way.options}
     trainer = cls(
-        load(folder, MODEL), cls.Config.model_validate(options), OptimizerSection(lr=LR), world
+        load(folder, model), cls.Config.model_validate(options), OptimizerSection(lr=LR), world
     )
     algorithm, said = GRPO(GRPOConfig(entropy_bonus=0.01)), []
     for iteration in range(STEPS):
@@ -138,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compute", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--ways", default="", help="those whose names hold this, and the first")
     arguments = parser.parse_args()
     if arguments.compute:
         folder, way, packing, budget, out = json.loads(arguments.compute)
@@ -145,12 +161,16 @@ def main() -> int:
         return 0
     table = Table("", "rows", "budget", "loss", "gradient norm", "weights differ by", "")
     failed = False
+    chosen = [way for way in WAYS if arguments.ways in way.name or "one process" in way.name]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
-        folder.mkdir()
-        CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder)
-        right: tuple[list[list[float]], dict[str, torch.Tensor]] | None = None
-        for way in WAYS:
+        dense, experts = (Path(name) / part for part in ("model", "experts"))
+        dense.mkdir()
+        experts.mkdir()
+        CausalLM.create(MODEL, {"alphabet": ALPHABET}, 0, dense)
+        mixture.create(MODEL, ALPHABET, experts)
+        first: dict[Path, tuple[list[list[float]], dict[str, torch.Tensor]]] = {}
+        for way in chosen:
+            folder = experts if way.mixture else dense
             if way.environment is not None:
                 try:
                     interpreter(way.environment, "equality")
@@ -162,7 +182,7 @@ def main() -> int:
                 run(folder, way, packing, budget, out)
                 said = json.loads((out / "said.json").read_text())
                 weights = load_file(out / "weights.safetensors")
-                right = right or (said, weights)
+                right = first.setdefault(folder, (said, weights))
                 worst = max(
                     float((tensor - right[1][name]).abs().max()) for name, tensor in weights.items()
                 )

@@ -125,10 +125,8 @@ def write(
             continue
         place = _place(value, (places or {}).get(name))
         if place is not None:
-            runs = (
-                (place.runs,) if len(place.runs) > 1 or any(r.count > 1 for r in place.runs) else ()
-            )
-            parts[name] = (place.start, place.shape, *runs)
+            apart = sum(run.count for run in place.runs) > 1
+            parts[name] = (place.start, place.shape, *([place.runs] if apart else []))
         elif rank:
             continue
         part = local(value).detach().contiguous()

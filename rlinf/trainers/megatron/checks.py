@@ -7,12 +7,51 @@ from math import gcd
 from typing import Any
 
 from rlinf.channels.world import ParallelLayout
+from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
+from rlinf.models.causal_lm import CausalLMConfig
+from rlinf.models.headers import read_settings
+from rlinf.trainers.minibatch import MinibatchConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Whose layers are Megatron's own."""
 ROPE = ("default", "linear", "llama3")
 """Kinds of positions that are frequencies alone."""
+
+
+def settings_of(model: Any) -> Mapping[str, Any]:
+    """The ``config.json`` of a language model that is there or will be made.
+
+    Raises:
+        ConfigError: it is no language model.
+        DataError: as :func:`rlinf.models.headers.read_settings`.
+    """
+    if not isinstance(model, CausalLMConfig):
+        raise ConfigError("model.name: trainer=megatron trains causal language models alone")
+    if model.path is not None:
+        return read_settings(model.path.expanduser())
+    return {
+        "model_type": model.architecture,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+    }
+
+
+def check_options(config: MinibatchConfig, distributed: bool, optimizer: OptimizerSection) -> None:
+    """See that options of the trainer go together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if config.lora is not None:
+        raise ConfigError("trainer.lora: trainer=megatron has no adapters; choose trainer=fsdp")
+    if distributed and optimizer.name != "adamw":
+        raise ConfigError(
+            f"trainer.distributed_optimizer: it steps by AdamW alone, and optimizer.name is "
+            f"{optimizer.name}; set it to false"
+        )
 
 
 def check_model(model: Mapping[str, Any], where: str = "model.path") -> None:
@@ -68,7 +107,7 @@ def check_layout(
             "context parallelism takes the attention of Transformer Engine, which it does without; "
             "leave cp out, and give tp or pp the processes"
         )
-    experts = model.get("num_experts") or 0
+    experts = model.get("num_experts") or model.get("num_local_experts") or 0
     inner = "moe_intermediate_size" if experts else "intermediate_size"
     shared = {
         "heads": model["num_attention_heads"],

@@ -40,6 +40,10 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
+    def record_event(self, event: Any = None) -> Stream:
+        """All that one can do with it is to wait for it."""
+        return self
+
     def wait_stream(self, other: Stream) -> None:
         pass
 

@@ -17,7 +17,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.world import LAYOUT, ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.data.packing import Span
 from rlinf.data.record import Record
@@ -31,7 +31,12 @@ from rlinf.trainers.base import LossFunction
 from rlinf.trainers.cuts import Cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.megatron import groups, names, pipeline
-from rlinf.trainers.megatron.checks import check_layout, check_model
+from rlinf.trainers.megatron.checks import (
+    check_layout,
+    check_model,
+    check_options,
+    settings_of,
+)
 from rlinf.trainers.megatron.memory import Memory
 from rlinf.trainers.megatron.network import Network
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
@@ -60,10 +65,29 @@ class MegatronTrainer(MinibatchTrainer):
     def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
         return ("megatron", *super().packages(config))
 
+    @classmethod
+    def check(
+        cls,
+        config: MegatronConfig,
+        model: Any,
+        optimizer: OptimizerSection,
+        layout: ParallelLayout,
+        key: str,
+    ) -> None:
+        check_options(config, config.distributed_optimizer, optimizer)
+        settings = settings_of(model)
+        check_model(settings)
+        check_layout(settings, layout, config.stage_layers, key)
+
     def __init__(
         self, policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, world: World
     ) -> None:
-        check_policy(policy, config, optimizer, world.layout)
+        if not isinstance(policy, CausalLM):
+            raise ConfigError("model.name: trainer=megatron trains causal language models alone")
+        check_options(config, config.distributed_optimizer, optimizer)
+        model = policy.module.config.to_dict()
+        check_model(model)
+        check_layout(model, world.layout, config.stage_layers, LAYOUT)
         super().__init__(policy, config, optimizer, world)
         require("megatron", "megatron", "trainer=megatron")
         groups.start(world, self.device.type)
@@ -382,27 +406,3 @@ def _without_memory(module: nn.Module) -> Any:
                 made.setdefault(id(own), nn.Parameter(torch.empty_like(own, device="meta")))
     # Deepcopy takes these for the copies.
     return copy.deepcopy(module, dict(made))
-
-
-def check_policy(
-    policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, layout: ParallelLayout
-) -> None:
-    """See that Megatron can train a policy, so and over so many processes.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not isinstance(policy, CausalLM):
-        raise ConfigError(
-            f"model.name: trainer=megatron trains language models alone, no {type(policy).__name__}"
-        )
-    if config.lora is not None:
-        raise ConfigError("trainer.lora: trainer=megatron has no adapters; choose trainer=fsdp")
-    if config.distributed_optimizer and optimizer.name != "adamw":
-        raise ConfigError(
-            f"trainer.distributed_optimizer: it steps by AdamW alone, not {optimizer.name}; set it "
-            "to false"
-        )
-    model = policy.module.config.to_dict()
-    check_model(model)
-    check_layout(model, layout, config.stage_layers, "layout")

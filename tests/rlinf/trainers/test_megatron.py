@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.mixture import create
 from rlinf import tree
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
@@ -174,32 +175,8 @@ def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of four experts, two for each token."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
     path = tmp_path_factory.mktemp("qwen3_moe")
-    CausalLM.create(CausalLMConfig(**SIZES), ALPHABET, 0, path)
-    (path / "model.safetensors").unlink()
-    settings = Qwen3MoeConfig(
-        vocab_size=len(json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(path)
+    create(CausalLMConfig(**SIZES), ALPHABET["alphabet"], path)
     return path
 
 
