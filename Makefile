@@ -105,6 +105,7 @@ bench: $(VENV)/.bench  ## Measure and write benchmarks/results.json (NAME=row fo
 
 equality: install  ## One update computed in every way: a table of differences (docs/training.md)
 	@$(MAKE) -s env NAME=deepspeed
+	@$(MAKE) -s env NAME=megatron
 	$(BIN)/python -m benchmarks.equality
 
 wheel: install  ## Build dist/*.whl
