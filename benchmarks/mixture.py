@@ -26,7 +26,7 @@ def create(sizes: CausalLMConfig, alphabet: str, folder: Path) -> None:
         num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.hidden // sizes.heads,
+        head_dim=sizes.hidden // sizes.heads,  # type: ignore[call-arg]
         moe_intermediate_size=sizes.intermediate // 4,
         num_experts=4,
         num_experts_per_tok=2,

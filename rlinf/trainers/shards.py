@@ -42,7 +42,8 @@ class Run(NamedTuple):
     """Of each."""
     step: int = 0
     """From the beginning of one to that of the next."""
-    count: int = 1
+    times: int = 1
+    """How many they are."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Place:
     def ranges(self, size: int) -> Iterator[tuple[int, int]]:
         """Begin and length of each range of a part of so many elements."""
         for run in self.runs or (Run(self.start, size),):
-            for number in range(run.count):
+            for number in range(run.times):
                 yield run.start + number * run.step, run.length
 
     def take(self, whole: Tensor) -> Tensor:
@@ -71,14 +72,14 @@ class Place:
         """Write the part into a tensor that is whole and contiguous; for a place with runs."""
         flat, at = whole.view(-1), 0
         for run in self.runs:
-            size = run.length * run.count
-            _view(flat, run).copy_(part[at : at + size].view(run.count, run.length))
+            size = run.length * run.times
+            _view(flat, run).copy_(part[at : at + size].view(run.times, run.length))
             at += size
 
 
 def _view(flat: Tensor, run: Run) -> Tensor:
     start = flat.storage_offset() + run.start
-    return flat.as_strided((run.count, run.length), (run.step or run.length, 1), start)
+    return flat.as_strided((run.times, run.length), (run.step or run.length, 1), start)
 
 
 def runs_of(starts: np.ndarray, lengths: np.ndarray) -> tuple[Run, ...]:
@@ -92,9 +93,9 @@ def runs_of(starts: np.ndarray, lengths: np.ndarray) -> tuple[Run, ...]:
     found: list[Run] = []
     for start, length in ranges:
         last = found[-1] if found else None
-        step = start - (last.start + last.step * (last.count - 1)) if last else 0
+        step = start - (last.start + last.step * (last.times - 1)) if last else 0
         if last and last.length == length and last.step in (0, step):
-            found[-1] = Run(last.start, length, step, last.count + 1)
+            found[-1] = Run(last.start, length, step, last.times + 1)
         else:
             found.append(Run(start, length))
     return tuple(found)
@@ -125,7 +126,7 @@ def write(
             continue
         place = _place(value, (places or {}).get(name))
         if place is not None:
-            apart = sum(run.count for run in place.runs) > 1
+            apart = sum(run.times for run in place.runs) > 1
             parts[name] = (place.start, place.shape, *([place.runs] if apart else []))
         elif rank:
             continue

@@ -63,14 +63,17 @@ class Attention(nn.Module):
             ``[S, B, H * D]``.
         """
         length, rows = query.shape[0], packed_seq_params.rows
-        states = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
+        own, seen, there = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if rows is None:
             grouped = query.shape[2] != key.shape[2]
-            out = F.scaled_dot_product_attention(*states, is_causal=True, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(
+                own, seen, there, is_causal=True, enable_gqa=grouped
+            )
             return out.permute(2, 0, 1, 3).flatten(2)
         # Padding behind the rows, for sequence parallelism, sees nothing.
         real = len(rows.order)
-        out, _none = attend(self, *(each[:, :, :real] for each in states), None, rows=rows)
+        own, seen, there = (each[:, :, :real] for each in (own, seen, there))
+        out, _none = attend(self, own, seen, there, None, rows=rows)
         return F.pad(out[0].flatten(1), (0, 0, 0, length - real))[:, None]
 
 
@@ -84,6 +87,8 @@ class Norm(nn.RMSNorm):
 
 class Network(nn.Module):
     """This process's part of a network, behind the interface of ``transformers``."""
+
+    frequencies: Tensor
 
     def __init__(
         self, like: Any, layout: ParallelLayout, *, options: dict[str, Any], device: torch.device

@@ -85,19 +85,19 @@ class MegatronTrainer(MinibatchTrainer):
         if not isinstance(policy, CausalLM):
             raise ConfigError("model.name: trainer=megatron trains causal language models alone")
         check_options(config, config.distributed_optimizer, optimizer)
-        model = policy.module.config.to_dict()
+        whole: Any = policy.module
+        model = whole.config.to_dict()
         check_model(model)
         check_layout(model, world.layout, config.stage_layers, LAYOUT)
         super().__init__(policy, config, optimizer, world)
         require("megatron", "megatron", "trainer=megatron")
         groups.start(world, self.device.type)
 
-        whole = policy.module
         self._outline = _without_memory(whole)
         named = whole.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
-        self._like = {
+        self._empty = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in named.items()
         }
@@ -152,11 +152,12 @@ class MegatronTrainer(MinibatchTrainer):
         """
         from megatron.core import parallel_state
 
-        hf, tp = self.policy.module.config, self.world.layout.tp
+        module: Any = self.policy.module
+        hf, tp = module.config, self.world.layout.tp
         head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         layers = inner.decoder.layers
         where = names.Where(
-            shapes={name: tuple(tensor.shape) for name, tensor in self._like.items()},
+            shapes={name: tuple(tensor.shape) for name, tensor in self._empty.items()},
             tp=tp,
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             first_layer=layers[0].layer_number - 1 if len(layers) else 0,
@@ -177,7 +178,7 @@ class MegatronTrainer(MinibatchTrainer):
 
     def _find_parts(self, shares: dict[str, tuple[nn.Parameter, names.Share]]) -> list[names.Part]:
         """What of which tensors the fragments are."""
-        order = {name: number for number, name in enumerate(self._like)}
+        order = {name: number for number, name in enumerate(self._empty)}
         of = {id(parameter): share for parameter, share in shares.values()}
         stretches = [
             (of[id(each.parameter)], tuple(each.parameter.shape), each.start, each.flat.numel())
@@ -274,7 +275,7 @@ class MegatronTrainer(MinibatchTrainer):
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         given = set[str]()
         for name, tensor in tensors:
-            if name not in self._like or self._like[name].shape != tensor.shape:
+            if name not in self._empty or self._empty[name].shape != tensor.shape:
                 raise misfit(name, 1)
             given.add(self._first[name])
             if (part := self._by_name.get(self._first[name])) is not None:
@@ -296,14 +297,14 @@ class MegatronTrainer(MinibatchTrainer):
         self._take(twin.module.state_dict().items())
 
     def stream(self, *, copy: bool = False) -> State:
-        like = {name: self._like[first] for name, first in self._first.items()}
+        like = {name: self._empty[first] for name, first in self._first.items()}
         return State(like, self._whole())
 
     @torch.no_grad()
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, each whole: what others hold is zero here, and bytes are added up."""
         for name in dict.fromkeys(self._first.values()):
-            like = self._like[name]
+            like = self._empty[name]
             whole = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
             part = self._by_name.get(name)
             if part is not None and self._speaks(part):
