@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.mixture import create
+from pipeline.commands.experiment import execute
 from rlinf import tree
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
+from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.environments import need_environment
@@ -196,3 +199,16 @@ def test_they_share_layers(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None:
     check(folder, tmp_path, "", 2, distributed_optimizer=True)
+
+
+@pytest.mark.timeout(300)
+def test_a_plan_that_the_model_does_not_fit_writes_nothing(
+    tmp_path: Path, compose: Callable[..., dict[str, Any]]
+) -> None:
+    """The tiny run's model has one group of heads."""
+    need_environment("megatron")
+    values = compose("cluster=local", "trainer=megatron", "trainer.python=megatron")
+    values["plan"] = {"stages": {"train": {"processes": 2, "layout": {"tp": 2}}}}
+    with pytest.raises(ConfigError, match=r"^plan\.stages\.train\.layout\.tp: 2 processes cannot"):
+        execute(values)
+    assert not (tmp_path / "tiny").exists()
