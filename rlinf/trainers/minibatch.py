@@ -320,9 +320,12 @@ class MinibatchTrainer(Storages, Trainer):
         """Shape and type of one of the module's tensors as it is whole, without memory."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    @abstractmethod
     def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The module's tensors whole, one after the other; all processes take every one."""
+        """The module's tensors whole, one after the other; all processes take every one.
+
+        Of trainers whose :meth:`stream` is this class's.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         if self._closed:

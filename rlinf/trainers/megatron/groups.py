@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 
+import torch
+
 from rlinf.channels.world import World
 from rlinf.errors import StageError
 
@@ -47,5 +49,6 @@ def start(world: World, device_type: str) -> None:
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+    with torch.random.fork_rng(devices=[]):  # without a GPU it seeds the process's own
+        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
     _laid_out.append(wanted)

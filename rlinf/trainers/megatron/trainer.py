@@ -92,7 +92,8 @@ class MegatronTrainer(MinibatchTrainer):
         super().__init__(policy, config, optimizer, world)
         require("megatron", "megatron", "trainer=megatron")
         groups.start(world, self.device.type)
-
+        if self._packs:  # on every device rows are brought together as on CPUs
+            policy.use_packing(torch.device("cpu"), torch.float32)
         self._outline = _without_memory(whole)
         named = whole.state_dict(keep_vars=True)
         first: dict[int, str] = {}
@@ -101,28 +102,9 @@ class MegatronTrainer(MinibatchTrainer):
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in named.items()
         }
-        half, experts = config.param_dtype != "float32", getattr(whole.config, "num_experts", 0)
-        dtype = getattr(torch, config.param_dtype)
-        options: dict[str, Any] = {
-            "sequence_parallel": world.layout.tp > 1 and (config.sequence_parallel or experts > 0),
-            "params_dtype": dtype,
-            "pipeline_dtype": dtype,
-            "bf16": half,
-        }
-        if config.stage_layers and world.layout.pp > 1:
-            stages = [["decoder"] * count for count in config.stage_layers]
-            stages[0].insert(0, "embedding")
-            stages[-1].append("loss")
-            options["pipeline_model_parallel_layout"] = stages
-        if config.activation_checkpointing:
-            options |= {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
-        module = Network(whole, world.layout, options=options, device=self.device)
+        module = Network(whole, world.layout, options=self._options(whole), device=self.device)
         shares = self._shares(module.inner)
-        group_of = {id(p): policy.group(share.pieces[0].name) for p, share in shares.values()}
+        group_of = {id(parameter): _group(policy, share) for parameter, share in shares.values()}
 
         def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             return make_optimizer(policy, optimizer, [(group_of[id(p)], p) for p in parameters])
@@ -140,9 +122,34 @@ class MegatronTrainer(MinibatchTrainer):
         policy.module = module
         self._lanes = Lanes(policy, 1)
         if any(tensor.is_meta for tensor in named.values()):
-            self.fill_from(lambda twin: twin.fill())
+            self._fill_from(lambda twin: twin.fill())
         else:
             self._take(whole.state_dict().items())
+
+    def _options(self, whole: Any) -> dict[str, Any]:
+        """What of Megatron's configuration is this trainer's."""
+        config, layout = self.config, self.world.layout
+        dtype = getattr(torch, config.param_dtype)
+        # Megatron asks for it where there are experts.
+        sequences = config.sequence_parallel or bool(getattr(whole.config, "num_experts", 0))
+        options: dict[str, Any] = {
+            "sequence_parallel": sequences and layout.tp > 1,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": dtype == torch.bfloat16,
+        }
+        if config.stage_layers and layout.pp > 1:
+            stages = [["decoder"] * count for count in config.stage_layers]
+            stages[0].insert(0, "embedding")
+            stages[-1].append("loss")
+            options["pipeline_model_parallel_layout"] = stages
+        if config.activation_checkpointing:
+            options |= {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        return options
 
     def _shares(self, inner: Any) -> dict[str, tuple[nn.Parameter, names.Share]]:
         """What each parameter holds, by Megatron's name of it.
@@ -286,9 +293,9 @@ class MegatronTrainer(MinibatchTrainer):
         self._memory.publish()
 
     def fill(self, folder: Path) -> None:
-        self.fill_from(lambda twin: twin.fill(folder))
+        self._fill_from(lambda twin: twin.fill(folder))
 
-    def fill_from(self, fill: Callable[[Policy], None]) -> None:
+    def _fill_from(self, fill: Callable[[Policy], None]) -> None:
         """Each process reads the whole once, and keeps its part."""
         twin = copy.copy(self.policy)
         twin.module = copy.deepcopy(self._outline)
@@ -312,9 +319,6 @@ class MegatronTrainer(MinibatchTrainer):
             if self.world.size > 1:
                 torch.distributed.all_reduce(whole.view(-1).view(torch.uint8))
             yield name, whole.cpu()
-
-    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        raise NotImplementedError  # :meth:`stream` is its own
 
     def _speaks(self, part: names.Part) -> bool:
         """Whether this process is the first of those that have a part."""
@@ -362,9 +366,6 @@ class MegatronTrainer(MinibatchTrainer):
                 model[name] = model[first_name]
         return {"model": model, "optimizer": {"state": state}}
 
-    def snapshot(self) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in shards.tensors(self._state())}
-
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         self._begin()
@@ -407,3 +408,18 @@ def _without_memory(module: nn.Module) -> Any:
                 made.setdefault(id(own), nn.Parameter(torch.empty_like(own, device="meta")))
     # Deepcopy takes these for the copies.
     return copy.deepcopy(module, dict(made))
+
+
+def _group(policy: Policy, share: names.Share) -> str:
+    """The group of parameters that all of a parameter is in.
+
+    Raises:
+        ConfigError: it is in several.
+    """
+    found = sorted({policy.group(piece.name) for piece in share.pieces})
+    if len(found) > 1:
+        raise ConfigError(
+            f"model.name: {share.pieces[0].name} and others that trainer=megatron keeps in one "
+            f"matrix are in the groups {', '.join(found)}; choose trainer=fsdp"
+        )
+    return found[0]

@@ -157,11 +157,13 @@ def check(
     return right, tmp_path / "one" / "state"
 
 
-def assert_weights(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+def assert_weights(
+    found: dict[str, Tensor], right: dict[str, Tensor], atol: float = LR / 50
+) -> None:
     mine = {n.removeprefix("weights/"): t for n, t in found.items() if n.startswith("weights/")}
     assert mine.keys() == right.keys()
     for name, tensor in right.items():
-        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=LR / 50, msg=name)
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.timeout(600)
@@ -199,6 +201,30 @@ def test_they_share_layers(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None:
     check(folder, tmp_path, "", 2, distributed_optimizer=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_processes_share_matrices_and_layers(folder: Path, tmp_path: Path) -> None:
+    options = {"sequence_parallel": True, "activation_checkpointing": True}
+    metrics, found = run(folder, tmp_path / "four", "tp=2,pp=2", 4, **options)
+    right = alone(folder)
+    for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert_weights(found, right.full_state())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bfloat16_is_close(folder: Path, tmp_path: Path) -> None:
+    """Each step is at most as long as the learning rate, in either direction."""
+    options = {"distributed_optimizer": True, "param_dtype": "bfloat16"}
+    metrics, found = run(folder, tmp_path / "half", "", 2, 1, **options)
+    right = alone(folder, 1)
+    (theirs,) = right.metrics  # type: ignore[attr-defined]
+    assert metrics[0]["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    assert metrics[0]["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
+    assert_weights(found, right.full_state(), 2 * LR)
 
 
 @pytest.mark.timeout(300)
