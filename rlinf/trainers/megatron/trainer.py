@@ -152,11 +152,7 @@ class MegatronTrainer(MinibatchTrainer):
         return options
 
     def _shares(self, inner: Any) -> dict[str, tuple[nn.Parameter, names.Share]]:
-        """What each parameter holds, by Megatron's name of it.
-
-        Raises:
-            ConfigError: the network has tensors that are nowhere in Megatron's, or of other shapes.
-        """
+        """What each parameter holds, by Megatron's name of it."""
         from megatron.core import parallel_state
 
         module: Any = self.policy.module
@@ -184,14 +180,26 @@ class MegatronTrainer(MinibatchTrainer):
         return found
 
     def _find_parts(self, shares: dict[str, tuple[nn.Parameter, names.Share]]) -> list[names.Part]:
-        """What of which tensors the fragments are."""
+        """What of which tensors the fragments are.
+
+        Raises:
+            ConfigError: the network has tensors that are nowhere in Megatron's.
+        """
         order = {name: number for number, name in enumerate(self._empty)}
         of = {id(parameter): share for parameter, share in shares.values()}
         stretches = [
             (of[id(each.parameter)], tuple(each.parameter.shape), each.start, each.flat.numel())
             for each in self._memory.fragments
         ]
-        return names.parts(stretches, order.__getitem__)
+        found = names.parts(stretches, order.__getitem__)
+        alone = self.world.layout.pp == 1 and not self.config.distributed_optimizer
+        lacking = set(self._first.values()) - {part.name for part in found}
+        if alone and lacking:  # else others have them
+            raise ConfigError(
+                f"model.path: trainer=megatron has no place for {sorted(lacking)[0]} of the model; "
+                "choose trainer=fsdp"
+            )
+        return found
 
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
