@@ -104,7 +104,7 @@ bench: $(VENV)/.bench  ## Measure and write benchmarks/results.json (NAME=row fo
 	$(BIN)/python -m benchmarks $(if $(NAME),--name $(NAME)) $(ARGS)
 
 equality: install  ## One update in every way, one answer of every engine: tables of differences
-	@set -e; for name in deepspeed vllm sglang; do $(MAKE) -s env NAME=$$name; done
+	@set -e; for name in deepspeed megatron vllm sglang; do $(MAKE) -s env NAME=$$name; done
 	$(BIN)/python -m benchmarks.equality $(ARGS)
 
 wheel: install  ## Build dist/*.whl

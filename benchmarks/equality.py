@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import equal_engines
+from benchmarks import equal_engines, mixture
 from benchmarks.kept import Kept, made_by
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.algorithms.learner import Learner
@@ -49,7 +49,9 @@ TOLERANCE = LR / 50
 where that is zero up to rounding, so is its sign, and some keys' biases have no other."""
 RELATIVE = 1e-5
 """Of losses and gradient norms, over 1 and their size."""
+ALPHABET = "0123456789+="
 MODEL = CausalLMConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
+POSITIONS, DISTRIBUTED = {"sequence_parallel": True}, {"distributed_optimizer": True}
 LIMIT_S, ROOT = 300, Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".json")
 
@@ -66,6 +68,8 @@ class Way:
     """Of :mod:`rlinf.interpreters`; None: this one."""
     layout: dict[str, int] = field(default_factory=dict)
     """How the processes share a copy of the model (:class:`ParallelLayout`)."""
+    mixture: bool = False
+    """Whether its layers have experts; compared with one process that has them too."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,14 @@ WAYS = [
         Way(f"ZeRO-{stage}, 2 processes", "deepspeed", 2, {"stage": stage}, "deepspeed")
         for stage in (1, 2, 3)
     ),
+    Way("Megatron TP2", "megatron", 2, {}, "megatron", {"tp": 2}),
+    Way("Megatron TP2, positions too", "megatron", 2, POSITIONS, "megatron", {"tp": 2}),
+    Way("Megatron PP2", "megatron", 2, {}, "megatron", {"pp": 2}),
+    Way("Megatron, distributed optimizer", "megatron", 2, DISTRIBUTED, "megatron"),
+    Way("experts: one process", mixture=True),
+    Way("experts: Megatron EP2", "megatron", 2, {}, "megatron", {"ep": 2}, mixture=True),
 ]
-"""The first is what the others are compared with."""
+"""Others are compared with the first, or with the first that has experts."""
 CUTS = [Cut(packing, budget) for packing in (False, True) for budget in (100_000, 64)]
 
 
@@ -147,7 +157,8 @@ def compute(folder: Path, way: Way, cut: Cut, world: World) -> tuple[Any, dict[s
     load = CausalLM.outline if way.processes > 1 else CausalLM.load
     options = {"device": "cpu", "packing": cut.packing, "token_budget": cut.budget, **way.options}
     config = cls.Config.model_validate(options)
-    trainer = cls(load(folder, MODEL), config, OptimizerSection(lr=LR), world)
+    model = CausalLMConfig() if way.mixture else MODEL
+    trainer = cls(load(folder, model), config, OptimizerSection(lr=LR), world)
     algorithm, said = GRPO(GRPOConfig(entropy_bonus=0.01)), []
     for iteration in range(STEPS):
         learner = Learner(trainer, {"policy": LR}, iteration=iteration)
@@ -232,10 +243,13 @@ def compared(said: Any, weights: Any, right: tuple[Any, Any]) -> Result:
 
 def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
     """Compute and print what is missing of the first table; whether all of it is the same."""
-    folder = place / "model"
-    folder.mkdir()
-    CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder)
-    right: tuple[Any, Any] | None = None
+    folders = {False: place / "dense", True: place / "experts"}
+    for folder in folders.values():
+        folder.mkdir()
+    CausalLM.create(MODEL, {"alphabet": ALPHABET}, 0, folders[False])
+    mixture.create(MODEL, ALPHABET, folders[True])
+    firsts = {way.mixture: way for way in reversed(WAYS)}
+    right: dict[bool, tuple[Any, Any]] = {}
     good = True
     print(HEAD, flush=True)
     for way in WAYS:
@@ -250,12 +264,14 @@ def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
                 good &= result.good
         if not left:
             continue
-        if right is None:
-            _, *found = next(run(folder, WAYS[0], CUTS[:1], place / "right"))
-            right = (found[0], found[1])
+        folder = folders[way.mixture]
+        if way.mixture not in right:
+            first = firsts[way.mixture]
+            _, said, weights = next(run(folder, first, CUTS[:1], place / f"right {first.name}"))
+            right[way.mixture] = said, weights
         try:
             for cut, said, weights in run(folder, way, left, place / way.name):
-                result = compared(said, weights, right)
+                result = compared(said, weights, right[way.mixture])
                 print(result.line(way, cut), flush=True)
                 kept[keys[way.name, cut]] = asdict(result)
                 good &= result.good

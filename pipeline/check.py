@@ -154,6 +154,10 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
                     f"{key}: {str(layout) or 'none'}, but {first}, whose {loads} it uses in one "
                     f"pool with it, has {str(other) or 'none'}; give both the same"
                 )
+        if loads == "trainer":
+            trainer = trainers.get(config.trainer.name)
+            options = config.trainer.options(trainer.Config, "trainer")
+            trainer.check(options, policy_class(config)[1], config.optimizer, layout, key)
         if not layout.split():
             continue
         if loads is None or spec.whole:

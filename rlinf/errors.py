@@ -109,8 +109,12 @@ def require(package: str, extra: str, purpose: str) -> None:
         MissingPackageError: it is not.
     """
     found = importlib.util.find_spec(package)
-    # A folder of that name in the working directory would be a package without an origin.
-    if found is None or found.origin is None:
+    # A folder of that name in the working directory would be a package without an origin; those of
+    # several distributions (megatron) are that too, elsewhere.
+    if found is None or (
+        found.origin is None
+        and all(Path(at).parent == Path.cwd() for at in found.submodule_search_locations or ())
+    ):
         raise MissingPackageError(package, extra, purpose)
 
 

@@ -32,6 +32,7 @@ PACKAGES = {
     "mlflow": "mlflow",
     "vllm": "vllm",
     "deepspeed": "deepspeed",
+    "megatron": "megatron",
 }
 SLOW_FSYNC_S = 0.2
 LATE_S = 5.0

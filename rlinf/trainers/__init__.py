@@ -7,6 +7,7 @@ trainers = Registry(
     {
         "deepspeed": "rlinf.trainers.deepspeed:DeepSpeedTrainer",
         "fsdp": "rlinf.trainers.fsdp:FSDPTrainer",
+        "megatron": "rlinf.trainers.megatron.trainer:MegatronTrainer",
     },
     base="rlinf.trainers.base:Trainer",
 )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.packing import Span
 from rlinf.data.record import Record
@@ -75,6 +75,22 @@ class Trainer(ABC):
     def packages(cls, config: Any) -> tuple[str, ...]:
         """Optional packages that it imports; extras of their names install them."""
         return ()
+
+    @classmethod
+    def check(
+        cls, config: Any, model: Any, optimizer: OptimizerSection, layout: ParallelLayout, key: str
+    ) -> None:
+        """See that it can train a model over so many processes, without making either.
+
+        Args:
+            model: the options of the policy, of whichever class.
+            key: what errors call the layout.
+
+        Raises:
+            ConfigError: it cannot.
+            DataError: a checkpoint's folder is not one.
+        """
+        return None
 
     @abstractmethod
     def limit(self, token_budget: int) -> None:

@@ -131,9 +131,8 @@ class MinibatchTrainer(Storages, Trainer):
         def lane(policy: Policy, cut: Cut) -> list[tuple[Span, StepOutputs]]:
             policy.module.eval()
             out: list[tuple[Span, StepOutputs]] = []
-            for spans, real in zip(cut.batches, cut.real, strict=True):
-                inputs = self._inputs(policy, records, spans)
-                outputs = self._evaluate(policy, inputs, temperature)
+            every = self._outputs(policy, records, cut, temperature)
+            for spans, real, outputs in zip(cut.batches, cut.real, every, strict=True):
                 for i, span in enumerate(spans) if real else ():
                     length = span.stop - span.start
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
@@ -159,19 +158,7 @@ class MinibatchTrainer(Storages, Trainer):
 
         def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
             policy.module.train()
-            sums: dict[str, Any] = {}
-            for number, (spans, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
-                counted = 1.0 if real else 0.0
-                inputs = self._inputs(policy, records, spans)
-                parts = self._backward(
-                    functools.partial(loss, policy, inputs, spans),
-                    # Gradients are averaged over ranks; the loss is a sum over them.
-                    counted * self.world.data_size,
-                    last=number == len(cut.batches),
-                )
-                for name, part in parts.items():
-                    sums[name] = sums.get(name, 0.0) + part * counted
-            return sums
+            return self._gradients(policy, records, cut, loss)
 
         try:
             for part in self._lanes.map(lane, self.cut(records, together)):
@@ -218,6 +205,31 @@ class MinibatchTrainer(Storages, Trainer):
             scale *= self._clip / (norm + 1e-6)
         self._step(scale)
         return {**totals, "grad_norm": norm}
+
+    def _outputs(
+        self, policy: Policy, records: Sequence[Record], cut: Cut, temperature: float
+    ) -> Iterable[StepOutputs]:
+        """What a policy says of each micro-batch of a lane, without gradients."""
+        for spans in cut.batches:
+            yield self._evaluate(policy, self._inputs(policy, records, spans), temperature)
+
+    def _gradients(
+        self, policy: Policy, records: Sequence[Record], cut: Cut, loss: LossFunction
+    ) -> dict[str, Any]:
+        """Add the gradients of a lane's micro-batches; returns the sums of their metrics."""
+        sums: dict[str, Any] = {}
+        for number, (spans, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
+            counted = 1.0 if real else 0.0
+            inputs = self._inputs(policy, records, spans)
+            parts = self._backward(
+                functools.partial(loss, policy, inputs, spans),
+                # Gradients are averaged over ranks; the loss is a sum over them.
+                counted * self.world.data_size,
+                last=number == len(cut.batches),
+            )
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0.0) + part * counted
+        return sums
 
     def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
         """What a policy says of a micro-batch, without gradients."""
@@ -308,9 +320,12 @@ class MinibatchTrainer(Storages, Trainer):
         """Shape and type of one of the module's tensors as it is whole, without memory."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    @abstractmethod
     def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The module's tensors whole, one after the other; all processes take every one."""
+        """The module's tensors whole, one after the other; all processes take every one.
+
+        Of trainers whose :meth:`stream` is this class's.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         if self._closed:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlinf.config import OptimizerSection
@@ -17,8 +17,19 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """What each optimizer keeps of a parameter, of its size."""
 
 
-def make_optimizer(policy: Policy, settings: OptimizerSection) -> Optimizer:
-    """An optimizer of all trainable parameters, without any moments yet."""
+def make_optimizer(
+    policy: Policy,
+    settings: OptimizerSection,
+    parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+) -> Optimizer:
+    """An optimizer without any moments yet.
+
+    Args:
+        parameters: with the groups that they are in; None: all trainable ones of the policy.
+    """
+    if parameters is None:
+        named = policy.module.named_parameters()
+        parameters = ((policy.group(name), own) for name, own in named if own.requires_grad)
     groups: dict[tuple[bool, str], dict[str, Any]] = {
         (wide, name): {
             GROUP: name,
@@ -28,9 +39,8 @@ def make_optimizer(policy: Policy, settings: OptimizerSection) -> Optimizer:
         for wide in (True, False)
         for name in policy.groups
     }
-    for name, parameter in policy.module.named_parameters():
-        if parameter.requires_grad:
-            groups[parameter.ndim > 1, policy.group(name)]["params"].append(parameter)
+    for group, parameter in parameters:
+        groups[parameter.ndim > 1, group]["params"].append(parameter)
     own = [group for group in groups.values() if group["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(own, lr=settings.lr, momentum=settings.betas[0], foreach=True)

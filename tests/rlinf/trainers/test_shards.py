@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -195,3 +196,31 @@ def test_a_state_of_another_model_is_refused(
     other["model"][name] = torch.zeros(shape)
     with pytest.raises(DataError, match=f"model/{name}"):
         shards.read(tmp_path, other)
+
+
+@given(st.data())
+def test_stretches_of_rows_come_back_however_they_are_cut(data: st.DataObject) -> None:
+    """Columns by two ranks, read as other columns, as a range, and whole."""
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 7))
+    whole = torch.randn(rows, columns)
+
+    def place(begin: int, end: int) -> shards.Place:
+        starts = np.arange(rows) * columns + begin
+        return shards.Place(
+            (rows, columns), begin, shards.runs_of(starts, np.full(rows, end - begin))
+        )
+
+    cut, low = data.draw(st.integers(1, columns - 1)), data.draw(st.integers(0, columns - 1))
+    high = data.draw(st.integers(low + 1, columns))
+    with tempfile.TemporaryDirectory() as name:
+        for rank, where in enumerate((place(0, cut), place(cut, columns))):
+            shards.write(Path(name), {"x": where.take(whole)}, rank, 2, {"x": where})
+        every, some = torch.zeros(rows, columns), torch.zeros(rows * (high - low))
+        shards.read(Path(name), {"x": every})
+        assert torch.equal(every, whole)
+        shards.read(Path(name), {"x": some}, {"x": place(low, high)})
+        assert torch.equal(some.view(rows, -1), whole[:, low:high])
+        start = data.draw(st.integers(0, whole.numel() - 1))
+        flat = torch.zeros(data.draw(st.integers(1, whole.numel() - start)))
+        shards.read(Path(name), {"x": flat}, {"x": shards.Place((rows, columns), start)})
+        assert torch.equal(flat, whole.view(-1)[start : start + len(flat)])

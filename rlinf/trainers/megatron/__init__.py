@@ -1,0 +1,1 @@
+"""Training with Megatron-Core: tensor, sequence, pipeline and expert parallel."""

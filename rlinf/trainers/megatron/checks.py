@@ -1,0 +1,148 @@
+"""What Megatron can train, and over how many processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from rlinf.channels.world import ParallelLayout
+from rlinf.config import OptimizerSection
+from rlinf.errors import ConfigError
+from rlinf.models.causal_lm import CausalLMConfig
+from rlinf.models.headers import read_settings
+from rlinf.trainers.minibatch import MinibatchConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Whose layers are Megatron's own."""
+ROPE = ("default", "linear", "llama3")
+"""Kinds of positions that are frequencies alone."""
+
+
+def settings_of(model: Any) -> Mapping[str, Any]:
+    """The ``config.json`` of a language model that is there or will be made.
+
+    Raises:
+        ConfigError: it is no language model.
+        DataError: as :func:`rlinf.models.headers.read_settings`.
+    """
+    if not isinstance(model, CausalLMConfig):
+        raise ConfigError("model.name: trainer=megatron trains causal language models alone")
+    if model.path is not None:
+        return read_settings(model.path.expanduser())
+    return {
+        "model_type": model.architecture,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+    }
+
+
+def check_options(config: MinibatchConfig, distributed: bool, optimizer: OptimizerSection) -> None:
+    """See that options of the trainer go together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if config.lora is not None:
+        raise ConfigError("trainer.lora: trainer=megatron has no adapters; choose trainer=fsdp")
+    if distributed and optimizer.name != "adamw":
+        raise ConfigError(
+            f"trainer.distributed_optimizer: it steps by AdamW alone, and optimizer.name is "
+            f"{optimizer.name}; set it to false"
+        )
+
+
+def check_model(model: Mapping[str, Any], where: str = "model.path") -> None:
+    """See that a network's layers can be Megatron's.
+
+    Args:
+        model: a checkpoint's ``config.json``.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(
+            f"{where}: trainer=megatron cannot train a model {what}; choose trainer=fsdp or "
+            "trainer=deepspeed"
+        )
+
+    if (family := model.get("model_type")) not in FAMILIES:
+        raise refuse(f"of type {family!r}, but those of {', '.join(FAMILIES)}")
+    if model.get("hidden_act", "silu") != "silu":
+        raise refuse(f"with the activation {model['hidden_act']!r}")
+    if (family != "qwen2" and model.get("attention_bias")) or model.get("mlp_bias"):
+        raise refuse("with biases in its attention or its MLPs")
+    kinds = set(model.get("layer_types") or ())
+    if kinds - {"full_attention"} or model.get("use_sliding_window"):
+        raise refuse("whose attention has a window")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise refuse(f"with positions of kind {kind!r}")
+    if family == "qwen3_moe" and (
+        model.get("mlp_only_layers") or model.get("decoder_sparse_step", 1) != 1
+    ):
+        raise refuse("some of whose layers have no experts")
+
+
+def check_layout(
+    model: Mapping[str, Any], layout: ParallelLayout, stage_layers: tuple[int, ...], where: str
+) -> None:
+    """See that processes can share a network evenly.
+
+    Args:
+        stage_layers: layers of each pipeline stage; none: as many in each.
+        where: the key of the layout.
+
+    Raises:
+        ConfigError: they cannot; says what would work.
+    """
+    if layout.cp > 1:
+        raise ConfigError(
+            f"{where}.cp: {layout.cp} processes cannot share a sequence with trainer=megatron: "
+            "context parallelism takes the attention of Transformer Engine, which it does without; "
+            "leave cp out, and give tp or pp the processes"
+        )
+    experts = model.get("num_experts") or model.get("num_local_experts") or 0
+    inner = "moe_intermediate_size" if experts else "intermediate_size"
+    shared = {
+        "heads": model["num_attention_heads"],
+        "heads of keys and values": model.get("num_key_value_heads")
+        or model["num_attention_heads"],
+        "rows of its MLPs": model[inner],
+    }
+    if any(size % layout.tp for size in shared.values()):
+        sizes = ", ".join(f"{size} {what}" for what, size in shared.items())
+        raise ConfigError(
+            f"{where}.tp: {layout.tp} processes cannot share {sizes} evenly; "
+            f"{_divisors(gcd(*shared.values()))} can"
+        )
+    layers = model["num_hidden_layers"]
+    if layout.pp > 1 and stage_layers:
+        if len(stage_layers) != layout.pp or sum(stage_layers) != layers or min(stage_layers) < 1:
+            raise ConfigError(
+                f"trainer.stage_layers: {list(stage_layers)} are not the {layers} layers of the "
+                f"model on {layout.pp} pipeline stages ({where}.pp), one or more on each"
+            )
+    elif layers % layout.pp:
+        raise ConfigError(
+            f"{where}.pp: {layers} layers are not as many on each of {layout.pp} pipeline stages; "
+            f"{_divisors(layers)} can have them so, or say in trainer.stage_layers how many each "
+            "has"
+        )
+    if layout.ep > 1 and not experts:
+        raise ConfigError(f"{where}.ep: this model has no experts to share out; leave it out")
+    if experts % layout.ep:
+        raise ConfigError(
+            f"{where}.ep: {experts} experts are not as many on each of {layout.ep} processes; "
+            f"{_divisors(experts)} can have them so"
+        )
+
+
+def _divisors(number: int) -> str:
+    found = [str(each) for each in range(1, number + 1) if number % each == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -1,0 +1,433 @@
+"""Training with Megatron-Core: matrices, sequences, layers and experts over processes.
+
+A policy's network of ``transformers`` is taken over into Megatron's, by the names of its tensors,
+and comes out again under them. Batches are cut, losses summed and gradients clipped as by every
+trainer, and the files of a state are the same: a run may change between trainers and layouts at a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from rlinf.channels.world import LAYOUT, ParallelLayout, World
+from rlinf.config import OptimizerSection
+from rlinf.data.packing import Span
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError, require
+from rlinf.models.base import Policy, StepOutputs, misfit
+from rlinf.models.causal_lm import CausalLM
+from rlinf.residency import give_memory
+from rlinf.tensors import State
+from rlinf.trainers import shards
+from rlinf.trainers.base import LossFunction
+from rlinf.trainers.cuts import Cut
+from rlinf.trainers.lanes import Lanes
+from rlinf.trainers.megatron import groups, names, pipeline
+from rlinf.trainers.megatron.checks import (
+    check_layout,
+    check_model,
+    check_options,
+    settings_of,
+)
+from rlinf.trainers.megatron.memory import Memory
+from rlinf.trainers.megatron.network import Network
+from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
+from rlinf.trainers.optimizer import begin, make_optimizer
+
+
+class MegatronConfig(MinibatchConfig):
+    """How a training step is executed; nothing here changes its mathematics."""
+
+    sequence_parallel: bool = False
+    """Processes that are tensor parallel share out the positions between their matrices as well."""
+    distributed_optimizer: bool = False
+    """Processes with the same weights share out moments and float32 weights; with AdamW."""
+    stage_layers: tuple[PositiveInt, ...] = ()
+    """Layers of each stage of the pipeline, where there is one; none: as many in each."""
+
+
+class MegatronTrainer(MinibatchTrainer):
+    """Owns this process's part of Megatron's model and what steps it."""
+
+    Config = MegatronConfig
+    config: MegatronConfig
+    layouts: ClassVar[frozenset[str]] = frozenset({"tp", "pp", "ep"})
+
+    @classmethod
+    def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
+        return ("megatron", *super().packages(config))
+
+    @classmethod
+    def check(
+        cls,
+        config: MegatronConfig,
+        model: Any,
+        optimizer: OptimizerSection,
+        layout: ParallelLayout,
+        key: str,
+    ) -> None:
+        check_options(config, config.distributed_optimizer, optimizer)
+        settings = settings_of(model)
+        check_model(settings)
+        check_layout(settings, layout, config.stage_layers, key)
+
+    def __init__(
+        self, policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, world: World
+    ) -> None:
+        if not isinstance(policy, CausalLM):
+            raise ConfigError("model.name: trainer=megatron trains causal language models alone")
+        check_options(config, config.distributed_optimizer, optimizer)
+        whole: Any = policy.module
+        model = whole.config.to_dict()
+        check_model(model)
+        check_layout(model, world.layout, config.stage_layers, LAYOUT)
+        super().__init__(policy, config, optimizer, world)
+        require("megatron", "megatron", "trainer=megatron")
+        groups.start(world, self.device.type)
+        if self._packs:  # on every device rows are brought together as on CPUs
+            policy.use_packing(torch.device("cpu"), torch.float32)
+        self._outline = _without_memory(whole)
+        named = whole.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        self._first = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
+        self._empty = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in named.items()
+        }
+        module = Network(whole, world.layout, options=self._options(whole), device=self.device)
+        shares = self._shares(module.inner)
+        group_of = {id(parameter): _group(policy, share) for parameter, share in shares.values()}
+
+        def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return make_optimizer(policy, optimizer, [(group_of[id(p)], p) for p in parameters])
+
+        self._memory = Memory(module.inner, make, distributed=config.distributed_optimizer)
+        self.optimizer = self._memory.optimizer
+        self._parts = self._find_parts(shares)
+        self._by_name = {part.name: part for part in self._parts}
+        self._part = (world.rank, world.size)
+        for part in self._parts:
+            self._places[f"model/{part.name}"] = part.place
+            for moment in self._moments:
+                self._places[f"optimizer/state/{part.name}/{moment}"] = part.place
+            self._places[f"optimizer/state/{part.name}/step"] = shards.Place((), 0)
+        policy.module = module
+        self._lanes = Lanes(policy, 1)
+        if any(tensor.is_meta for tensor in named.values()):
+            self._fill_from(lambda twin: twin.fill())
+        else:
+            self._take(whole.state_dict().items())
+
+    def _options(self, whole: Any) -> dict[str, Any]:
+        """What of Megatron's configuration is this trainer's."""
+        config, layout = self.config, self.world.layout
+        dtype = getattr(torch, config.param_dtype)
+        # Megatron asks for it where there are experts.
+        sequences = config.sequence_parallel or bool(getattr(whole.config, "num_experts", 0))
+        options: dict[str, Any] = {
+            "sequence_parallel": sequences and layout.tp > 1,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": dtype == torch.bfloat16,
+        }
+        if config.stage_layers and layout.pp > 1:
+            stages = [["decoder"] * count for count in config.stage_layers]
+            stages[0].insert(0, "embedding")
+            stages[-1].append("loss")
+            options["pipeline_model_parallel_layout"] = stages
+        if config.activation_checkpointing:
+            options |= {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        return options
+
+    def _shares(self, inner: Any) -> dict[str, tuple[nn.Parameter, names.Share]]:
+        """What each parameter holds, by Megatron's name of it."""
+        from megatron.core import parallel_state
+
+        module: Any = self.policy.module
+        hf, tp = module.config, self.world.layout.tp
+        head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        layers = inner.decoder.layers
+        where = names.Where(
+            shapes={name: tuple(tensor.shape) for name, tensor in self._empty.items()},
+            tp=tp,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            first_layer=layers[0].layer_number - 1 if len(layers) else 0,
+            first_expert=parallel_state.get_expert_model_parallel_rank()
+            * (getattr(hf, "num_experts", None) or 0)
+            // self.world.layout.ep,
+            group_rows=(hf.num_attention_heads // hf.num_key_value_heads * head, head),
+            tied=bool(hf.tie_word_embeddings),
+        )
+        found = {}
+        for name, parameter in inner.named_parameters():
+            share = names.share(name, tuple(parameter.shape), where)
+            # Read by the memory of gradients, when it counts who has the same.
+            parameter.split = share.split
+            parameter.again = where.tied and name == "output_layer.weight"
+            found[name] = (parameter, share)
+        return found
+
+    def _find_parts(self, shares: dict[str, tuple[nn.Parameter, names.Share]]) -> list[names.Part]:
+        """What of which tensors the fragments are.
+
+        Raises:
+            ConfigError: the network has tensors that are nowhere in Megatron's.
+        """
+        order = {name: number for number, name in enumerate(self._empty)}
+        of = {id(parameter): share for parameter, share in shares.values()}
+        stretches = [
+            (of[id(each.parameter)], tuple(each.parameter.shape), each.start, each.flat.numel())
+            for each in self._memory.fragments
+        ]
+        found = names.parts(stretches, order.__getitem__)
+        alone = self.world.layout.pp == 1 and not self.config.distributed_optimizer
+        lacking = set(self._first.values()) - {part.name for part in found}
+        if alone and lacking:  # else others have them
+            raise ConfigError(
+                f"model.path: trainer=megatron has no place for {sorted(lacking)[0]} of the model; "
+                "choose trainer=fsdp"
+            )
+        return found
+
+    def _backward(
+        self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
+    ) -> dict[str, Tensor]:
+        self._memory.want()
+        value, metrics = loss()
+        # Gradients are added up over processes, not averaged.
+        (value * (factor / self.world.data_size)).backward()  # type: ignore[no-untyped-call]
+        return {"loss": value.detach(), **metrics}
+
+    def _gradients(
+        self, policy: Policy, records: Sequence[Record], cut: Cut, loss: LossFunction
+    ) -> dict[str, Any]:
+        if self.world.layout.pp == 1:
+            return super()._gradients(policy, records, cut, loss)
+
+        def compute(batch: tuple[list[Span], bool]) -> tuple[Tensor, dict[str, Tensor]]:
+            spans, real = batch
+            value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
+            counted = 1.0 if real else 0.0
+            every = {"loss": value.detach(), **metrics}
+            return value * counted, {name: metric * counted for name, metric in every.items()}
+
+        self._memory.want()
+        batches = list(zip(cut.batches, cut.real, strict=True))
+        sums: dict[str, Tensor] = {}
+        for metrics in pipeline.run(self._memory.parallel, batches, compute, backward=True):
+            for name, metric in metrics.items():
+                sums[name] = sums[name] + metric if name in sums else metric
+        return dict(pipeline.sums_of_last(sums, self.device))
+
+    def _outputs(
+        self, policy: Policy, records: Sequence[Record], cut: Cut, temperature: float
+    ) -> Iterable[StepOutputs]:
+        if self.world.layout.pp == 1:
+            return super()._outputs(policy, records, cut, temperature)
+        sizes: list[torch.Size] = []
+
+        def compute(spans: list[Span]) -> tuple[Tensor, Tensor]:
+            inputs = self._inputs(policy, records, spans)
+            sizes.append(inputs["mask"].shape)
+            said = policy.evaluate(inputs, temperature).logprobs
+            return said, said
+
+        said = pipeline.run(self._memory.parallel, cut.batches, compute, backward=False)
+        said = said or [torch.zeros(size, device=self.device) for size in sizes]
+        return [StepOutputs(pipeline.from_last(logprobs.contiguous())) for logprobs in said]
+
+    def discard(self) -> None:
+        self._sums = None
+        self._memory.discard()
+
+    def _leave_out(self, chosen: Any) -> None:
+        self._memory.reduce()
+        super()._leave_out(chosen)
+
+    def _gradient_norm(self) -> float:
+        return float(self._memory.norm())
+
+    @torch.no_grad()
+    def _step(self, scale: float) -> None:
+        if scale != 1:
+            for each in self._memory.fragments:
+                if each.main.grad is not None:
+                    each.main.grad.mul_(scale)
+        self.optimizer.step()
+        self._memory.publish()
+
+    def resident(self) -> dict[str, list[Tensor]]:
+        if self._closed:
+            return {}
+        module = self.policy.module
+        weights = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+        moments: list[Tensor] = []
+        for each in self._memory.fragments:
+            main, state = each.main, self.optimizer.state.get(each.main)
+            if self.config.param_dtype != "float32":  # else it has the weights' memory
+                moments.append(main.detach())
+            empty = torch.empty_like(main, device="meta")
+            moments += state.values() if state else [empty] * len(self._moments)
+        return {
+            "weights": weights,
+            "gradients": self._memory.gradients(),
+            "optimizer": moments,
+        }
+
+    @torch.no_grad()
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        given = set[str]()
+        for name, tensor in tensors:
+            if name not in self._empty or self._empty[name].shape != tensor.shape:
+                raise misfit(name, 1)
+            given.add(self._first[name])
+            if (part := self._by_name.get(self._first[name])) is not None:
+                self._put(self._mains(), part, part.place.take(tensor))
+        lacking = [name for name, first in self._first.items() if first not in given]
+        if lacking:
+            raise misfit(lacking[0], len(lacking))
+        self._memory.publish()
+
+    def fill(self, folder: Path) -> None:
+        self._fill_from(lambda twin: twin.fill(folder))
+
+    def _fill_from(self, fill: Callable[[Policy], None]) -> None:
+        """Each process reads the whole once, and keeps its part."""
+        twin = copy.copy(self.policy)
+        twin.module = copy.deepcopy(self._outline)
+        give_memory(twin.module, torch.device("cpu"))
+        fill(twin)
+        self._take(twin.module.state_dict().items())
+
+    def stream(self, *, copy: bool = False) -> State:
+        like = {name: self._empty[first] for name, first in self._first.items()}
+        return State(like, self._whole())
+
+    @torch.no_grad()
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, each whole: what others hold is zero here, and bytes are added up."""
+        for name in dict.fromkeys(self._first.values()):
+            like = self._empty[name]
+            whole = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+            part = self._by_name.get(name)
+            if part is not None and self._speaks(part):
+                part.place.put(whole, self._own(self._mains(), part).to(like.dtype))
+            if self.world.size > 1:
+                torch.distributed.all_reduce(whole.view(-1).view(torch.uint8))
+            yield name, whole.cpu()
+
+    def _speaks(self, part: names.Part) -> bool:
+        """Whether this process is the first of those that have a part."""
+        return all(self._memory.fragments[number].first for number, *_ in part.copies)
+
+    def _mains(self) -> list[Tensor]:
+        return [each.flat for each in self._memory.fragments]
+
+    def _of(self, moment: str) -> list[Tensor]:
+        return [self.optimizer.state[m.main][moment].view(-1) for m in self._memory.fragments]
+
+    @staticmethod
+    def _own(flats: list[Tensor], part: names.Part) -> Tensor:
+        """A part's elements, of those of the fragments."""
+        return torch.cat([flats[n][first : first + count] for n, first, count in part.copies])
+
+    @staticmethod
+    def _put(flats: list[Tensor], part: names.Part, own: Tensor) -> None:
+        at = 0
+        for number, first, count in part.copies:
+            flats[number][first : first + count] = own[at : at + count]
+            at += count
+
+    def _begin(self) -> None:
+        """Have moments, as before any step."""
+        for each in self._memory.fragments:
+            begin(self.optimizer, each.main, self._moments)
+
+    @torch.no_grad()
+    def _state(self) -> dict[str, Any]:
+        """Of what this process speaks for; copies, unlike those of other trainers: the tensors'
+        elements are not in one place here."""
+        self._begin()
+        mains, moments = self._mains(), {name: self._of(name) for name in self._moments}
+        model: dict[str, Tensor] = {}
+        state: dict[str, dict[str, Tensor]] = {}
+        for part in filter(self._speaks, self._parts):
+            model[part.name] = self._own(mains, part)
+            state[part.name] = {name: self._own(own, part) for name, own in moments.items()}
+            first = self.optimizer.state[self._memory.fragments[part.copies[0][0]].main]
+            if "step" in first and part.place.start == 0:
+                state[part.name]["step"] = first["step"].clone()
+        for name, first_name in self._first.items():
+            if name != first_name and first_name in model:
+                model[name] = model[first_name]
+        return {"model": model, "optimizer": {"state": state}}
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        self._begin()
+        counts = "exp_avg" in self._moments
+        model: dict[str, Tensor] = {}
+        state: dict[str, dict[str, Tensor]] = {}
+        for part in self._parts:
+            size = sum(count for *_, count in part.copies)
+            model[part.name] = torch.empty(size)
+            state[part.name] = {name: torch.empty(size) for name in self._moments}
+            if counts:
+                state[part.name]["step"] = torch.zeros(())
+        shards.read(folder, {"model": model, "optimizer": {"state": state}}, self._places)
+        mains, moments = self._mains(), {name: self._of(name) for name in self._moments}
+        steps: dict[int, Tensor] = {}
+        for part in self._parts:
+            self._put(mains, part, model[part.name])
+            for name, own in moments.items():
+                self._put(own, part, state[part.name][name])
+            for number, *_ in part.copies if counts else ():
+                # One count for all of a parameter: what no loss depended on has fewer elsewhere.
+                count = state[part.name]["step"]
+                steps[number] = torch.maximum(steps.get(number, count), count)
+        for number, count in steps.items():
+            self.optimizer.state[self._memory.fragments[number].main]["step"].copy_(count)
+        self._memory.publish()
+
+    def _release(self) -> None:
+        self._memory.release()
+        self._outline, self._parts, self._by_name = None, [], {}
+        del self._memory
+
+
+def _without_memory(module: nn.Module) -> Any:
+    """A network's outline: parameters have no memory, tied ones are one."""
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for own in part._parameters.values():
+            if own is not None:
+                made.setdefault(id(own), nn.Parameter(torch.empty_like(own, device="meta")))
+    # Deepcopy takes these for the copies.
+    return copy.deepcopy(module, dict(made))
+
+
+def _group(policy: Policy, share: names.Share) -> str:
+    """The group of parameters that all of a parameter is in.
+
+    Raises:
+        ConfigError: it is in several.
+    """
+    found = sorted({policy.group(piece.name) for piece in share.pieces})
+    if len(found) > 1:
+        raise ConfigError(
+            f"model.name: {share.pieces[0].name} and others that trainer=megatron keeps in one "
+            f"matrix are in the groups {', '.join(found)}; choose trainer=fsdp"
+        )
+    return found[0]

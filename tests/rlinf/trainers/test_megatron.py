@@ -1,0 +1,240 @@
+"""Megatron's layouts give the update of one process of FSDP2, and each other's checkpoints.
+
+The processes run in the environment that ``make env NAME=megatron`` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.mixture import create
+from pipeline.commands.experiment import execute
+from rlinf import tree
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.errors import ConfigError
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.environments import need_environment
+from tests.rlinf.trainers.test_lanes import loss, records
+
+LR = 1e-3
+ALPHABET = {"alphabet": "0123456789+="}
+SIZES = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 64}
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from rlinf.channels.world import ParallelLayout, World
+from rlinf.config import OptimizerSection
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.trainers import trainers
+from tests.rlinf.trainers.test_lanes import loss, records
+
+said = json.loads(sys.argv[1])
+rank, size, out = int(sys.argv[2]), said["size"], Path(said["out"])
+layout = ParallelLayout.parse(said["layout"])
+world = World(rank, size, meeting=out / "channels" / "group-m.json", layout=layout)
+cls, folder = trainers.get("megatron"), Path(said["folder"])
+load = CausalLM.outline if size > 1 else CausalLM.load
+options = {"device": "cpu", "token_budget": 40, **said["options"]}
+trainer = cls(
+    load(folder, CausalLMConfig()),
+    cls.Config.model_validate(options),
+    OptimizerSection(lr=1e-3, weight_decay=0.1),
+    world,
+)
+if said["load"]:
+    trainer.load(Path(said["load"]))
+found = {f"forward/{row}": outputs.logprobs for row, outputs in trainer.forward(records(), 1.0)}
+metrics = [trainer.step(records(), loss, lr=1e-3) for _ in range(said["steps"])]
+trainer.save(out / "state")
+found |= {f"weights/{name}": tensor for name, tensor in trainer.full_state(copy=True).items()}
+if world.speaks:
+    found = {name: tensor.clone() for name, tensor in found.items()}
+    save_file(found, out / f"found-{world.data_rank}.safetensors")
+    (out / f"metrics-{world.data_rank}.json").write_text(json.dumps(metrics))
+trainer.close()
+print("ok")
+"""
+
+
+def run(
+    folder: Path,
+    out: Path,
+    layout: str,
+    size: int,
+    steps: int = 2,
+    load: Path | None = None,
+    **options: Any,
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Metrics and outcome of steps by processes of a layout."""
+    (out / "channels").mkdir(parents=True)
+    said = {
+        "folder": str(folder),
+        "out": str(out),
+        "layout": layout,
+        "size": size,
+        "steps": steps,
+        "load": None if load is None else str(load),
+        "options": options,
+    }
+    python = need_environment("megatron")
+    processes = [
+        subprocess.Popen(
+            [python, "-c", PROGRAM, json.dumps(said), str(rank)],
+            cwd=tree.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    ended = [process.communicate(timeout=280) for process in processes]
+    assert [text for text, _ in ended] == ["ok\n"] * size, "\n".join(e[-3000:] for _, e in ended)
+    found: dict[str, Tensor] = {}
+    for path in sorted(out.glob("found-*.safetensors")):
+        found |= load_file(path)
+    return json.loads((out / "metrics-0.json").read_text()), found
+
+
+def alone(folder: Path, steps: int = 2) -> FSDPTrainer:
+    """One process of FSDP2 after as many steps."""
+    trainer = FSDPTrainer(
+        CausalLM.load(folder, CausalLMConfig()),
+        FSDPConfig(token_budget=40, device="cpu"),
+        OptimizerSection(lr=LR, weight_decay=0.1),
+        World(),
+    )
+    trainer.metrics = [trainer.step(records(), loss, lr=LR) for _ in range(steps)]  # type: ignore[attr-defined]
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    CausalLM.create(CausalLMConfig(**SIZES), ALPHABET, 0, path)
+    return path
+
+
+def check(
+    folder: Path, tmp_path: Path, layout: str, size: int, **options: Any
+) -> tuple[FSDPTrainer, Path]:
+    """A layout computes what one process of FSDP2 does, and each goes on from the other's state."""
+    metrics, found = run(folder, tmp_path / "one", layout, size, **options)
+    right = alone(folder)
+    before = FSDPTrainer(
+        CausalLM.load(folder, CausalLMConfig()),
+        FSDPConfig(token_budget=40, device="cpu"),
+        OptimizerSection(lr=LR),
+        World(),
+    ).forward(records(), 1.0)
+    for row, outputs in before:
+        torch.testing.assert_close(found[f"forward/{row}"], outputs.logprobs, rtol=0, atol=1e-5)
+    for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert_weights(found, right.full_state())
+    # Its state to one process of FSDP2, and that one's to it: a further step is the same.
+    other = alone(folder, 0)
+    other.load(tmp_path / "one" / "state")
+    right.save(tmp_path / "right")
+    _, went_on = run(folder, tmp_path / "two", layout, size, 1, tmp_path / "right", **options)
+    for trainer in (right, other):
+        trainer.step(records(), loss, lr=LR)
+    assert_weights(went_on, right.full_state())
+    assert_weights(went_on, other.full_state())
+    return right, tmp_path / "one" / "state"
+
+
+def assert_weights(
+    found: dict[str, Tensor], right: dict[str, Tensor], atol: float = LR / 50
+) -> None:
+    mine = {n.removeprefix("weights/"): t for n, t in found.items() if n.startswith("weights/")}
+    assert mine.keys() == right.keys()
+    for name, tensor in right.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("packing", [True, False])
+def test_two_processes_share_each_matrix(folder: Path, tmp_path: Path, packing: bool) -> None:
+    check(folder, tmp_path, "tp=2", 2, packing=packing)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
+    check(folder, tmp_path, "tp=2", 2, sequence_parallel=True)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3_moe")
+    create(CausalLMConfig(**SIZES), ALPHABET["alphabet"], path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_they_share_experts(mixture: Path, tmp_path: Path) -> None:
+    check(mixture, tmp_path, "ep=2", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_they_share_layers(folder: Path, tmp_path: Path) -> None:
+    check(folder, tmp_path, "pp=2", 2, stage_layers=[3, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None:
+    check(folder, tmp_path, "", 2, distributed_optimizer=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_processes_share_matrices_and_layers(folder: Path, tmp_path: Path) -> None:
+    options = {"sequence_parallel": True, "activation_checkpointing": True}
+    metrics, found = run(folder, tmp_path / "four", "tp=2,pp=2", 4, **options)
+    right = alone(folder)
+    for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert_weights(found, right.full_state())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bfloat16_is_close(folder: Path, tmp_path: Path) -> None:
+    """Each step is at most as long as the learning rate, in either direction."""
+    options = {"distributed_optimizer": True, "param_dtype": "bfloat16"}
+    metrics, found = run(folder, tmp_path / "half", "", 2, 1, **options)
+    right = alone(folder, 1)
+    (theirs,) = right.metrics  # type: ignore[attr-defined]
+    assert metrics[0]["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    assert metrics[0]["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
+    assert_weights(found, right.full_state(), 2 * LR)
+
+
+@pytest.mark.timeout(300)
+def test_a_plan_that_the_model_does_not_fit_writes_nothing(
+    tmp_path: Path, compose: Callable[..., dict[str, Any]]
+) -> None:
+    """The tiny run's model has one group of heads."""
+    need_environment("megatron")
+    values = compose("cluster=local", "trainer=megatron", "trainer.python=megatron")
+    values["plan"] = {"stages": {"train": {"processes": 2, "layout": {"tp": 2}}}}
+    with pytest.raises(ConfigError, match=r"^plan\.stages\.train\.layout\.tp: 2 processes cannot"):
+        execute(values)
+    assert not (tmp_path / "tiny").exists()

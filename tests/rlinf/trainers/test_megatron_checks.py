@@ -1,0 +1,146 @@
+"""What Megatron cannot train is refused before anything is written; its packages are not needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.channels.world import ParallelLayout
+from rlinf.config import OptimizerSection
+from rlinf.errors import ConfigError
+from rlinf.models.causal_lm import CausalLMConfig
+from rlinf.trainers.megatron import names, on_cpu
+from rlinf.trainers.megatron.trainer import MegatronConfig, MegatronTrainer
+
+MODEL = {"heads": 12, "kv_heads": 4, "intermediate": 96, "layers": 6}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_experts": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "text"),
+    [
+        ("tp=3", {}, r"^train\.tp: 3 .* share 12 heads, 4 heads of keys .* 1, 2 or 4 can$"),
+        ("pp=4", {}, r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*stage_layers"),
+        (
+            "pp=2",
+            {"stage_layers": [3, 2]},
+            r"^trainer\.stage_layers: \[3, 2\] are not the 6 layers",
+        ),
+        ("cp=2", {}, r"^train\.cp: 2 processes .* Transformer Engine"),
+        ("ep=2", {}, r"^train\.ep: this model has no experts"),
+        ("", {"lora": {"rank": 2}}, r"^trainer\.lora: trainer=megatron has no adapters"),
+    ],
+)
+def test_layouts_and_options(layout: str, options: dict[str, Any], text: str) -> None:
+    config = MegatronConfig.model_validate(options)
+    with pytest.raises(ConfigError, match=text):
+        check(config, CausalLMConfig(**MODEL), layout)
+    check(MegatronConfig(), CausalLMConfig(**MODEL), "tp=2,pp=3")
+    check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "pp=2")
+    check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "")
+
+
+def check(config: MegatronConfig, model: CausalLMConfig, layout: str, name: Any = "adamw") -> None:
+    optimizer = OptimizerSection(name=name)
+    MegatronTrainer.check(config, model, optimizer, ParallelLayout.parse(layout), "train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "text"),
+    [
+        ({}, "ep=4", r"^train\.ep: 6 experts .* 4 processes; 1, 2, 3 or 6 can"),
+        ({"model_type": "gemma2"}, "", r"^model\.path: .* of type 'gemma2', but those of llama"),
+        ({"use_sliding_window": True}, "", r"attention has a window"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "", r"positions of kind 'yarn'"),
+        ({"mlp_only_layers": [0]}, "", r"some of whose layers have no experts"),
+        ({"attention_bias": True}, "", r"biases in its attention"),
+    ],
+)
+def test_checkpoints(changes: dict[str, Any], layout: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    check(MegatronConfig(), CausalLMConfig(path=tmp_path), "ep=3")
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | changes))
+    with pytest.raises(ConfigError, match=text):
+        check(MegatronConfig(), CausalLMConfig(path=tmp_path), layout)
+
+
+def test_the_distributed_optimizer_is_adamws() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.distributed_optimizer: .* is sgd"):
+        check(MegatronConfig(distributed_optimizer=True), CausalLMConfig(), "", "sgd")
+
+
+def test_a_stretch_of_heads_and_columns_is_found_in_its_tensors() -> None:
+    """Every element of queries, keys and values, and of columns, cut anywhere, comes back."""
+    heads, hidden = {"q": 8, "k": 4, "v": 4}, 6
+    prefix = "model.layers.3.self_attn."
+    whole = {
+        f"{prefix}{kind}_proj.weight": torch.randn(rows * 2, hidden) for kind, rows in heads.items()
+    }
+    whole[f"{prefix}o_proj.weight"] = torch.randn(hidden, 16)
+    for rank in range(2):
+        where = names.Where(
+            {n: tuple(t.shape) for n, t in whole.items()}, 2, rank, 3, 0, (4, 2), True
+        )
+        fused = torch.cat(
+            [
+                whole[f"{prefix}{kind}_proj.weight"][group * count : (group + 1) * count]
+                for group in (2 * rank, 2 * rank + 1)
+                for kind, count in (("q", 4), ("k", 2), ("v", 2))
+            ]
+        )
+        columns = whole[f"{prefix}o_proj.weight"][:, rank * 8 : (rank + 1) * 8].contiguous()
+        for name, local in (
+            ("decoder.layers.0.self_attention.linear_qkv.weight", fused),
+            ("decoder.layers.0.self_attention.linear_proj.weight", columns),
+        ):
+            share = names.share(name, tuple(local.shape), where)
+            size = local.numel()
+            for cut in (0, 5, 17, 31, size):
+                stretches = [
+                    (share, tuple(local.shape), start, stop - start)
+                    for start, stop in ((0, cut), (cut, size))
+                ]
+                flats = [local.view(-1)[:cut], local.view(-1)[cut:]]
+                for part in names.parts(stretches, str.__len__):
+                    own = torch.cat([flats[n][b : b + c] for n, b, c in part.copies])
+                    assert torch.equal(own, part.place.take(whole[part.name]))
+                    other = torch.zeros_like(whole[part.name])
+                    part.place.put(other, own)
+                    assert torch.equal(other[other != 0], whole[part.name][other != 0])
+                    assert int((other != 0).sum()) == len(own)
+
+
+def test_sources_are_rewritten_for_the_cpu() -> None:
+    source = (
+        "import torch\n"
+        "from torch.cuda import _lazy_call\n"
+        "found = []\n"
+        "_lazy_call(lambda: found.append('called'))\n"
+        "device = torch.cuda.current_device()\n"
+        "x = torch.zeros(2, device='cuda').cuda(device)\n"
+        "kind = x.type() == 'torch.cuda.FloatTensor'\n"
+        "named = f'cuda:{device}'\n"
+        "moved = x.is_cuda\n"
+        "x.record_stream(torch.cuda.current_stream())\n"
+    )
+    from rlinf.trainers.megatron import no_cuda
+
+    space: dict[str, Any] = {on_cpu._NAME: no_cuda}
+    exec(on_cpu.rewritten(source), space)
+    assert space["found"] == ["called"]
+    assert space["x"].device == space["device"] == torch.device("cpu")
+    assert (space["kind"], space["named"], space["moved"]) == (True, "cpu", True)
+    assert np.all(space["x"].numpy() == 0)
