@@ -38,19 +38,6 @@ def clipped_surrogate(
     return -torch.minimum(plain, clipped), (clipped < plain).float()
 
 
-def behaviour_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float
-) -> tuple[Tensor, Tensor]:
-    """Importance of a step collected by an older policy, truncated, ``[..., T]``.
-
-    ``min(cap, old / rollout)``: the factor of the decoupled objective (arXiv 2110.00641, eq. 6;
-    for asynchronous rollouts arXiv 2505.24298, eq. 5) that stands before the clipped surrogate,
-    whose ratio is against the policy just before the update. Also 1 where the cap took effect.
-    """
-    ratio = bounded_ratio(old_logprobs, rollout_logprobs)
-    return ratio.clamp(max=cap), (ratio > cap).float()
-
-
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> Tensor:

@@ -12,11 +12,18 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
+from rlinf.algorithms.behaviour import (
+    Outside,
+    WeightLevel,
+    behaviour_ratio,
+    behaviour_weights,
+    engine_gap,
+)
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import Level, by_unit
-from rlinf.algorithms.losses import behaviour_weights, clipped_surrogate, kl_estimate
+from rlinf.algorithms.losses import clipped_surrogate, kl_estimate
 from rlinf.algorithms.shares import Aggregation
-from rlinf.algorithms.update import by_minibatches, engine_gap
+from rlinf.algorithms.update import by_minibatches
 from rlinf.config import Section
 from rlinf.data.batch import Sample, StepBatch
 from rlinf.models.base import Batch, Policy, StepOutputs
@@ -36,7 +43,16 @@ class PolicyGradientConfig(Section):
     first one the update's own forward pass gives the same."""
     behaviour_weight_cap: float | None = Field(default=None, gt=0)
     """Weight each step by how likely the policy before the update is to do what the policy that
-    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts."""
+    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts:
+    truncated importance sampling (:mod:`rlinf.algorithms.behaviour`). The policy before the update
+    is as the training stack computes it, whether the inference stage does or, where the update has
+    a single step, its own forward pass."""
+    behaviour_weight_level: WeightLevel = "token"
+    """What has one such weight: each token, the whole response by the product of its ratios
+    (``sequence``), or by their geometric mean (``geometric``)."""
+    behaviour_weight_outside: Outside = "truncate"
+    """What of a ratio above the cap ``C``: it weighs ``C`` (``truncate``), or nothing, as below
+    ``1 / C`` (``mask``). What is left out keeps its place in the mean of ``aggregation``."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
     """Largest mean difference, nats, between the log-probabilities that the engine gave to the
     steps of an iteration and those of the trainer before its first step, where both have the same
@@ -54,7 +70,17 @@ class PolicyGradientConfig(Section):
 
     @model_validator(mode="after")
     def _behaviour_is_known(self) -> PolicyGradientConfig:
-        if self.behaviour_weight_cap is not None and self.old_logprobs == "rollout":
+        if self.behaviour_weight_cap is None:
+            for key in ("behaviour_weight_level", "behaviour_weight_outside"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is of weights; set behaviour_weight_cap as well")
+            return self
+        if self.behaviour_weight_outside == "mask" and self.behaviour_weight_cap <= 1:
+            raise ValueError(
+                "behaviour_weight_cap must be above 1 to leave out what is not within [1 / cap, "
+                "cap]"
+            )
+        if self.old_logprobs == "rollout":
             raise ValueError(
                 "behaviour_weight_cap compares recomputed log-probabilities with those of the "
                 "rollout; it needs old_logprobs: recompute"
@@ -82,6 +108,12 @@ class PolicyGradient(Algorithm):
     def one_step(self) -> bool:
         """Whether an iteration has a single optimizer step."""
         return bool(self.config.epochs == self.config.minibatches == 1)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the loss of a step depends on the others of its sample."""
+        config = self.config
+        return bool(config.behaviour_weight_cap and config.behaviour_weight_level != "token")
 
     @property
     def minibatches(self) -> int:
@@ -149,8 +181,14 @@ def policy_terms(
     )
     metrics: dict[str, Tensor] = {}
     if config.behaviour_weight_cap is not None:
+        ratio = behaviour_ratio(
+            batch.old_logprobs,
+            batch.require("rollout_logprobs"),
+            batch.mask,
+            config.behaviour_weight_level,
+        )
         behaviour, capped = behaviour_weights(
-            batch.old_logprobs, batch.require("rollout_logprobs"), config.behaviour_weight_cap
+            ratio, config.behaviour_weight_cap, config.behaviour_weight_outside
         )
         surrogate = behaviour * surrogate
         metrics = {

@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from rlinf.algorithms.behaviour import engine_metrics, same_version
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import at_level
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import Sample, StepBatch, assemble, taken
 from rlinf.data.packing import Span
-from rlinf.data.padding import pad
-from rlinf.data.record import Record
 from rlinf.errors import InputError
 from rlinf.models.base import Batch, Policy
-from rlinf.trainers.base import Loss
+from rlinf.trainers.base import Loss, is_largest
 
 if TYPE_CHECKING:
     from rlinf.algorithms.policy_gradient import PolicyGradient
-
-GAP, STEPS = "_gap", "_gap_steps"
-"""Sums over the steps that count and were chosen by the trainer's own version."""
 
 
 def by_minibatches(
@@ -125,9 +121,18 @@ class _Update:
                 temperature=learner.temperature,
                 entropy=entropy,
             )
-            return value, {name: metric / share for name, metric in metrics.items()}
+            return value, {
+                name: metric if is_largest(name) else metric / share
+                for name, metric in metrics.items()
+            }
 
-        learner.accumulate([samples[i].trajectory for i in chosen], loss)
+        # Steps that stand alone would be cut to the budget; a ratio of the row needs them all.
+        whole = self._algorithm.whole_rows and learner.policy.stepwise
+        learner.accumulate(
+            [samples[i].trajectory for i in chosen],
+            loss,
+            together=[[row] for row in range(len(chosen))] if whole else None,
+        )
 
     def _trained(
         self, batch: StepBatch, chosen: list[int], weights: Tensor
@@ -150,11 +155,12 @@ class _Update:
         Raises:
             InputError: by more than the limit, in the mean over the steps that count.
         """
-        if totals.get(STEPS, 0.0) <= 0:
-            return
-        gap, limit = totals[GAP] / totals[STEPS], self._algorithm.config.logprob_gap_limit
+        found = engine_metrics(totals)
+        for name, value in found.items():
+            self._learner.metric(name, value)
+        limit = self._algorithm.config.logprob_gap_limit
         limit = self._learner.gap_limit if limit is None else limit
-        self._learner.metric("engine_gap", gap)
+        gap = found.get("engine_gap", 0.0)
         if not gap <= limit:
             raise InputError(
                 f"iteration {self._learner.iteration + 1}: the log-probabilities of engine and "
@@ -162,28 +168,6 @@ class _Update:
                 "weight was changed. Both have the same weights: look at engine.*, trainer.* and "
                 "the model's files, or raise algorithm.logprob_gap_limit"
             )
-
-
-def engine_gap(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-    """How far engine and trainer differ on the steps that both chose with equal weights."""
-    if batch.fresh is None:
-        return {}
-    gap = (logprobs.detach() - batch.require("rollout_logprobs")).abs()
-    fresh = batch.fresh * batch.mask
-    return {GAP: (fresh * gap).sum(), STEPS: fresh.sum()}
-
-
-def same_version(trajectories: list[Record], version: int) -> Tensor:
-    """``[N, T]`` 1 where a step was chosen by the weights of ``version``."""
-    return pad(
-        [
-            np.asarray(record.steps["versions"] == version, np.float32)
-            if "versions" in record.steps
-            else np.full(len(record), record.info["policy_version"] == version, np.float32)
-            for record in trajectories
-        ],
-        max(len(record) for record in trajectories),
-    )
 
 
 def minibatches(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:

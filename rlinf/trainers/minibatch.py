@@ -30,7 +30,7 @@ from rlinf.residency import Storages
 from rlinf.sharded import local, memory
 from rlinf.tensors import State
 from rlinf.trainers import shards
-from rlinf.trainers.base import LossFunction, Trainer
+from rlinf.trainers.base import LossFunction, Trainer, is_largest, joined_metrics
 from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.lora import Adapters, LoRASection
@@ -169,14 +169,12 @@ class MinibatchTrainer(Storages, Trainer):
                     counted * self.world.data_size,
                     last=number == len(cut.batches),
                 )
-                for name, part in parts.items():
-                    sums[name] = sums.get(name, 0.0) + part * counted
+                joined_metrics(sums, {name: part * counted for name, part in parts.items()})
             return sums
 
         try:
             for part in self._lanes.map(lane, self.cut(records, together)):
-                for name, value in part.items():
-                    self._sums[name] = self._sums.get(name, 0.0) + value
+                joined_metrics(self._sums, part)
             self._lanes.add_gradients()
         except BaseException:
             self.discard()
@@ -204,7 +202,10 @@ class MinibatchTrainer(Storages, Trainer):
         scale: float,
         check: Callable[[dict[str, float]], None] | None,
     ) -> dict[str, float]:
-        totals = {name: scale * value for name, value in self._sum_over_ranks(sums).items()}
+        totals = {
+            name: value if is_largest(name) else scale * value
+            for name, value in self._over_ranks(sums).items()
+        }
         if check is not None:
             check(totals)
         norm = scale * self._gradient_norm()
@@ -331,14 +332,22 @@ class MinibatchTrainer(Storages, Trainer):
         batch = policy.collate([records[row].part(start, stop) for row, start, stop in spans])
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
-    def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:
-        names = sorted(sums)
-        total = torch.stack([sums[name] for name in names])
-        if self.world.size > 1:
-            torch.distributed.all_reduce(total)
-            # Processes of one copy of the model have the same sums.
-            total /= self.world.layout.ranks
-        return dict(zip(names, total.tolist(), strict=True))
+    def _over_ranks(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """Those of all processes."""
+        largest = sorted(filter(is_largest, metrics))
+        sums = sorted(metrics.keys() - set(largest))
+        found: dict[str, float] = {}
+        for names in filter(None, (sums, largest)):
+            total = torch.stack([metrics[name] for name in names])
+            if self.world.size > 1:
+                reduced = torch.distributed.ReduceOp
+                which = reduced.MAX if names is largest else reduced.SUM
+                torch.distributed.all_reduce(total, which)
+            if names is sums:
+                # Processes of one copy of the model have the same sums.
+                total /= self.world.layout.ranks
+            found |= dict(zip(names, total.tolist(), strict=True))
+        return found
 
 
 def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algorithms.grpo import DAPO, DAPOConfig
-from rlinf.algorithms.losses import (
-    behaviour_weights,
-    clipped_surrogate,
-    clipped_value_loss,
-    kl_estimate,
-)
-from rlinf.algorithms.policy_gradient import PolicyGradientConfig
+from rlinf.algorithms.losses import clipped_surrogate, clipped_value_loss, kl_estimate
 from rlinf.algorithms.shares import step_weights
 from rlinf.config import OptimizerSection
 
@@ -54,23 +48,6 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
 @given(st.floats(-30, 0), st.floats(-30, 0))
 def test_the_divergence_estimate_is_never_negative(a: float, b: float) -> None:
     assert float(kl_estimate(torch.tensor(a), torch.tensor(b))) >= -1e-6
-
-
-def test_steps_of_an_older_policy_weigh_what_makes_them_unbiased() -> None:
-    """The mean over its choices, so weighted, is that of the policy before the update."""
-    older, old = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
-    gain = torch.tensor([1.0, -2.0, 3.0])
-    weights, capped = behaviour_weights(old.log(), older.log(), cap=10)
-    torch.testing.assert_close((older * weights * gain).sum(), (old * gain).sum())
-    assert not capped.any()
-    weights, capped = behaviour_weights(old.log(), older.log(), cap=1.6)
-    torch.testing.assert_close(weights, torch.tensor([5 / 7, 1.5, 1.6]))
-    assert capped.tolist() == [0, 0, 1]
-
-
-def test_the_weight_of_older_policies_needs_recomputed_logprobs() -> None:
-    with pytest.raises(ValueError, match="old_logprobs: recompute"):
-        PolicyGradientConfig(behaviour_weight_cap=2, old_logprobs="rollout")
 
 
 def test_the_divergence_estimate_is_unbiased() -> None:
@@ -120,11 +97,10 @@ def test_dapo_leaves_out_groups_without_a_signal() -> None:
 def test_an_outlier_gives_finite_losses_and_gradients(gap: float, advantage: float) -> None:
     logprobs = torch.tensor([gap], requires_grad=True)
     loss, _ = clipped_surrogate(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2)
-    weight, _ = behaviour_weights(torch.tensor([gap]), torch.zeros(1), cap=2.0)
     divergence = kl_estimate(logprobs, torch.zeros(1))
-    (loss + 0 * weight + divergence).sum().backward()
+    (loss + divergence).sum().backward()
     assert logprobs.grad is not None
-    for value in (loss, weight, divergence, logprobs.grad):
+    for value in (loss, divergence, logprobs.grad):
         assert torch.isfinite(value).all()
     assert float(divergence.detach()) <= 10
 
