@@ -102,17 +102,18 @@ def check_interpreters(
 
 
 def check_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
-    """See that learning rates are of groups of parameters that the policy has.
+    """See that learning rates and the like are of groups of parameters that the policy has.
 
     Raises:
         ConfigError: one is not.
     """
-    for name in config.optimizer.group_lr:
-        if name not in groups:
-            raise ConfigError(
-                f"optimizer.group_lr.{name}: {config.model.name} has no such group of parameters, "
-                f"but {', '.join(groups)}"
-            )
+    for key in ("group_lr", "group_clip"):
+        for name in getattr(config.optimizer, key):
+            if name not in groups:
+                raise ConfigError(
+                    f"optimizer.{key}.{name}: {config.model.name} has no such group of parameters, "
+                    f"but {', '.join(groups)}"
+                )
 
 
 def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:

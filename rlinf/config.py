@@ -205,7 +205,10 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled from the gradient for AdamW; of tensors with two dimensions or more."""
     clip_grad: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient of all parameters that an update changes."""
+    """Largest norm of the gradient of all parameters that an update changes, but those of
+    ``group_clip``."""
+    group_clip: dict[str, Rate] = {}
+    """Largest norm of the gradient of groups of parameters that are clipped by themselves."""
 
     def rate(self, iteration: int, iterations: int, group: str = "") -> float:
         """Learning rate of an iteration (counted from 0) of a schedule of ``iterations``.

@@ -126,6 +126,10 @@ class PolicyGradient(Algorithm):
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         by_minibatches(self, learner, parts)
 
+    def learns(self, iteration: int) -> tuple[str, ...] | None:
+        """Groups of the policy's parameters that an iteration (from 0) changes; None: all."""
+        return None
+
     @abstractmethod
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
         """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch."""

@@ -26,6 +26,9 @@ class PPOConfig(PolicyGradientConfig):
     value_coefficient: float = Field(default=0.5, ge=0)
     value_clip: float | None = Field(default=None, gt=0)
     """Largest change of a value per update that the value loss rewards; null: unlimited."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """First iterations of a run in which the value alone learns: advantages of a critic that knows
+    nothing yet are noise."""
     whiten_advantages: bool = True
 
 
@@ -35,6 +38,9 @@ class PPO(PolicyGradient):
     Config = PPOConfig
     config: PPOConfig
     needs = frozenset({VALUES})
+
+    def learns(self, iteration: int) -> tuple[str, ...] | None:
+        return ("value",) if iteration < self.config.critic_warmup else None
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         advantages, returns = generalised(

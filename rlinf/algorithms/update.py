@@ -147,7 +147,8 @@ class _Update:
         return places, share if len(places) < len(chosen) and share > 0 else 1.0
 
     def _finish(self, scale: float) -> None:
-        self._learner.update(scale=scale, check=self._compare)
+        only = self._algorithm.learns(self._learner.iteration)
+        self._learner.update(scale=scale, check=self._compare, only=only)
 
     def _compare(self, totals: dict[str, float]) -> None:
         """Stop where engine and trainer, of equal weights, disagree on what was done.

@@ -82,7 +82,12 @@ class MinibatchTrainer(Storages, Trainer):
         self._places: dict[str, shards.Place] = {}
         """Where its parts of tensors belong, if they do not say so themselves."""
         self._closed = False
-        self._clip = optimizer.clip_grad
+        alone = {name: clip for name, clip in optimizer.group_clip.items() if name in policy.groups}
+        rest = [name for name in policy.groups if name not in alone]
+        self._clips = [([name], clip) for name, clip in alone.items()]
+        """Groups whose gradients are clipped together, and to which norm."""
+        if rest:
+            self._clips.insert(0, (rest, optimizer.clip_grad))
         self._moments = MOMENTS[optimizer.name]
         self._torch_threads = config.threads
         self.device = local_device(config.device)
@@ -208,16 +213,19 @@ class MinibatchTrainer(Storages, Trainer):
         }
         if check is not None:
             check(totals)
-        norm = scale * self._gradient_norm()
+        norms = [scale * self._gradient_norm(groups) for groups, _ in self._clips]
+        norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
                 f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
                 "are untouched. Look at this iteration's trajectories; lower optimizer.lr or "
                 "optimizer.clip_grad"
             )
-        if norm > self._clip:
-            scale *= self._clip / (norm + 1e-6)
-        self._step(scale)
+        scales: dict[str, float] = {}
+        for (groups, clip), own in zip(self._clips, norms, strict=True):
+            shrunk = scale * clip / (own + 1e-6) if own > clip else scale
+            scales |= dict.fromkeys(groups, shrunk)
+        self._step(scales)
         return {**totals, "grad_norm": norm}
 
     def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
@@ -242,12 +250,12 @@ class MinibatchTrainer(Storages, Trainer):
         leave_out(self.optimizer, self._moments, chosen)
 
     @abstractmethod
-    def _gradient_norm(self) -> float:
-        """Of the accumulated gradient of what is chosen, the same on every rank."""
+    def _gradient_norm(self, groups: Collection[str]) -> float:
+        """Of the accumulated gradient of what is chosen of some groups, the same on every rank."""
 
     @abstractmethod
-    def _step(self, scale: float) -> None:
-        """Change the weights by the accumulated gradient times ``scale``."""
+    def _step(self, scales: Mapping[str, float]) -> None:
+        """Change the weights by the accumulated gradient, times the number of their group."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._take(tensors)

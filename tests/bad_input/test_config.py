@@ -43,6 +43,7 @@ VALUES: dict[str, list[Any]] = {
     "optimizer.lr": [0, -1e-4, "1e-4", True, None, float("inf")],
     "optimizer.name": ["adam", True],
     "optimizer.group_lr": [{"policy": 0}, {"policy": "1"}, 1e-3],
+    "optimizer.group_clip": [{"policy": 0}, {"policy": "1"}, 1.0],
     "optimizer.schedule": ["cosin", True, None],
     "optimizer.lr_warmup": [-1, 2.5, True],
     "optimizer.lr_final": [-0.1, 1.5, True],
@@ -163,6 +164,12 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         "arithmetic",
         {"optimizer.group_lr": {"critic": 1e-3}},
         ["optimizer.group_lr.critic", "causal_lm has no such group", "policy"],
+    ),
+    (
+        "group-clip",
+        "arithmetic",
+        {"optimizer.group_clip": {"value": 1.0}},
+        ["optimizer.group_clip.value", "causal_lm has no such group", "policy"],
     ),
     ("cut", "arithmetic", {"algorithm.minibatches": 5}, ["algorithm.minibatches", "5 equal"]),
     (
