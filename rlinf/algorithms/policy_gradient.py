@@ -21,7 +21,12 @@ from rlinf.algorithms.behaviour import (
 )
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import Level, by_unit
-from rlinf.algorithms.losses import clipped_surrogate, kl_estimate
+from rlinf.algorithms.losses import (
+    KLEstimator,
+    clipped_surrogate,
+    kl_estimate,
+    sequence_log_ratio,
+)
 from rlinf.algorithms.shares import Aggregation
 from rlinf.algorithms.update import by_minibatches
 from rlinf.config import Section
@@ -61,12 +66,36 @@ class PolicyGradientConfig(Section):
     """What has one ratio where a step is several choices, and is one of what ``aggregation`` calls
     tokens: each choice (``token``), each action of a chunk (``action``), or the whole step."""
     aggregation: Aggregation = "token_mean"
+    aggregation_length: int | None = Field(default=None, gt=0)
+    """A fixed length that ``seq_mean_token_sum`` divides the sum of each sequence by, the horizon
+    say; null: none."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """What has one clipped ratio: each token, or the whole response, by the geometric mean of its
+    tokens' (GSPO, arXiv 2507.18071)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``."""
+    clip_dual: float | None = Field(default=None, gt=1)
+    """Most that the loss of a negative advantage is, in its magnitude, however large the ratio
+    (dual-clip PPO, arXiv 1912.09729); null: unlimited."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the reference policy (the weights after warm start)."""
+    """Weight of the divergence from the reference policy (the weights after warm start) in the
+    loss, by the estimator k3."""
+    kl_reward: float = Field(default=0.0, ge=0)
+    """The same, taken from the reward of each step instead: of the policy before the update, and
+    without a gradient."""
+    kl_reward_estimator: KLEstimator = "k1"
+    """How that is estimated (:func:`rlinf.algorithms.losses.kl_estimate`)."""
+
+    @model_validator(mode="after")
+    def _length_is_of_sums(self) -> PolicyGradientConfig:
+        if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum":
+            raise ValueError(
+                "aggregation_length divides sums of sequences; it needs aggregation: "
+                "seq_mean_token_sum"
+            )
+        return self
 
     @model_validator(mode="after")
     def _behaviour_is_known(self) -> PolicyGradientConfig:
@@ -98,11 +127,13 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_reference(self) -> bool:
-        return bool(self.config.kl_coefficient > 0)
+        return bool(self.config.kl_coefficient > 0 or self.config.kl_reward > 0)
 
     @property
     def needs_old_logprobs(self) -> bool:
-        return bool(self.config.old_logprobs == "recompute" and not self.one_step)
+        # What is taken from the reward is of them, before there is a forward pass of the update.
+        needed = not self.one_step or self.config.kl_reward > 0
+        return bool(self.config.old_logprobs == "recompute" and needed)
 
     @property
     def one_step(self) -> bool:
@@ -113,7 +144,8 @@ class PolicyGradient(Algorithm):
     def whole_rows(self) -> bool:
         """Whether the loss of a step depends on the others of its sample."""
         config = self.config
-        return bool(config.behaviour_weight_cap and config.behaviour_weight_level != "token")
+        weighed = config.behaviour_weight_cap and config.behaviour_weight_level != "token"
+        return bool(weighed or config.ratio_level == "sequence")
 
     @property
     def minibatches(self) -> int:
@@ -176,12 +208,17 @@ def policy_terms(
     config: PolicyGradientConfig, outputs: StepOutputs, batch: StepBatch, weights: Tensor
 ) -> Loss:
     """The part of the loss that GRPO and PPO share: clipped surrogate, entropy, KL."""
+    ours, old = outputs.logprobs, batch.old_logprobs
+    if config.ratio_level == "sequence":
+        ours = sequence_log_ratio(ours, old, batch.mask)
+        old = torch.zeros_like(ours)
     surrogate, clipped = clipped_surrogate(
-        outputs.logprobs,
-        batch.old_logprobs,
+        ours,
+        old,
         batch.require("advantages"),
         config.clip_low,
         config.clip_high,
+        config.clip_dual,
     )
     metrics: dict[str, Tensor] = {}
     if config.behaviour_weight_cap is not None:

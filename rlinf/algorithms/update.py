@@ -16,6 +16,7 @@ from torch import Tensor
 from rlinf.algorithms.behaviour import engine_metrics, same_version
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import at_level
+from rlinf.algorithms.losses import KLEstimator, kl_estimate
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import Sample, StepBatch, assemble, taken
 from rlinf.data.packing import Span
@@ -86,11 +87,18 @@ class _Update:
             learner.metric("explained_variance", value)
 
     def _shares(self, units: Tensor) -> tuple[Tensor, float]:
-        weights, mass = step_shares(units.flatten(1), self._algorithm.config.aggregation)
+        config = self._algorithm.config
+        weights, mass = step_shares(units.flatten(1), config.aggregation, config.aggregation_length)
         return weights.view(units.shape), mass
 
     def _with_advantages(self, samples: list[Sample]) -> StepBatch:
-        batch = at_level(assemble(samples), self._algorithm.config.logprob_level)
+        config = self._algorithm.config
+        batch = at_level(assemble(samples), config.logprob_level)
+        if config.kl_reward:
+            divergence = reward_divergence(batch, config.kl_reward_estimator)
+            batch = replace(batch, rewards=batch.rewards - config.kl_reward * divergence)
+            mean = divergence.sum() / batch.mask.sum().clamp(min=1)
+            self._learner.metric("kl_reward", float(mean))
         advantages, returns = self._algorithm.advantages(batch)
         return replace(batch, advantages=advantages, returns=returns)
 
@@ -169,6 +177,18 @@ class _Update:
                 "weight was changed. Both have the same weights: look at engine.*, trainer.* and "
                 "the model's files, or raise algorithm.logprob_gap_limit"
             )
+
+
+def reward_divergence(batch: StepBatch, kind: KLEstimator) -> Tensor:
+    """How far the policy before the update went from the reference, ``[N, T]``, 0 where no step
+    counts; choices of a step are added up.
+
+    Args:
+        batch: of :func:`rlinf.algorithms.levels.at_level`.
+    """
+    reference = batch.require("reference_logprobs")
+    found = kl_estimate(batch.old_logprobs, reference, kind) * batch.require("units")
+    return found if found.ndim == 2 else found.flatten(2).sum(-1)
 
 
 def minibatches(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:

@@ -128,3 +128,21 @@ def test_a_coarser_engine_is_seen_and_corrected(
     assert truncated["train/behaviour_weight"] == pytest.approx(1, abs=0.1)
     assert truncated["train/behaviour_capped_share"] == 0
     assert 0.1 < masked["train/behaviour_capped_share"] <= 1
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    "name", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo"]
+)
+def test_a_divergence_is_taken_from_the_reward_in_a_single_step_too(
+    compose: Compose, tmp_path: Path, name: str
+) -> None:
+    """The inference stage gives old log-probabilities for it; at first they are the reference's."""
+    words = [f"algorithm={name}", "algorithm.kl_reward=0.1", "reward=digits", "rollout.batch=4"]
+    values = compose(*words, "evaluate.every=0", "evaluate.samples=2")
+    del values["algorithm"]["drop_equal_groups"]  # of the tiny run's usual algorithm
+    execute(values)
+    first, second = collect(tmp_path / "tiny")
+    assert first["train/kl_reward"] == pytest.approx(0, abs=1e-6)
+    assert abs(second["train/kl_reward"]) > 1e-6
+    assert first["train/grad_norm"] > 0
