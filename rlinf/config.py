@@ -168,6 +168,9 @@ class RolloutSection(Section):
     sampling: SamplingSection = SamplingSection()
     """What else there is to drawing tokens. Engines whose steps are whole actions have none of
     it."""
+    refills: int | None = Field(default=None, gt=0)
+    """Most times that a group which the algorithm would not keep is drawn anew, of another start;
+    of ``flow=dynamic_sampling``."""
     staleness: int = Field(default=0, ge=0, le=64)
     """How many updates behind the weights are that collect: a rollout waits for none of the last
     ``staleness`` updates and goes on while they are made. 0: on-policy."""

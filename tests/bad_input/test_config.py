@@ -24,6 +24,7 @@ VALUES: dict[str, list[Any]] = {
     "rollout.sampling.min_p": [-0.1, 1.1, True],
     "rollout.sampling.min_tokens": [-1, True],
     "rollout.sampling.stop": ["text", [""], [3], True],
+    "rollout.refills": [0, -1, 1.5, True, "1"],
     "rollout.staleness": [-1, 65, 1.5, True, "1"],
     "rollout.in_flight_updates": [1, "true", True],
     "warm_start.max_steps": [-1, 1.5, True, "3"],
