@@ -23,7 +23,7 @@ from rlinf.rewards import rewards
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
-from stages.flow import Flow, flow_of
+from stages.flow import DYNAMIC, Flow, flow_of
 from stages.parts import environment_class, make_algorithm, policy_class, reward_class
 
 
@@ -53,6 +53,7 @@ def check(config: RunConfig) -> None:
     for key, (name, modules) in engine.interpreters(engine_options).items():
         check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")
+    check_refills(config)
     check_fit(config)
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
@@ -102,17 +103,18 @@ def check_interpreters(
 
 
 def check_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
-    """See that learning rates are of groups of parameters that the policy has.
+    """See that learning rates and the like are of groups of parameters that the policy has.
 
     Raises:
         ConfigError: one is not.
     """
-    for name in config.optimizer.group_lr:
-        if name not in groups:
-            raise ConfigError(
-                f"optimizer.group_lr.{name}: {config.model.name} has no such group of parameters, "
-                f"but {', '.join(groups)}"
-            )
+    for key in ("group_lr", "group_clip"):
+        for name in getattr(config.optimizer, key):
+            if name not in groups:
+                raise ConfigError(
+                    f"optimizer.{key}.{name}: {config.model.name} has no such group of parameters, "
+                    f"but {', '.join(groups)}"
+                )
 
 
 def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
@@ -265,6 +267,24 @@ def check_flow(flow: Flow, key: str) -> None:
                 raise ConfigError(f"{where} has no such section: {section!r}{hint}")
         own_attribute(flow.program(name), "run", where)
         before.add(name)
+
+
+def check_refills(config: RunConfig) -> None:
+    """See that a cap of what is drawn anew is given where something is, and there alone.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    flow = flow_of(config)
+    redraws = DYNAMIC in map(flow.program, flow.stages)
+    if redraws and config.rollout.refills is None:
+        raise ConfigError(
+            f"rollout.refills: flow {config.flow!r} draws groups anew; say how often at most"
+        )
+    if not redraws and config.rollout.refills is not None:
+        raise ConfigError(
+            f"rollout.refills: flow {config.flow!r} draws nothing anew; set flow=dynamic_sampling"
+        )
 
 
 def check_device(name: str, key: str) -> None:

@@ -168,6 +168,9 @@ class RolloutSection(Section):
     sampling: SamplingSection = SamplingSection()
     """What else there is to drawing tokens. Engines whose steps are whole actions have none of
     it."""
+    refills: int | None = Field(default=None, gt=0)
+    """Most times that a group which the algorithm would not keep is drawn anew, of another start;
+    of ``flow=dynamic_sampling``."""
     staleness: int = Field(default=0, ge=0, le=64)
     """How many updates behind the weights are that collect: a rollout waits for none of the last
     ``staleness`` updates and goes on while they are made. 0: on-policy."""
@@ -205,7 +208,10 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled from the gradient for AdamW; of tensors with two dimensions or more."""
     clip_grad: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient of all parameters that an update changes."""
+    """Largest norm of the gradient of all parameters that an update changes, but those of
+    ``group_clip``."""
+    group_clip: dict[str, Rate] = {}
+    """Largest norm of the gradient of groups of parameters that are clipped by themselves."""
 
     def rate(self, iteration: int, iterations: int, group: str = "") -> float:
         """Learning rate of an iteration (counted from 0) of a schedule of ``iterations``.

@@ -8,7 +8,7 @@ the package does not have.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -185,8 +185,30 @@ on_policy = Flow(
 )
 """Collect with the newest weights, learn from that batch alone, publish."""
 
+DYNAMIC = "stages.dynamic_sampling"
+dynamic_sampling = replace(
+    on_policy,
+    stages={
+        **on_policy.stages,
+        # Who is judged while it is generated is not shared out anew: its workers stay.
+        "rollout": replace(
+            on_policy.stages["rollout"],
+            sections=(*on_policy.stages["rollout"].sections, "reward", "algorithm"),
+            elastic=False,
+            program=DYNAMIC,
+        ),
+    },
+)
+"""The same, with a rollout that draws groups anew which the algorithm would not keep."""
+
 flows = Registry(
-    "flow", {"on_policy": f"{__name__}:on_policy"}, base=f"{__name__}:Flow", instances=True
+    "flow",
+    {
+        "on_policy": f"{__name__}:on_policy",
+        "dynamic_sampling": f"{__name__}:dynamic_sampling",
+    },
+    base=f"{__name__}:Flow",
+    instances=True,
 )
 
 

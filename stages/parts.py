@@ -181,7 +181,7 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
                     tensors = resident.deltas.read(ctx, name)
                 state = entry.state
             if tensors is not None:
-                engine.load_state(tensors.items(), version)
+                engine.load_state(policy_class(ctx.config)[0].served(tensors.items()), version)
             else:
                 engine.load(ctx.verified(name) / WEIGHTS, version)
     on_device(ctx, engine)

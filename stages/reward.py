@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from rlinf.algorithms.base import Algorithm
 from rlinf.data.counted import counted
 from rlinf.data.record import Record, Scalar
+from rlinf.envs.base import Environment
+from rlinf.rewards.base import Reward
 from stages.context import Context
 from stages.parts import WEIGHTS, held_environment, held_reward, make_algorithm
+
+
+class Verdict(NamedTuple):
+    """What is said of ``N`` trajectories."""
+
+    scores: list[float]
+    """The task's, where the reward needs them."""
+    rewards: list[np.ndarray]
+    """Of the steps of each."""
+    totals: np.ndarray
+    """``[N]`` their sums."""
+    groups: np.ndarray
+    """``[N]``."""
+    kept: np.ndarray
+    """Bool ``[N]``: which take part in the update."""
+
+
+def judged(
+    reward: Reward,
+    algorithm: Algorithm,
+    environment: Environment | None,
+    trajectories: Sequence[Record],
+    troubles: Counter[str],
+) -> Verdict:
+    """Judge whole groups.
+
+    Args:
+        environment: None: the reward needs no scores of the task.
+        troubles: what went wrong is counted there.
+    """
+    scores = list[float]()
+    if environment is not None:
+        scores = environment.score(trajectories, troubles)
+    rewards = reward.rewards(trajectories, scores)
+    groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
+    totals = np.array([steps.sum(dtype=np.float64) for steps in rewards])
+    # One without a step that counts has no gradient, and no place in its group's mean.
+    kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
+    troubles["uncounted"] += int((~kept).sum())
+    kept[kept] = algorithm.keep(totals[kept], groups[kept])
+    return Verdict(scores, rewards, totals, groups, kept)
 
 
 def run(ctx: Context) -> None:
@@ -34,18 +80,11 @@ def run(ctx: Context) -> None:
         trajectories = [record for record in every if record.identity.sample // size in mine]
         if not trajectories:
             continue
-        part = list[float]()
         environment = held_environment(ctx, tokenizer) if reward.needs_score else None
         with ctx.span("score"):
-            if environment is not None:
-                part = environment.score(trajectories, troubles)
-            rewards = reward.rewards(trajectories, part)
-        group = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
-        total = np.array([steps.sum(dtype=np.float64) for steps in rewards])
-        # One without a step that counts has no gradient, and no place in its group's mean.
-        kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
-        troubles["uncounted"] += int((~kept).sum())
-        kept[kept] = algorithm.keep(total[kept], group[kept])
+            verdict = judged(reward, algorithm, environment, trajectories, troubles)
+        part, rewards, kept = verdict.scores, verdict.rewards, verdict.kept
+        total, group = verdict.totals, verdict.groups
         shown = part or total.tolist()
         for trajectory, score, steps, counts in zip(
             trajectories, shown, rewards, kept, strict=True

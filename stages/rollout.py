@@ -18,12 +18,17 @@ from stages.parts import held_engine, newer_weights, speaking_environment
 
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories``."""
+    rolled_out(ctx, collected)
+
+
+def rolled_out(ctx: Context, source: Callable[[Context, Sequence[int]], Iterable[Record]]) -> None:
+    """Hand on the trajectories of this process's starts, part by part of the batch."""
     settings = ctx.config.rollout
     mine = ctx.world.mine(settings.batch)
 
     def parts() -> Generator[Record]:
         for samples in ctx.parts():
-            yield from collected(ctx, [s for s in mine if s * settings.group_size in samples])
+            yield from source(ctx, [s for s in mine if s * settings.group_size in samples])
 
     # However it ends, the engine is through with it then, before another stage has its turn.
     with contextlib.closing(parts()) as made:
@@ -49,10 +54,13 @@ def collected(
     starts: Sequence[int],
     begun: Mapping[int, Record] | None = None,
     gives_up: Callable[[int, int], bool] | None = None,
+    *,
+    batch: int | None = None,
 ) -> Iterator[Record]:
     """Trajectories of some starts of the batch, as they are complete.
 
     Args:
+        batch: so many starts an iteration may draw; None: those of the batch.
         begun: go on with these samples only.
         gives_up: see :class:`rlinf.engines.base.Hooks`.
     """
@@ -70,7 +78,7 @@ def collected(
         iteration=ctx.iteration,
         split="train",
         starts=starts,
-        batch=settings.batch,
+        batch=batch or settings.batch,
         group_size=settings.group_size,
         horizon=settings.horizon,
         temperature=settings.temperature,

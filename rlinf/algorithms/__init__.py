@@ -8,6 +8,11 @@ algorithms = Registry(
         "grpo": "rlinf.algorithms.grpo:GRPO",
         "dapo": "rlinf.algorithms.grpo:DAPO",
         "ppo": "rlinf.algorithms.ppo:PPO",
+        "reinforce_plus_plus": "rlinf.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+        "reinforce_plus_plus_baseline": (
+            "rlinf.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline"
+        ),
+        "rloo": "rlinf.algorithms.rloo:RLOO",
     },
     base="rlinf.algorithms.base:Algorithm",
 )

@@ -36,6 +36,29 @@ def group_relative(
     return centred.to(scores.dtype)
 
 
+def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score relative to the mean of the others of its group (RLOO, arXiv 2402.14740, section 3).
+
+    Args:
+        scores: ``[N]`` total reward of each sample.
+        groups: ``[N]`` group numbers.
+
+    Returns:
+        ``[N]``; exactly zero for a group of one or of equal scores.
+    """
+    _, index = torch.unique(groups, return_inverse=True)
+    count = torch.bincount(index)[index].to(scores.dtype)
+    # r - (sum - r) / (n - 1) is n / (n - 1) times what it is relative to the mean of all.
+    return group_relative(scores, groups, normalise=False) * count / (count - 1).clamp(min=1)
+
+
+def group_means(scores: Tensor, groups: Tensor) -> Tensor:
+    """Mean score of each sample's group, ``[N]`` of ``[N]``."""
+    _, index = torch.unique(groups, return_inverse=True)
+    total = torch.zeros(int(index.max()) + 1, dtype=scores.dtype).index_add(0, index, scores)
+    return (total / torch.bincount(index))[index]
+
+
 def generalised(
     rewards: Tensor,
     values: Tensor,

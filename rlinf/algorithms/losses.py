@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
+"""Of Schulman's note "Approximating KL divergence" (2020)."""
 
 LOG_RATIO_BOUND = 20.0
 """Largest magnitude of a log-ratio that is exponentiated: e^89 is infinite in float32, and an
@@ -17,17 +22,32 @@ def bounded_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
     return torch.exp((logprobs - others).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
+def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Log-ratio of each step in GSPO-token (arXiv 2507.18071, eq. 13 and 14), ``[B, T]``.
+
+    Its value is the mean over the steps of the row that count (``mask`` 1), so that the ratio is
+    that of the whole response, to the power of one over its length; its gradient is that of the
+    step alone.
+    """
+    gap = (logprobs - old_logprobs) * mask
+    mean = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return mean.detach() + logprobs - logprobs.detach()
+
+
 def clipped_surrogate(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     clip_low: float,
     clip_high: float,
+    clip_dual: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic surrogate, negated (arXiv 1707.06347, eq. 7; asymmetric as in DAPO).
 
     Args:
         logprobs, old_logprobs, advantages: ``[..., T]``.
+        clip_dual: where the advantage is negative, the loss is at most so many times its magnitude,
+            however large the ratio (arXiv 1912.09729, eq. 5); None: unlimited.
 
     Returns:
         Loss per step, and 1 where clipping took effect, both ``[..., T]``.
@@ -35,38 +55,50 @@ def clipped_surrogate(
     ratio = bounded_ratio(logprobs, old_logprobs)
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -torch.minimum(plain, clipped), (clipped < plain).float()
-
-
-def behaviour_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float
-) -> tuple[Tensor, Tensor]:
-    """Importance of a step collected by an older policy, truncated, ``[..., T]``.
-
-    ``min(cap, old / rollout)``: the factor of the decoupled objective (arXiv 2110.00641, eq. 6;
-    for asynchronous rollouts arXiv 2505.24298, eq. 5) that stands before the clipped surrogate,
-    whose ratio is against the policy just before the update. Also 1 where the cap took effect.
-    """
-    ratio = bounded_ratio(old_logprobs, rollout_logprobs)
-    return ratio.clamp(max=cap), (ratio > cap).float()
+    loss, took = -torch.minimum(plain, clipped), clipped < plain
+    if clip_dual is not None:
+        above = (advantages < 0) & (loss > -clip_dual * advantages)
+        loss, took = torch.where(above, -clip_dual * advantages, loss), took | above
+    return loss, took.float()
 
 
 def clipped_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    clip: float | None,
+    huber: float | None = None,
 ) -> Tensor:
-    """Half squared error of the value, pessimistic within ``clip`` of the old value, per step."""
-    error = (values - returns) ** 2
+    """Half squared error of the value, pessimistic within ``clip`` of the old value, per step.
+
+    Args:
+        huber: from this error on it grows linearly (Huber 1964); None: nowhere.
+    """
+
+    def penalty(error: Tensor) -> Tensor:
+        square = 0.5 * error**2
+        if huber is None:
+            return square
+        return torch.where(error.abs() <= huber, square, huber * (error.abs() - 0.5 * huber))
+
+    loss = penalty(values - returns)
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (near - returns) ** 2)
-    return 0.5 * error
+        loss = torch.maximum(loss, penalty(near - returns))
+    return loss
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) from samples of the policy, per step, never negative.
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator = "k3") -> Tensor:
+    """Estimate of KL(policy || reference) from samples of the policy, per step.
 
-    ``exp(r) - 1 - r`` with ``r = reference - policy`` (the k3 estimator, used by GRPO,
-    arXiv 2402.03300, eq. 4), at most :data:`KL_BOUND`, so that one outlier does not rule the sum.
+    With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
+    ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
+    arXiv 2402.03300, eq. 4). Of magnitude :data:`KL_BOUND` at most, so that one outlier does not
+    rule the sum.
     """
     gap = (reference_logprobs - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if kind == "k1":
+        return (-gap).clamp(-KL_BOUND, KL_BOUND)
+    if kind == "k2":
+        return (0.5 * gap**2).clamp(max=KL_BOUND)
     return (torch.exp(gap) - 1 - gap).clamp(max=KL_BOUND)

@@ -12,11 +12,23 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
+from rlinf.algorithms.behaviour import (
+    Outside,
+    WeightLevel,
+    behaviour_ratio,
+    behaviour_weights,
+    engine_gap,
+)
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import Level, by_unit
-from rlinf.algorithms.losses import behaviour_weights, clipped_surrogate, kl_estimate
+from rlinf.algorithms.losses import (
+    KLEstimator,
+    clipped_surrogate,
+    kl_estimate,
+    sequence_log_ratio,
+)
 from rlinf.algorithms.shares import Aggregation
-from rlinf.algorithms.update import by_minibatches, engine_gap
+from rlinf.algorithms.update import by_minibatches
 from rlinf.config import Section
 from rlinf.data.batch import Sample, StepBatch
 from rlinf.models.base import Batch, Policy, StepOutputs
@@ -36,7 +48,16 @@ class PolicyGradientConfig(Section):
     first one the update's own forward pass gives the same."""
     behaviour_weight_cap: float | None = Field(default=None, gt=0)
     """Weight each step by how likely the policy before the update is to do what the policy that
-    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts."""
+    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts:
+    truncated importance sampling (:mod:`rlinf.algorithms.behaviour`). The policy before the update
+    is as the training stack computes it, whether the inference stage does or, where the update has
+    a single step, its own forward pass."""
+    behaviour_weight_level: WeightLevel = "token"
+    """What has one such weight: each token, the whole response by the product of its ratios
+    (``sequence``), or by their geometric mean (``geometric``)."""
+    behaviour_weight_outside: Outside = "truncate"
+    """What of a ratio above the cap ``C``: it weighs ``C`` (``truncate``), or nothing, as below
+    ``1 / C`` (``mask``). What is left out keeps its place in the mean of ``aggregation``."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
     """Largest mean difference, nats, between the log-probabilities that the engine gave to the
     steps of an iteration and those of the trainer before its first step, where both have the same
@@ -45,16 +66,50 @@ class PolicyGradientConfig(Section):
     """What has one ratio where a step is several choices, and is one of what ``aggregation`` calls
     tokens: each choice (``token``), each action of a chunk (``action``), or the whole step."""
     aggregation: Aggregation = "token_mean"
+    aggregation_length: int | None = Field(default=None, gt=0)
+    """A fixed length that ``seq_mean_token_sum`` divides the sum of each sequence by, the horizon
+    say; null: none."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """What has one clipped ratio: each token, or the whole response, by the geometric mean of its
+    tokens' (GSPO, arXiv 2507.18071)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``."""
+    clip_dual: float | None = Field(default=None, gt=1)
+    """Most that the loss of a negative advantage is, in its magnitude, however large the ratio
+    (dual-clip PPO, arXiv 1912.09729); null: unlimited."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the reference policy (the weights after warm start)."""
+    """Weight of the divergence from the reference policy (the weights after warm start) in the
+    loss, by the estimator k3."""
+    kl_reward: float = Field(default=0.0, ge=0)
+    """The same, taken from the reward of each step instead: of the policy before the update, and
+    without a gradient."""
+    kl_reward_estimator: KLEstimator = "k1"
+    """How that is estimated (:func:`rlinf.algorithms.losses.kl_estimate`)."""
+
+    @model_validator(mode="after")
+    def _length_is_of_sums(self) -> PolicyGradientConfig:
+        if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum":
+            raise ValueError(
+                "aggregation_length divides sums of sequences; it needs aggregation: "
+                "seq_mean_token_sum"
+            )
+        return self
 
     @model_validator(mode="after")
     def _behaviour_is_known(self) -> PolicyGradientConfig:
-        if self.behaviour_weight_cap is not None and self.old_logprobs == "rollout":
+        if self.behaviour_weight_cap is None:
+            for key in ("behaviour_weight_level", "behaviour_weight_outside"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is of weights; set behaviour_weight_cap as well")
+            return self
+        if self.behaviour_weight_outside == "mask" and self.behaviour_weight_cap <= 1:
+            raise ValueError(
+                "behaviour_weight_cap must be above 1 to leave out what is not within [1 / cap, "
+                "cap]"
+            )
+        if self.old_logprobs == "rollout":
             raise ValueError(
                 "behaviour_weight_cap compares recomputed log-probabilities with those of the "
                 "rollout; it needs old_logprobs: recompute"
@@ -72,16 +127,25 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_reference(self) -> bool:
-        return bool(self.config.kl_coefficient > 0)
+        return bool(self.config.kl_coefficient > 0 or self.config.kl_reward > 0)
 
     @property
     def needs_old_logprobs(self) -> bool:
-        return bool(self.config.old_logprobs == "recompute" and not self.one_step)
+        # What is taken from the reward is of them, before there is a forward pass of the update.
+        needed = not self.one_step or self.config.kl_reward > 0
+        return bool(self.config.old_logprobs == "recompute" and needed)
 
     @property
     def one_step(self) -> bool:
         """Whether an iteration has a single optimizer step."""
         return bool(self.config.epochs == self.config.minibatches == 1)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the loss of a step depends on the others of its sample."""
+        config = self.config
+        weighed = config.behaviour_weight_cap and config.behaviour_weight_level != "token"
+        return bool(weighed or config.ratio_level == "sequence")
 
     @property
     def minibatches(self) -> int:
@@ -93,6 +157,10 @@ class PolicyGradient(Algorithm):
 
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         by_minibatches(self, learner, parts)
+
+    def learns(self, iteration: int) -> tuple[str, ...] | None:
+        """Groups of the policy's parameters that an iteration (from 0) changes; None: all."""
+        return None
 
     @abstractmethod
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
@@ -140,17 +208,28 @@ def policy_terms(
     config: PolicyGradientConfig, outputs: StepOutputs, batch: StepBatch, weights: Tensor
 ) -> Loss:
     """The part of the loss that GRPO and PPO share: clipped surrogate, entropy, KL."""
+    ours, old = outputs.logprobs, batch.old_logprobs
+    if config.ratio_level == "sequence":
+        ours = sequence_log_ratio(ours, old, batch.mask)
+        old = torch.zeros_like(ours)
     surrogate, clipped = clipped_surrogate(
-        outputs.logprobs,
-        batch.old_logprobs,
+        ours,
+        old,
         batch.require("advantages"),
         config.clip_low,
         config.clip_high,
+        config.clip_dual,
     )
     metrics: dict[str, Tensor] = {}
     if config.behaviour_weight_cap is not None:
+        ratio = behaviour_ratio(
+            batch.old_logprobs,
+            batch.require("rollout_logprobs"),
+            batch.mask,
+            config.behaviour_weight_level,
+        )
         behaviour, capped = behaviour_weights(
-            batch.old_logprobs, batch.require("rollout_logprobs"), config.behaviour_weight_cap
+            ratio, config.behaviour_weight_cap, config.behaviour_weight_outside
         )
         surrogate = behaviour * surrogate
         metrics = {

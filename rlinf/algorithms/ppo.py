@@ -26,6 +26,11 @@ class PPOConfig(PolicyGradientConfig):
     value_coefficient: float = Field(default=0.5, ge=0)
     value_clip: float | None = Field(default=None, gt=0)
     """Largest change of a value per update that the value loss rewards; null: unlimited."""
+    value_huber: float | None = Field(default=None, gt=0)
+    """Error from which on the value loss grows linearly (Huber); null: it is quadratic."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """First iterations of a run in which the value alone learns: advantages of a critic that knows
+    nothing yet are noise."""
     whiten_advantages: bool = True
 
 
@@ -35,6 +40,9 @@ class PPO(PolicyGradient):
     Config = PPOConfig
     config: PPOConfig
     needs = frozenset({VALUES})
+
+    def learns(self, iteration: int) -> tuple[str, ...] | None:
+        return ("value",) if iteration < self.config.critic_warmup else None
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         advantages, returns = generalised(
@@ -59,6 +67,7 @@ class PPO(PolicyGradient):
             batch.require("values"),
             batch.require("returns"),
             self.config.value_clip,
+            self.config.value_huber,
         )
         value_loss = (weights * error).sum()
         metrics["value_loss"] = value_loss.detach()

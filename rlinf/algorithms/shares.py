@@ -9,7 +9,9 @@ from torch import Tensor
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
 
-def step_shares(mask: Tensor, aggregation: Aggregation) -> tuple[Tensor, float]:
+def step_shares(
+    mask: Tensor, aggregation: Aggregation, length: int | None = None
+) -> tuple[Tensor, float]:
     """Weight ``[N, T]`` of each step and the divisor of the whole, which add up over parts.
 
     ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of one part, and with the
@@ -20,6 +22,7 @@ def step_shares(mask: Tensor, aggregation: Aggregation) -> tuple[Tensor, float]:
         aggregation: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
             ``seq_mean_token_mean`` first within each sequence (GRPO, arXiv 2402.03300),
             ``seq_mean_token_sum`` sums within each sequence (Dr. GRPO, arXiv 2503.20783).
+        length: that sum is divided by this constant; None: by nothing.
     """
     lengths = mask.sum(-1, keepdim=True)
     if aggregation == "token_mean":
@@ -27,7 +30,7 @@ def step_shares(mask: Tensor, aggregation: Aggregation) -> tuple[Tensor, float]:
     sequences = float((lengths > 0).sum())
     if aggregation == "seq_mean_token_mean":
         return mask / lengths.clamp(min=1), sequences
-    return mask, sequences
+    return mask if length is None else mask / length, sequences
 
 
 def step_weights(mask: Tensor, aggregation: Aggregation) -> Tensor:

@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from rlinf.algorithms.behaviour import engine_metrics, same_version
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import at_level
+from rlinf.algorithms.losses import KLEstimator, kl_estimate
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import Sample, StepBatch, assemble, taken
 from rlinf.data.packing import Span
-from rlinf.data.padding import pad
-from rlinf.data.record import Record
 from rlinf.errors import InputError
 from rlinf.models.base import Batch, Policy
-from rlinf.trainers.base import Loss
+from rlinf.trainers.base import Loss, is_largest
 
 if TYPE_CHECKING:
     from rlinf.algorithms.policy_gradient import PolicyGradient
-
-GAP, STEPS = "_gap", "_gap_steps"
-"""Sums over the steps that count and were chosen by the trainer's own version."""
 
 
 def by_minibatches(
@@ -90,11 +87,18 @@ class _Update:
             learner.metric("explained_variance", value)
 
     def _shares(self, units: Tensor) -> tuple[Tensor, float]:
-        weights, mass = step_shares(units.flatten(1), self._algorithm.config.aggregation)
+        config = self._algorithm.config
+        weights, mass = step_shares(units.flatten(1), config.aggregation, config.aggregation_length)
         return weights.view(units.shape), mass
 
     def _with_advantages(self, samples: list[Sample]) -> StepBatch:
-        batch = at_level(assemble(samples), self._algorithm.config.logprob_level)
+        config = self._algorithm.config
+        batch = at_level(assemble(samples), config.logprob_level)
+        if config.kl_reward:
+            divergence = reward_divergence(batch, config.kl_reward_estimator)
+            batch = replace(batch, rewards=batch.rewards - config.kl_reward * divergence)
+            mean = divergence.sum() / batch.mask.sum().clamp(min=1)
+            self._learner.metric("kl_reward", float(mean))
         advantages, returns = self._algorithm.advantages(batch)
         return replace(batch, advantages=advantages, returns=returns)
 
@@ -125,9 +129,18 @@ class _Update:
                 temperature=learner.temperature,
                 entropy=entropy,
             )
-            return value, {name: metric / share for name, metric in metrics.items()}
+            return value, {
+                name: metric if is_largest(name) else metric / share
+                for name, metric in metrics.items()
+            }
 
-        learner.accumulate([samples[i].trajectory for i in chosen], loss)
+        # Steps that stand alone would be cut to the budget; a ratio of the row needs them all.
+        whole = self._algorithm.whole_rows and learner.policy.stepwise
+        learner.accumulate(
+            [samples[i].trajectory for i in chosen],
+            loss,
+            together=[[row] for row in range(len(chosen))] if whole else None,
+        )
 
     def _trained(
         self, batch: StepBatch, chosen: list[int], weights: Tensor
@@ -142,7 +155,8 @@ class _Update:
         return places, share if len(places) < len(chosen) and share > 0 else 1.0
 
     def _finish(self, scale: float) -> None:
-        self._learner.update(scale=scale, check=self._compare)
+        only = self._algorithm.learns(self._learner.iteration)
+        self._learner.update(scale=scale, check=self._compare, only=only)
 
     def _compare(self, totals: dict[str, float]) -> None:
         """Stop where engine and trainer, of equal weights, disagree on what was done.
@@ -150,11 +164,12 @@ class _Update:
         Raises:
             InputError: by more than the limit, in the mean over the steps that count.
         """
-        if totals.get(STEPS, 0.0) <= 0:
-            return
-        gap, limit = totals[GAP] / totals[STEPS], self._algorithm.config.logprob_gap_limit
+        found = engine_metrics(totals)
+        for name, value in found.items():
+            self._learner.metric(name, value)
+        limit = self._algorithm.config.logprob_gap_limit
         limit = self._learner.gap_limit if limit is None else limit
-        self._learner.metric("engine_gap", gap)
+        gap = found.get("engine_gap", 0.0)
         if not gap <= limit:
             raise InputError(
                 f"iteration {self._learner.iteration + 1}: the log-probabilities of engine and "
@@ -164,26 +179,16 @@ class _Update:
             )
 
 
-def engine_gap(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-    """How far engine and trainer differ on the steps that both chose with equal weights."""
-    if batch.fresh is None:
-        return {}
-    gap = (logprobs.detach() - batch.require("rollout_logprobs")).abs()
-    fresh = batch.fresh * batch.mask
-    return {GAP: (fresh * gap).sum(), STEPS: fresh.sum()}
+def reward_divergence(batch: StepBatch, kind: KLEstimator) -> Tensor:
+    """How far the policy before the update went from the reference, ``[N, T]``, 0 where no step
+    counts; choices of a step are added up.
 
-
-def same_version(trajectories: list[Record], version: int) -> Tensor:
-    """``[N, T]`` 1 where a step was chosen by the weights of ``version``."""
-    return pad(
-        [
-            np.asarray(record.steps["versions"] == version, np.float32)
-            if "versions" in record.steps
-            else np.full(len(record), record.info["policy_version"] == version, np.float32)
-            for record in trajectories
-        ],
-        max(len(record) for record in trajectories),
-    )
+    Args:
+        batch: of :func:`rlinf.algorithms.levels.at_level`.
+    """
+    reference = batch.require("reference_logprobs")
+    found = kl_estimate(batch.old_logprobs, reference, kind) * batch.require("units")
+    return found if found.ndim == 2 else found.flatten(2).sum(-1)
 
 
 def minibatches(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:

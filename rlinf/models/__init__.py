@@ -6,6 +6,7 @@ policies = Registry(
     "model",
     {
         "causal_lm": "rlinf.models.causal_lm:CausalLM",
+        "causal_lm_critic": "rlinf.models.causal_lm_critic:CausalLMCritic",
         "mlp": "rlinf.models.mlp:MLPPolicy",
     },
     base="rlinf.models.base:Policy",

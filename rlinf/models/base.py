@@ -187,6 +187,8 @@ class Policy(Part, ABC):
         for each of them, and how many of its positions that are."""
         return b"", 0
 
+    adapts: ClassVar[bool] = True
+    """Whether low-rank adapters can be trained in place of its weights."""
     packs: bool = False
     """Whether :meth:`use_packing` works."""
 
@@ -209,6 +211,16 @@ class Policy(Part, ABC):
     def blocks(self) -> list[nn.Module]:
         """Sub-modules that FSDP shards as units, inner first; may be empty."""
         return []
+
+    def stacks(self) -> list[list[nn.Module]]:
+        """The blocks of each network that runs, or is trained, without the others."""
+        return [self.blocks()]
+
+    @classmethod
+    def served(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Of the network's tensors those that an engine generates with, by the names that they have
+        in its folder."""
+        return tensors
 
 
 @torch.no_grad()

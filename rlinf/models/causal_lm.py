@@ -46,6 +46,8 @@ from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
 log = logging.getLogger("rlinf")
+Said = tuple[Tensor, Tensor | None, Tensor | None]
+"""Log-probabilities, entropies and values."""
 
 
 class CausalLMConfig(Section):
@@ -77,7 +79,17 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares = False, False
-        self.packs = getattr(getattr(module, "config", None), "model_type", "") in APART
+        self.packs = getattr(getattr(self.network, "config", None), "model_type", "") in APART
+
+    @property
+    def network(self) -> Any:
+        """The language model itself."""
+        return self.module
+
+    @property
+    def networks(self) -> list[Any]:
+        """All models that read the tokens, one after the other."""
+        return [self.network]
 
     @classmethod
     def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
@@ -155,7 +167,13 @@ class CausalLM(Policy):
 
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
-        return cls(load_module(folder, config), folder)
+        return cls(cls.around(load_module(folder, config), config), folder)
+
+    @classmethod
+    def around(cls, network: Any, config: Any) -> nn.Module:
+        """What is trained, of a language model."""
+        module: nn.Module = network
+        return module
 
     @classmethod
     def outline(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
@@ -167,19 +185,19 @@ class CausalLM(Policy):
                 folder,
             )
             return cls.load(folder, config)
-        return cls(module, folder)
+        return cls(cls.around(module, config), folder)
 
     def fill(self, folder: Path | None = None) -> None:
         folder = folder or self._folder
-        fill(self.module, folder, f"model.path: {folder}")
+        fill(self.network, folder, f"model.path: {folder}")
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         self.save_state(folder, State.of(tensors))
 
     def save_state(self, folder: Path, state: State) -> None:
         copy_companions(self._folder, folder)
-        tied = getattr(self.module, "_tied_weights_keys", None) or {}
-        if not getattr(self.module.config, "tie_word_embeddings", False):
+        tied = getattr(self.network, "_tied_weights_keys", None) or {}
+        if not getattr(self.network.config, "tie_word_embeddings", False):
             tied = {}
         names = [name for name in state.like if name not in tied]
         save_tensors(folder / WEIGHTS, state, names, {"format": "pt"})
@@ -214,16 +232,15 @@ class CausalLM(Policy):
             if (rows := Rows.of(batch)) is not None:
                 inputs["rows"] = rows
             taken = batch["actions"].flatten()[batch["places"]][None]
-            found = self._logprobs(inputs, lambda features: features, taken, temperature, entropy)
+            found = self._said(inputs, lambda features: features, taken, temperature, entropy)
             parts = [None if x is None else unpack(x[0], batch["places"], mask) for x in found]
         else:
             parts = list(self._padded(batch, temperature, entropy))
-        assert parts[0] is not None
-        return StepOutputs(parts[0] * mask, parts[1])
+        logprobs, spread, values = parts
+        assert logprobs is not None
+        return StepOutputs(logprobs * mask, spread, None if values is None else values * mask)
 
-    def _padded(
-        self, batch: Batch, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _padded(self, batch: Batch, temperature: float, entropy: bool) -> Said:
         tokens, starts, length = batch["tokens"], batch["starts"], batch["mask"].shape[1]
         # Padding stands on the right, where causal attention keeps every real token from seeing
         # it: no mask is needed, and attention takes its quickest path.
@@ -240,17 +257,17 @@ class CausalLM(Policy):
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
         inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": kept}
-        return self._logprobs(inputs, own, batch["actions"], temperature, entropy)
+        return self._said(inputs, own, batch["actions"], temperature, entropy)
 
-    def _logprobs(
+    def _said(
         self,
         inputs: Mapping[str, Any],
         own: Callable[[Tensor], Tensor],
         actions: Tensor,
         temperature: float,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies of tokens ``[B, T]``.
+    ) -> Said:
+        """Log-probabilities, entropies and values of tokens ``[B, T]``.
 
         Args:
             own: from features of what the network keeps to those that predict the tokens.
@@ -263,19 +280,25 @@ class CausalLM(Policy):
             )
             return out.view(*actions.shape, -1)
 
-        head, settings = plain_head(self.module), getattr(self.module, "config", None)
+        head, settings = plain_head(self.network), getattr(self.network, "config", None)
         large = actions.numel() * getattr(settings, "vocab_size", 0) > WHOLE
         if large and head is None:
             say_whole(getattr(settings, "model_type", ""))
         in_parts = large and head is not None
         with replaced(head, parts) if head and in_parts else contextlib.nullcontext():
-            out = self.module(**inputs, use_cache=False).logits
+            out, values = self._run(inputs)
+        values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:
-            return out[..., 0], out[..., 1] if entropy else None
-        return token_logprobs(own(out), actions, temperature, entropy)
+            return out[..., 0], out[..., 1] if entropy else None, values
+        return *token_logprobs(own(out), actions, temperature, entropy), values
+
+    def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[B, K, V]`` and, of a critic, values ``[B, K]`` of what is kept."""
+        return self.module(**inputs, use_cache=False).logits, None
 
     def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._shares = use_packing(self.module, device, dtype)
+        for network in self.networks:
+            self._shares = use_packing(network, device, dtype)
         self._packing = True
 
     def cost(self, record: Record) -> int:
@@ -286,12 +309,18 @@ class CausalLM(Policy):
         return (prompt.tobytes(), len(prompt)) if self._shares else (b"", 0)
 
     def blocks(self) -> list[nn.Module]:
-        names = set(getattr(self.module, "_no_split_modules", None) or ())
+        return [block for stack in self.stacks() for block in stack]
+
+    def stacks(self) -> list[list[nn.Module]]:
+        names = set(getattr(self.network, "_no_split_modules", None) or ())
         # One that is sharded has a class of its own, derived from that.
         return [
-            part
-            for part in self.module.modules()
-            if not names.isdisjoint(cls.__name__ for cls in type(part).__mro__)
+            [
+                part
+                for part in network.modules()
+                if not names.isdisjoint(cls.__name__ for cls in type(part).__mro__)
+            ]
+            for network in self.networks
         ]
 
 

@@ -19,10 +19,26 @@ from rlinf.residency import Size
 from rlinf.tensors import State
 
 Loss = tuple[Tensor, dict[str, Tensor]]
-"""A loss with gradients, and metrics: sums, which are added over micro-batches and processes."""
+"""A loss with gradients, and metrics: sums, which are added over micro-batches and processes. Of
+those whose name ends in :data:`LARGEST` the largest is kept; they are 0 or more."""
+LARGEST = "_max"
 LossFunction = Callable[[Policy, Batch, list[Span]], Loss]
 """The loss of a micro-batch, from the policy, its inputs on the policy's device, and which steps of
 the minibatch each row of them is."""
+
+
+def is_largest(metric: str) -> bool:
+    """Whether of a metric the largest part is kept, rather than the sum of all."""
+    return metric.endswith(LARGEST)
+
+
+def joined_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
+    """Add the metrics of a part of a minibatch to those of others."""
+    for name, part in parts.items():
+        if is_largest(name) and name in sums:
+            sums[name] = torch.maximum(sums[name], part)
+        else:
+            sums[name] = sums.get(name, 0.0) + part
 
 
 def of_steps(
@@ -121,8 +137,8 @@ class Trainer(ABC):
             records: the same on every process.
             loss: its sums over micro-batches of all processes are the loss of these samples. May be
                 called by several threads at once.
-            together: rows that a loss needs in one micro-batch, each row once; all others are by
-                themselves where it is None.
+            together: rows that a loss needs in one micro-batch, whole, each row once; all others
+                are by themselves where it is None.
         """
 
     @abstractmethod
@@ -149,7 +165,7 @@ class Trainer(ABC):
             check: is given the metrics before any weight changes; what it raises ends the update.
 
         Returns:
-            The metrics of the losses, summed over micro-batches and processes, with ``loss`` and
+            The metrics of the losses over micro-batches and processes, with ``loss`` and
             ``grad_norm`` (of what changes, before clipping).
 
         Raises:

@@ -39,8 +39,9 @@ def cut(
     Every rank computes the shares of all ranks and so knows how many micro-batches they run.
 
     Args:
-        together: rows that are to be in one micro-batch; None: each may be by itself, and in parts
-            where the policy's steps stand alone. Those that share a part are brought together then.
+        together: rows that are to be in one micro-batch, whole; None: each may be by itself, and in
+            parts where the policy's steps stand alone. Those that share a part are then brought
+            together.
         budget: most positions of a micro-batch.
         padded: whether rows are padded to the longest of their micro-batch.
         speeds: of the ranks, relative.
@@ -57,7 +58,8 @@ def cut(
         raise ValueError("each row has to be in one micro-batch")
     pieces, own = list[list[Span]](), list[list[int]]()
     for unit in units:
-        found = _pieces(policy, records, unit, budget)
+        whole = [Span(row, 0, len(records[row])) for row in unit]
+        found = _pieces(policy, records, unit, budget) if together is None else [whole]
         own.append(list(range(len(pieces), len(pieces) + len(found))))
         pieces += found
     widest = max(map(len, pieces), default=1)

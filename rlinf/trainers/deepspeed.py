@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,22 +178,22 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._begin()
         self._zero.reduce()
 
-    def _parts(self) -> list[Tensor]:
-        """The reduced gradient of what is chosen."""
+    def _parts(self, groups: Collection[str]) -> list[Tensor]:
+        """The reduced gradient of what is chosen of some groups."""
         return [
             gradient
             for number in range(len(self._zero.flats))
-            if self._group(number) in self._chosen
+            if self._group(number) in self._chosen.intersection(groups)
             for gradient in self._zero.gradients(number)
         ]
 
-    def _gradient_norm(self) -> float:
-        return float(total_norm([part.float() for part in self._parts()]))
+    def _gradient_norm(self, groups: Collection[str]) -> float:
+        return float(total_norm([part.float() for part in self._parts(groups)]))
 
     @torch.no_grad()
-    def _step(self, scale: float) -> None:
-        if scale != 1:
-            for gradient in self._parts():
+    def _step(self, scales: Mapping[str, float]) -> None:
+        for group, scale in scales.items():
+            for gradient in self._parts([group]) if scale != 1 else ():
                 gradient.mul_(scale)
         kept: list[tuple[Tensor, Tensor | None]] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from rlinf.residency import placed
 from rlinf.sharded import gathered, local
 from rlinf.trainers import offload, shards
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import begin, make_optimizer
+from rlinf.trainers.optimizer import GROUP, begin, make_optimizer
 
 
 class FSDPConfig(MinibatchConfig):
@@ -77,11 +77,11 @@ class FSDPTrainer(MinibatchTrainer):
             for parameter in self._parameters(policy):
                 parameter.grad = None
 
-    def _step(self, scale: float) -> None:
-        if scale != 1:
-            for parameter in self._parameters(self.policy):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+    def _step(self, scales: Mapping[str, float]) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and scales[group[GROUP]] != 1:
+                    parameter.grad.mul_(scales[group[GROUP]])
         if self.config.offload_optimizer:
             offload.step(self.optimizer, self.device)
         else:
@@ -179,9 +179,14 @@ class FSDPTrainer(MinibatchTrainer):
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _gradient_norm(self) -> float:
+    def _gradient_norm(self, groups: Collection[str]) -> float:
         from torch.distributed.tensor import DTensor
 
-        gradients = [p.grad for p in self._parameters(self.policy) if p.grad is not None]
+        gradients = [
+            parameter.grad
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if group[GROUP] in groups and parameter.grad is not None
+        ]
         norm = nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -39,8 +39,13 @@ class Adapters:
     def __init__(self, policy: Policy, settings: LoRASection) -> None:
         """
         Raises:
-            ConfigError: a target is nowhere in the network.
+            ConfigError: a target is nowhere in the network, or the policy takes none.
         """
+        if not policy.adapts:
+            raise ConfigError(
+                f"trainer.lora: {type(policy).__name__} has parts that adapters would leave as "
+                "they began; train all weights (trainer.lora=null)"
+            )
         require("peft", "peft", "trainer.lora")
         from peft import LoraConfig, inject_adapter_in_model
 

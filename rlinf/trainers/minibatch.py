@@ -30,7 +30,7 @@ from rlinf.residency import Storages
 from rlinf.sharded import local, memory
 from rlinf.tensors import State
 from rlinf.trainers import shards
-from rlinf.trainers.base import LossFunction, Trainer
+from rlinf.trainers.base import LossFunction, Trainer, is_largest, joined_metrics
 from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.lora import Adapters, LoRASection
@@ -82,7 +82,12 @@ class MinibatchTrainer(Storages, Trainer):
         self._places: dict[str, shards.Place] = {}
         """Where its parts of tensors belong, if they do not say so themselves."""
         self._closed = False
-        self._clip = optimizer.clip_grad
+        alone = {name: clip for name, clip in optimizer.group_clip.items() if name in policy.groups}
+        rest = [name for name in policy.groups if name not in alone]
+        self._clips = [([name], clip) for name, clip in alone.items()]
+        """Groups whose gradients are clipped together, and to which norm."""
+        if rest:
+            self._clips.insert(0, (rest, optimizer.clip_grad))
         self._moments = MOMENTS[optimizer.name]
         self._torch_threads = config.threads
         self.device = local_device(config.device)
@@ -162,8 +167,7 @@ class MinibatchTrainer(Storages, Trainer):
 
         try:
             for part in self._lanes.map(lane, self.cut(records, together)):
-                for name, value in part.items():
-                    self._sums[name] = self._sums.get(name, 0.0) + value
+                joined_metrics(self._sums, part)
             self._lanes.add_gradients()
         except BaseException:
             self.discard()
@@ -191,19 +195,25 @@ class MinibatchTrainer(Storages, Trainer):
         scale: float,
         check: Callable[[dict[str, float]], None] | None,
     ) -> dict[str, float]:
-        totals = {name: scale * value for name, value in self._sum_over_ranks(sums).items()}
+        totals = {
+            name: value if is_largest(name) else scale * value
+            for name, value in self._over_ranks(sums).items()
+        }
         if check is not None:
             check(totals)
-        norm = scale * self._gradient_norm()
+        norms = [scale * self._gradient_norm(groups) for groups, _ in self._clips]
+        norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
                 f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
                 "are untouched. Look at this iteration's trajectories; lower optimizer.lr or "
                 "optimizer.clip_grad"
             )
-        if norm > self._clip:
-            scale *= self._clip / (norm + 1e-6)
-        self._step(scale)
+        scales: dict[str, float] = {}
+        for (groups, clip), own in zip(self._clips, norms, strict=True):
+            shrunk = scale * clip / (own + 1e-6) if own > clip else scale
+            scales |= dict.fromkeys(groups, shrunk)
+        self._step(scales)
         return {**totals, "grad_norm": norm}
 
     def _outputs(
@@ -227,8 +237,7 @@ class MinibatchTrainer(Storages, Trainer):
                 counted * self.world.data_size,
                 last=number == len(cut.batches),
             )
-            for name, part in parts.items():
-                sums[name] = sums.get(name, 0.0) + part * counted
+            joined_metrics(sums, {name: part * counted for name, part in parts.items()})
         return sums
 
     def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
@@ -253,12 +262,12 @@ class MinibatchTrainer(Storages, Trainer):
         leave_out(self.optimizer, self._moments, chosen)
 
     @abstractmethod
-    def _gradient_norm(self) -> float:
-        """Of the accumulated gradient of what is chosen, the same on every rank."""
+    def _gradient_norm(self, groups: Collection[str]) -> float:
+        """Of the accumulated gradient of what is chosen of some groups, the same on every rank."""
 
     @abstractmethod
-    def _step(self, scale: float) -> None:
-        """Change the weights by the accumulated gradient times ``scale``."""
+    def _step(self, scales: Mapping[str, float]) -> None:
+        """Change the weights by the accumulated gradient, times the number of their group."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._take(tensors)
@@ -346,14 +355,22 @@ class MinibatchTrainer(Storages, Trainer):
         batch = policy.collate([records[row].part(start, stop) for row, start, stop in spans])
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
-    def _sum_over_ranks(self, sums: dict[str, Any]) -> dict[str, float]:
-        names = sorted(sums)
-        total = torch.stack([sums[name] for name in names])
-        if self.world.size > 1:
-            torch.distributed.all_reduce(total)
-            # Processes of one copy of the model have the same sums.
-            total /= self.world.layout.ranks
-        return dict(zip(names, total.tolist(), strict=True))
+    def _over_ranks(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """Those of all processes."""
+        largest = sorted(filter(is_largest, metrics))
+        sums = sorted(metrics.keys() - set(largest))
+        found: dict[str, float] = {}
+        for names in filter(None, (sums, largest)):
+            total = torch.stack([metrics[name] for name in names])
+            if self.world.size > 1:
+                reduced = torch.distributed.ReduceOp
+                which = reduced.MAX if names is largest else reduced.SUM
+                torch.distributed.all_reduce(total, which)
+            if names is sums:
+                # Processes of one copy of the model have the same sums.
+                total /= self.world.layout.ranks
+            found |= dict(zip(names, total.tolist(), strict=True))
+        return found
 
 
 def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:

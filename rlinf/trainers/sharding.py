@@ -52,7 +52,8 @@ def share_out(
         buffers_to(module, device)
     else:
         placed(module, device)
-    units = _units(policy.blocks(), unit_bytes)
+    # A unit of two networks would be gathered for one of them and wanted by the other.
+    units = [unit for stack in policy.stacks() for unit in _units(stack, unit_bytes)]
     for unit in units:
         fully_shard(
             unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward

@@ -24,6 +24,7 @@ VALUES: dict[str, list[Any]] = {
     "rollout.sampling.min_p": [-0.1, 1.1, True],
     "rollout.sampling.min_tokens": [-1, True],
     "rollout.sampling.stop": ["text", [""], [3], True],
+    "rollout.refills": [0, -1, 1.5, True, "1"],
     "rollout.staleness": [-1, 65, 1.5, True, "1"],
     "rollout.in_flight_updates": [1, "true", True],
     "warm_start.max_steps": [-1, 1.5, True, "3"],
@@ -43,6 +44,7 @@ VALUES: dict[str, list[Any]] = {
     "optimizer.lr": [0, -1e-4, "1e-4", True, None, float("inf")],
     "optimizer.name": ["adam", True],
     "optimizer.group_lr": [{"policy": 0}, {"policy": "1"}, 1e-3],
+    "optimizer.group_clip": [{"policy": 0}, {"policy": "1"}, 1.0],
     "optimizer.schedule": ["cosin", True, None],
     "optimizer.lr_warmup": [-1, 2.5, True],
     "optimizer.lr_final": [-0.1, 1.5, True],
@@ -163,6 +165,12 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         "arithmetic",
         {"optimizer.group_lr": {"critic": 1e-3}},
         ["optimizer.group_lr.critic", "causal_lm has no such group", "policy"],
+    ),
+    (
+        "group-clip",
+        "arithmetic",
+        {"optimizer.group_clip": {"value": 1.0}},
+        ["optimizer.group_clip.value", "causal_lm has no such group", "policy"],
     ),
     ("cut", "arithmetic", {"algorithm.minibatches": 5}, ["algorithm.minibatches", "5 equal"]),
     (

@@ -22,6 +22,13 @@ from tests.contracts.own import parts
 
 SMALL: dict[str, dict[str, Any]] = {
     "causal_lm": {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64},
+    "causal_lm_critic": {
+        "hidden": 32,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "intermediate": 64,
+    },
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
 }
 SPECS: dict[str, dict[str, Any]] = {
@@ -162,7 +169,7 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
     if tried.kind == "box":
         return
     record = tried.record(1, 1)
-    count = 3 if tried.kind == "discrete" else tried.policy.module.config.vocab_size
+    count = 3 if tried.kind == "discrete" else tried.policy.network.config.vocab_size
     every = []
     for action in range(count):
         steps = {**record.steps, "actions": np.array([action])}

@@ -117,6 +117,20 @@ def test_an_update_does_not_depend_on_the_cut(name: str, folder: Path) -> None:
         assert_alike(weights(few), weights(parts), LR / 50)
 
 
+def loss_with_largest(policy: Any, inputs: Any, spans: Any) -> Any:
+    value, metrics = loss(policy, inputs, spans)
+    rows = torch.tensor([1.0 + span.row for span in spans])
+    return value, {**metrics, "row_max": rows.max(), "rows": torch.tensor(float(len(rows)))}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_of_a_metric_is_kept_and_not_scaled(name: str, folder: Path) -> None:
+    trainer, data = make(name, folder), records()
+    trainer.accumulate(data, loss_with_largest)
+    found = trainer.update(lr=LR, scale=0.5)
+    assert (found["row_max"], found["rows"]) == (len(data), len(data) / 2)
+
+
 def streamed(trainer: Trainer, folder: Path) -> None:
     """What a new trainer streams is what is in the folder, each tensor once, and its file."""
     state, right = trainer.stream(), CausalLM.load(folder, CONFIG).module.state_dict()
@@ -283,7 +297,8 @@ import sys
 from pathlib import Path
 import torch.distributed as dist
 from rlinf.channels.world import World
-from tests.contracts.test_trainer import Halves, assert_alike, make, streamed, weights, LR
+from tests.contracts.test_trainer import Halves, assert_alike, loss_with_largest, make, streamed
+from tests.contracts.test_trainer import weights, LR
 from tests.rlinf.trainers.test_lanes import CONFIG, loss, records
 
 name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -294,7 +309,8 @@ world = World(rank, 2, meeting=root / "channels" / "group-t.json")
 both = make(name, folder, world=world, policy=Halves)
 assert not any(p.is_meta for p in both.policy.module.parameters())
 streamed(both, folder)
-both.step(records(), loss, lr=LR, only=["layers"])
+told = both.step(records(), loss_with_largest, lr=LR, only=["layers"])
+assert (told["row_max"], told["rows"]) == (len(records()), len(records()))
 assert_alike(weights(both), weights(alone), LR / 50)
 both.save(root / "both")
 dist.barrier()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from rlinf.models.base import Policy
 from rlinf.residency import buffers_to, give_memory
 from rlinf.sharded import local
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from rlinf.trainers.optimizer import GROUP
 
 
 def split(module: nn.Module, world: World) -> None:
@@ -58,15 +59,16 @@ class ParallelTrainer(FSDPTrainer):
         self._copy, self._part = self.world.data_rank, (self.world.rank % tp, tp)
         self._root, self._in_one = None, False
 
-    def _gradient_norm(self) -> float:
+    def _gradient_norm(self, groups: Collection[str]) -> float:
         """Of the gradients, which the copies of the model add up first."""
         if self.world.size == 1:
-            return super()._gradient_norm()
+            return super()._gradient_norm(groups)
         total = torch.zeros(())
         group = init_device_mesh(
             "cpu", (self.world.data_size, self.world.layout.tp), mesh_dim_names=("data", "tp")
         )["data"].get_group()
-        for parameter in self._parameters(self.policy):
+        mine = [g["params"] for g in self.optimizer.param_groups if g[GROUP] in groups]
+        for parameter in (parameter for parameters in mine for parameter in parameters):
             if parameter.grad is None:
                 continue
             dist.all_reduce(local(parameter.grad), group=group)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.experiment import execute
 from pipeline.metrics import collect, manifest_of
-from rlinf.algorithms.update import same_version
+from rlinf.algorithms.behaviour import same_version
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
 from rlinf.errors import InputError
@@ -97,3 +97,52 @@ def test_a_step_of_several_choices_has_the_ratio_that_its_level_says(
         assert each["train/engine_gap"] < 1e-5
     assert 3 * token[0]["train/entropy"] == pytest.approx(chunk[0]["train/entropy"], rel=0.02)
     assert token[1]["train/loss"] != pytest.approx(chunk[1]["train/loss"], rel=1e-3)
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_coarser_engine_is_seen_and_corrected(
+    compose: Compose, tmp_path: Path, minibatches: int
+) -> None:
+    """With one minibatch the trainer's log-probabilities are those of the update itself."""
+    words = ["iterations=1", "engine.dtype=bfloat16", "reward=digits"]
+    words += [f"algorithm.minibatches={minibatches}"]
+    rows = {}
+    for name, more in {
+        "plain": [],
+        "truncated": ["algorithm.behaviour_weight_cap=2.0"],
+        "masked": [
+            "algorithm.behaviour_weight_cap=1.0001",
+            "algorithm.behaviour_weight_outside=mask",
+        ],
+    }.items():
+        execute(compose(*words, *more, f"run.name={name}"))
+        (rows[name],) = collect(tmp_path / name)
+    plain, truncated, masked = rows["plain"], rows["truncated"], rows["masked"]
+    assert 0 < plain["train/engine_gap"] < 0.1
+    assert 0 < plain["train/engine_kl"] < plain["train/engine_gap"]
+    assert 0 < abs(plain["train/engine_ratio"] - 1) < 0.1
+    assert 1 < plain["train/engine_ratio_max"] < 2
+    assert truncated["train/engine_gap"] == plain["train/engine_gap"]
+    assert truncated["train/loss"] != plain["train/loss"]
+    assert truncated["train/behaviour_weight"] == pytest.approx(1, abs=0.1)
+    assert truncated["train/behaviour_capped_share"] == 0
+    assert 0.1 < masked["train/behaviour_capped_share"] <= 1
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    "name", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo"]
+)
+def test_a_divergence_is_taken_from_the_reward_in_a_single_step_too(
+    compose: Compose, tmp_path: Path, name: str
+) -> None:
+    """The inference stage gives old log-probabilities for it; at first they are the reference's."""
+    words = [f"algorithm={name}", "algorithm.kl_reward=0.1", "reward=digits", "rollout.batch=4"]
+    values = compose(*words, "evaluate.every=0", "evaluate.samples=2")
+    del values["algorithm"]["drop_equal_groups"]  # of the tiny run's usual algorithm
+    execute(values)
+    first, second = collect(tmp_path / "tiny")
+    assert first["train/kl_reward"] == pytest.approx(0, abs=1e-6)
+    assert abs(second["train/kl_reward"]) > 1e-6
+    assert first["train/grad_norm"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 
 from rlinf.algorithms.grpo import DAPO, DAPOConfig
 from rlinf.algorithms.losses import (
-    behaviour_weights,
+    KLEstimator,
     clipped_surrogate,
     clipped_value_loss,
     kl_estimate,
+    sequence_log_ratio,
 )
 from rlinf.algorithms.policy_gradient import PolicyGradientConfig
-from rlinf.algorithms.shares import step_weights
+from rlinf.algorithms.ppo import PPOConfig
+from rlinf.algorithms.shares import step_shares, step_weights
 from rlinf.config import OptimizerSection
 
 
@@ -54,31 +57,6 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
 @given(st.floats(-30, 0), st.floats(-30, 0))
 def test_the_divergence_estimate_is_never_negative(a: float, b: float) -> None:
     assert float(kl_estimate(torch.tensor(a), torch.tensor(b))) >= -1e-6
-
-
-def test_steps_of_an_older_policy_weigh_what_makes_them_unbiased() -> None:
-    """The mean over its choices, so weighted, is that of the policy before the update."""
-    older, old = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
-    gain = torch.tensor([1.0, -2.0, 3.0])
-    weights, capped = behaviour_weights(old.log(), older.log(), cap=10)
-    torch.testing.assert_close((older * weights * gain).sum(), (old * gain).sum())
-    assert not capped.any()
-    weights, capped = behaviour_weights(old.log(), older.log(), cap=1.6)
-    torch.testing.assert_close(weights, torch.tensor([5 / 7, 1.5, 1.6]))
-    assert capped.tolist() == [0, 0, 1]
-
-
-def test_the_weight_of_older_policies_needs_recomputed_logprobs() -> None:
-    with pytest.raises(ValueError, match="old_logprobs: recompute"):
-        PolicyGradientConfig(behaviour_weight_cap=2, old_logprobs="rollout")
-
-
-def test_the_divergence_estimate_is_unbiased() -> None:
-    policy = torch.tensor([0.7, 0.2, 0.1])
-    reference = torch.tensor([0.5, 0.3, 0.2])
-    estimate = (policy * kl_estimate(policy.log(), reference.log())).sum()
-    exact = (policy * (policy.log() - reference.log())).sum()
-    torch.testing.assert_close(estimate, exact)
 
 
 def test_a_value_far_from_the_old_one_earns_nothing() -> None:
@@ -120,11 +98,10 @@ def test_dapo_leaves_out_groups_without_a_signal() -> None:
 def test_an_outlier_gives_finite_losses_and_gradients(gap: float, advantage: float) -> None:
     logprobs = torch.tensor([gap], requires_grad=True)
     loss, _ = clipped_surrogate(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2)
-    weight, _ = behaviour_weights(torch.tensor([gap]), torch.zeros(1), cap=2.0)
     divergence = kl_estimate(logprobs, torch.zeros(1))
-    (loss + 0 * weight + divergence).sum().backward()
+    (loss + divergence).sum().backward()
     assert logprobs.grad is not None
-    for value in (loss, weight, divergence, logprobs.grad):
+    for value in (loss, divergence, logprobs.grad):
         assert torch.isfinite(value).all()
     assert float(divergence.detach()) <= 10
 
@@ -138,3 +115,83 @@ def test_ratio_and_divergence_agree_with_double_precision(a: float, b: float) ->
     assert float(loss) == pytest.approx(max(math.exp(gap), 0.8), rel=3e-6)
     exact = min(10.0, math.expm1(gap) - gap)
     assert float(kl_estimate(one, other)) == pytest.approx(exact, rel=1e-5, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "want", "took"),
+    [(5.0, -1.0, 3.0, 1.0), (2.0, -1.0, 2.0, 0.0), (5.0, 1.0, -1.2, 1.0), (0.5, -1.0, 0.8, 1.0)],
+)
+def test_a_second_clip_bounds_what_a_bad_step_costs(
+    ratio: float, advantage: float, want: float, took: float
+) -> None:
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss, clipped = clipped_surrogate(
+        logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2, 3.0
+    )
+    assert float(loss.detach()) == pytest.approx(want)
+    assert float(clipped) == took
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert bool(gradient.any()) == (took == 0)
+
+
+def test_the_ratio_of_a_response_is_the_geometric_mean_and_has_each_steps_gradient() -> None:
+    logprobs = torch.tensor([[2.0, 8.0, 5.0]]).log().requires_grad_()
+    mask, gain = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, -2.0, 0.0]])
+    own = sequence_log_ratio(logprobs, torch.zeros(1, 3), mask)
+    torch.testing.assert_close(own.exp()[0, :2], torch.tensor([4.0, 4.0]))
+    (gradient,) = torch.autograd.grad((own.exp() * gain).sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([[4.0, -8.0, 0.0]]))
+
+
+def test_large_errors_of_a_value_cost_linearly() -> None:
+    values = torch.tensor([0.5, 3.0, -3.0], requires_grad=True)
+    loss = clipped_value_loss(values, torch.zeros(3), torch.zeros(3), clip=None, huber=1.0)
+    assert loss.tolist() == pytest.approx([0.125, 2.5, 2.5])
+    loss.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.5, 1.0, -1.0])
+    clipped = clipped_value_loss(
+        torch.tensor([3.0]), torch.zeros(1), torch.tensor([3.0]), clip=0.5, huber=1.0
+    )
+    assert float(clipped) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_estimates_of_the_divergence_are_unbiased(kind: KLEstimator) -> None:
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
+    estimate = (policy * kl_estimate(policy.log(), reference.log(), kind)).sum()
+    torch.testing.assert_close(estimate, (policy * (policy / reference).log()).sum())
+
+
+def test_half_the_squared_log_ratio_pulls_as_the_divergence_does() -> None:
+    """k2 is biased, but the mean of its gradients is the divergence's gradient."""
+    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    reference = torch.tensor([0.5, 0.3, 0.2]).log()
+    ours = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((ours.exp() * (ours - reference)).sum(), logits)
+    ours = logits.log_softmax(-1)
+    loss = (ours.exp().detach() * kl_estimate(ours, reference, "k2")).sum()
+    (found,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, exact)
+
+
+def test_a_fixed_length_divides_the_sum_of_each_sequence() -> None:
+    mask = torch.tensor([[1.0, 1, 1, 1], [1.0, 0, 0, 0]])
+    weights, divisor = step_shares(mask, "seq_mean_token_sum", 8)
+    assert float((weights * torch.tensor([[1.0, 1, 1, 1], [5.0, 9, 9, 9]])).sum()) == 9 / 8
+    assert divisor == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "match"),
+    [
+        (PolicyGradientConfig, {"aggregation_length": 8}, "seq_mean_token_sum"),
+        (PolicyGradientConfig, {"clip_dual": 1.0}, "clip_dual"),
+        (PPOConfig, {"value_huber": 0.0}, "value_huber"),
+    ],
+)
+def test_settings_of_a_loss_that_mean_nothing_are_refused(
+    config: type[PolicyGradientConfig], settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        config(**settings)

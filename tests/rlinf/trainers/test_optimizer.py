@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from tests.rlinf.trainers.test_spans import folder, samples
 __all__ = ["folder"]
 
 
-def trainer(folder: Path) -> FSDPTrainer:
+def trainer(folder: Path, settings: OptimizerSection | None = None) -> FSDPTrainer:
     policy = MLPPolicy.load(folder, MLPConfig())
-    return FSDPTrainer(policy, FSDPConfig(device="cpu"), OptimizerSection(), World())
+    return FSDPTrainer(policy, FSDPConfig(device="cpu"), settings or OptimizerSection(), World())
 
 
 def of_the_policy(outputs: StepOutputs, spans: list[Span]) -> Loss:
@@ -59,3 +60,33 @@ def test_a_group_follows_the_schedule_from_its_own_peak() -> None:
         [10 * rate for rate in usual]
     )
     assert usual[-1] == pytest.approx(5e-4)
+
+
+def test_groups_may_be_clipped_by_themselves(folder: Path) -> None:
+    """A large error of the value takes nothing from the policy's step then."""
+    records = [sample.trajectory for sample in samples()]
+
+    def steep(outputs: StepOutputs, spans: list[Span]) -> Loss:
+        assert outputs.values is not None
+        return outputs.logprobs.sum() / 50 + 1000 * outputs.values.sum(), {}
+
+    def moved(**clips: Any) -> tuple[dict[str, float], float]:
+        """How far the weights of each group went, by a step of rate 1, and what was reported."""
+        made = trainer(folder, OptimizerSection(name="sgd", betas=(0.0, 0.0), **clips))
+        before = {name: tensor.clone() for name, tensor in made.full_state().items()}
+        metrics = made.step(records, of_steps(steep), lr=1.0)
+        squares = {"policy": 0.0, "value": 0.0}
+        for name, tensor in made.full_state().items():
+            squares[made.policy.group(name)] += float((tensor - before[name]).square().sum())
+        return {group: square**0.5 for group, square in squares.items()}, metrics["grad_norm"]
+
+    free, whole = moved(clip_grad=1e9)
+    joint, _ = moved(clip_grad=0.1)
+    apart, norm = moved(clip_grad=0.1, group_clip={"value": 0.5})
+    assert joint["policy"] < free["policy"] / 100
+    assert apart["policy"] == pytest.approx(min(0.1, free["policy"]), rel=1e-4)
+    assert apart["value"] == pytest.approx(0.5, rel=1e-4)
+    assert norm == pytest.approx(whole, rel=1e-6)
+    assert moved(clip_grad=0.1, group_clip={"value": 0.1, "policy": 1e9})[0] == pytest.approx(
+        {"policy": free["policy"], "value": 0.1}, rel=1e-4
+    )

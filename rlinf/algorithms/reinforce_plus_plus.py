@@ -1,0 +1,62 @@
+"""REINFORCE++ (arXiv 2501.03262): no critic; advantages are normalised over the whole batch.
+
+A token's advantage is the sum of the rewards from it on. The reward of a response lies on its last
+token that counts; ``kl_reward`` takes a divergence from the reference policy from every token's.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlinf.algorithms.advantages import generalised, group_means, whiten
+from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, policy_terms
+from rlinf.data.batch import StepBatch
+from rlinf.fit import GROUPS
+from rlinf.models.base import StepOutputs
+from rlinf.trainers.base import Loss
+
+
+class ReinforcePlusPlusConfig(PolicyGradientConfig):
+    """Settings of REINFORCE++."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+
+
+class ReinforcePlusPlus(PolicyGradient):
+    """See the module."""
+
+    Config = ReinforcePlusPlusConfig
+    config: ReinforcePlusPlusConfig
+
+    def baseline(self, batch: StepBatch) -> Tensor:
+        """What every token's sum of rewards is compared with, ``[N]``."""
+        return torch.zeros(len(batch))
+
+    def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
+        zeros = torch.zeros_like(batch.rewards)
+        # Without values, and with lambda 1, it is the discounted sum of what is still to come.
+        to_come, _ = generalised(
+            batch.rewards,
+            zeros,
+            batch.terminated,
+            batch.truncated,
+            zeros,
+            batch.mask,
+            self.config.gamma,
+            1.0,
+        )
+        return whiten(to_come - self.baseline(batch)[:, None], batch.mask), None
+
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        return policy_terms(self.config, outputs, batch, weights)
+
+
+class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
+    """REINFORCE++-baseline: relative to the mean reward of the group first."""
+
+    needs = frozenset({GROUPS})
+
+    def baseline(self, batch: StepBatch) -> Tensor:
+        return group_means(batch.rewards.sum(-1), batch.groups)

@@ -1,0 +1,242 @@
+"""A causal language model with a critic, which values the state that each token was chosen in.
+
+Engines generate with the language model alone: its folder is that of :mod:`rlinf.models.causal_lm`,
+and the critic's weights stand in a folder inside, which no engine reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.checked import copy_file
+from rlinf.errors import DataError
+from rlinf.fit import LANGUAGE_MODEL, VALUES
+from rlinf.models.base import Spec
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.linear import use_onednn
+from rlinf.models.loading import WEIGHTS, fill
+from rlinf.sharded import local
+from rlinf.tensors import State, save_tensors
+
+FOLDER = "critic"
+"""Of its weights, in a policy folder."""
+POLICY, CRITIC = "policy.", "critic."
+"""What the names of their tensors begin with."""
+Critic = Literal["own", "shared"]
+
+
+class CausalLMCriticConfig(CausalLMConfig):
+    """The language model, and what kind of critic it has."""
+
+    critic: Critic = "own"
+    """``own``: a network of the same architecture, which begins as the language model; ``shared``:
+    a head on the language model's last hidden states, whose error trains those too."""
+
+
+class ActorCritic(nn.Module):
+    """From tokens to logits and values, in one call: what shares weights out gathers them for it.
+
+    Either head of the critic begins as zeros, so that it values everything 0.
+    """
+
+    def __init__(self, policy: Any, kind: Critic) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic: Any = _own(policy) if kind == "own" else _head(policy)
+        self.own = kind == "own"
+
+    @property
+    def head(self) -> nn.Linear:
+        """The critic's last layer."""
+        head: nn.Linear = self.critic.get_output_embeddings() if self.own else self.critic
+        return head
+
+    def forward(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Logits ``[B, K, V]`` and values ``[B, K]``, float32, of the positions that are kept."""
+        if self.own:
+            logits = self.policy(**inputs, use_cache=False).logits
+            if not torch.is_grad_enabled() and untrained(dict(self.head.named_parameters())):
+                return logits, logits.new_zeros(logits.shape[:-1], dtype=torch.float32)
+            return logits, self.critic(**inputs, use_cache=False).logits[..., 0].float()
+        seen: list[Tensor] = []
+        last = self.policy.get_output_embeddings()
+        hook = last.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            logits = self.policy(**inputs, use_cache=False).logits
+        finally:
+            hook.remove()
+        return logits, self.critic(seen[0])[..., 0].float()
+
+
+class CausalLMCritic(CausalLM):
+    """See the module. What it says of a token's state follows from the tokens before it."""
+
+    Config = CausalLMCriticConfig
+    offers = frozenset({LANGUAGE_MODEL, VALUES})
+    groups = ("policy", "value")
+    adapts = False
+    module: ActorCritic
+
+    @property
+    def network(self) -> Any:
+        return self.module.policy
+
+    @property
+    def networks(self) -> list[Any]:
+        return [self.network, self.module.critic] if self.module.own else [self.network]
+
+    @classmethod
+    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+        super().create(config, spec, seed, folder)
+        if config.path is not None:
+            source = config.path.expanduser() / FOLDER / WEIGHTS
+            if source.is_file():
+                (folder / FOLDER).mkdir()
+                copy_file(source, folder / FOLDER / WEIGHTS)
+
+    @classmethod
+    def around(cls, network: Any, config: Any) -> nn.Module:
+        return ActorCritic(network, config.critic)
+
+    @classmethod
+    def load(cls, folder: Path, config: CausalLMConfig) -> CausalLMCritic:
+        policy = super().load(folder, config)
+        assert isinstance(policy, CausalLMCritic)
+        policy._fill_critic(folder)
+        return policy
+
+    def fill(self, folder: Path | None = None) -> None:
+        super().fill(folder)
+        self._fill_critic(folder or self._folder)
+
+    def _fill_critic(self, folder: Path) -> None:
+        """Read its weights; one that is not there begins as the language model, and says 0.
+
+        Raises:
+            DataError: they are those of another critic.
+        """
+        if (folder / FOLDER / WEIGHTS).is_file():
+            fill(self.module.critic, folder / FOLDER, f"{folder / FOLDER} (model.critic)")
+        else:
+            begin(self.module)
+
+    def save_state(self, folder: Path, state: State) -> None:
+        policy, critic = apart(state)
+        super().save_state(folder, policy)
+        (folder / FOLDER).mkdir(exist_ok=True)
+        path, head = folder / FOLDER / WEIGHTS, dict[str, Tensor]()
+        seen = State(critic.like, _kept(critic.each, self._head_names(), head))
+        save_tensors(path, seen, list(critic.like), {"format": "pt"})
+        if untrained(head):
+            # It values everything 0 whatever stands below its head, as one that has yet to begin.
+            shutil.rmtree(folder / FOLDER)
+
+    def _head_names(self) -> set[str]:
+        head = self.module.head
+        prefixes = [name for name, part in self.module.critic.named_modules() if part is head]
+        prefix = f"{prefixes[0]}." if prefixes[0] else ""
+        return {prefix + name for name, _ in head.named_parameters()}
+
+    def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        logits, values = self.module(inputs)
+        return logits, values
+
+    def group(self, parameter: str) -> str:
+        """``value`` is the critic, or its head where it has nothing else of its own."""
+        return "value" if parameter.startswith(CRITIC) else "policy"
+
+    @classmethod
+    def served(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return (
+            (name.removeprefix(POLICY), tensor)
+            for name, tensor in tensors
+            if name.startswith(POLICY)
+        )
+
+
+@torch.no_grad()
+def begin(module: ActorCritic) -> None:
+    """Have a critic that has learned nothing; of a sharded one, this process's rows."""
+    policy, critic = (part.state_dict(keep_vars=True) for part in (module.policy, module.critic))
+    zeros = {id(tensor) for tensor in module.head.parameters()}
+    for name, tensor in critic.items():
+        if id(tensor) in zeros:
+            local(tensor).zero_()
+        else:
+            local(tensor).copy_(local(policy[name]))
+
+
+def untrained(head: Mapping[str, Tensor]) -> bool:
+    """Whether a head is as it began."""
+    return not any(bool(tensor.any()) for tensor in head.values())
+
+
+def apart(state: State) -> tuple[State, State]:
+    """The state of the language model and that of the critic, by the names in their files.
+
+    What comes before its turn is kept until then; in the order of the module nothing does.
+    """
+    early: dict[str, list[tuple[str, Tensor]]] = {POLICY: [], CRITIC: []}
+
+    def part(prefix: str) -> State:
+        like = {n.removeprefix(prefix): t for n, t in state.like.items() if n.startswith(prefix)}
+
+        def each() -> Iterator[tuple[str, Tensor]]:
+            left = len({id(tensor) for tensor in like.values()})
+            while left:
+                if early[prefix]:
+                    name, tensor = early[prefix].pop(0)
+                else:
+                    name, tensor = next(state.each)
+                if name.startswith(prefix):
+                    left -= 1
+                    yield name.removeprefix(prefix), tensor
+                else:
+                    early[POLICY if prefix == CRITIC else CRITIC].append((name, tensor))
+                del tensor
+
+        return State(like, each())
+
+    return part(POLICY), part(CRITIC)
+
+
+def _kept(
+    each: Iterable[tuple[str, Tensor]], names: set[str], into: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, of which those of some names are kept."""
+    for name, tensor in each:
+        if name in names:
+            into[name] = tensor
+        yield name, tensor
+
+
+def _head(policy: Any) -> nn.Linear:
+    """From hidden states as the language model's own head sees them to one number.
+
+    Raises:
+        DataError: the language model has no linear head.
+    """
+    last = policy.get_output_embeddings()
+    if not isinstance(last, nn.Linear):
+        raise DataError(
+            f"model.critic: models of type {policy.config.model_type!r} have no linear output head "
+            "that a critic could stand beside"
+        )
+    # Made where the weights are, which may be nowhere yet.
+    return nn.Linear(last.in_features, 1, device=last.weight.device, dtype=last.weight.dtype)
+
+
+def _own(policy: Any) -> Any:
+    """A network like the language model's, with one number in place of the logits."""
+    critic, head = copy.deepcopy(policy), _head(policy)
+    critic.config.tie_word_embeddings = False
+    critic.set_output_embeddings(head)
+    use_onednn(critic)
+    return critic

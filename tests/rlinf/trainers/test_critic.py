@@ -1,0 +1,166 @@
+"""A language model with a critic in a sharded trainer: one state, two networks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.data.packing import Span
+from rlinf.errors import ConfigError
+from rlinf.models.base import StepOutputs
+from rlinf.models.causal_lm_critic import CausalLMCritic, CausalLMCriticConfig
+from rlinf.residency import Residency
+from rlinf.trainers.base import Loss, of_steps
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.trainers.test_lanes import CONFIG, folder, records
+from tests.rlinf.trainers.test_options import together
+
+__all__ = ["folder"]
+LR = 1e-3
+
+
+def make(
+    folder: Path, world: World | None = None, critic: str = "own", **options: Any
+) -> FSDPTrainer:
+    world = world or World()
+    config = CausalLMCriticConfig.model_validate(
+        {**CONFIG.model_dump(exclude_unset=True), "critic": critic}
+    )
+    load = CausalLMCritic.outline if world.size > 1 else CausalLMCritic.load
+    given = {"device": "cpu", "token_budget": 40, **options}
+    return FSDPTrainer(
+        load(folder, config), FSDPConfig.model_validate(given), OptimizerSection(lr=LR), world
+    )
+
+
+def policy_loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
+    return -outputs.logprobs.sum() / 50, {}
+
+
+def both_losses(outputs: StepOutputs, spans: list[Span]) -> Loss:
+    assert outputs.values is not None
+    error = ((outputs.values - 0.5) ** 2).sum() / 50
+    return error - outputs.logprobs.sum() / 50, {"value_loss": error.detach()}
+
+
+imitate, learn = of_steps(policy_loss), of_steps(both_losses)
+
+
+def weights(trainer: FSDPTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.full_state().items()}
+
+
+def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("critic", ["own", "shared"])
+def test_the_critic_learns_and_is_taken_up_where_it_was(
+    critic: str, folder: Path, tmp_path: Path
+) -> None:
+    trainer, again, data = make(folder, critic=critic), make(folder, critic=critic), records()
+    errors = [trainer.step(data, learn, lr=10 * LR)["value_loss"] for _ in range(12)]
+    assert errors[-1] < errors[0] / 2
+    trainer.save(tmp_path)
+    again.load(tmp_path)
+    for each in (trainer, again):
+        each.step(data, learn, lr=LR)
+    assert_alike(trainer.snapshot(), again.snapshot())
+    said = [dict(each.forward(data, 1.0)) for each in (trainer, again)]
+    for row, outputs in said[0].items():
+        theirs = said[1][row].values
+        assert outputs.values is not None
+        assert theirs is not None
+        assert torch.equal(outputs.values, theirs)
+        assert outputs.values.any()
+
+
+def test_an_update_of_the_value_alone_leaves_the_policy_as_it_is(folder: Path) -> None:
+    trainer, data = make(folder), records()
+    before = weights(trainer)
+    for _ in range(2):
+        trainer.step(data, learn, lr=LR, only=["value"])
+    after = weights(trainer)
+    changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"critic"}
+
+
+def test_the_critic_leaves_the_device_with_the_policy(folder: Path) -> None:
+    stays, moves, data = make(folder), make(folder), records()
+    residency = Residency(moves.device, sys.maxsize)
+    residency.need(moves)
+    held = sum(size.here for size in moves.size().values())
+    assert held >= sum(p.nbytes for p in moves.policy.module.parameters())
+    for _ in range(2):
+        residency.need(moves)
+        residency.clear()
+        assert not any(size.here for size in moves.size().values())
+        residency.need(moves)
+        assert stays.step(data, learn, lr=LR) == moves.step(data, learn, lr=LR)
+    assert_alike(weights(stays), weights(moves))
+
+
+def test_adapters_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.lora: CausalLMCritic"):
+        make(folder, lora={"rank": 2})
+
+
+RANKS = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from rlinf.channels.world import World
+from rlinf.models.causal_lm_critic import CausalLMCritic, CausalLMCriticConfig
+from tests.rlinf.trainers.test_critic import assert_alike, imitate, learn, make, weights, LR
+from tests.rlinf.trainers.test_lanes import records
+
+folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+world = World(rank, size, meeting=folder.parent / "channels" / "group-t.json")
+data = records()
+for critic in ("own", "shared"):
+    for options in ({"unit_mb": 0}, {}):
+        alone, both = make(folder, critic=critic), make(folder, world, critic, **options)
+        assert_alike(weights(both), weights(alone))
+        # The critic's units are not there in this backward pass.
+        for how in (imitate, learn, learn):
+            one, other = alone.step(data, how, lr=LR), both.step(data, how, lr=LR)
+            assert all(abs(one[n] - other[n]) < 1e-4 * max(1, abs(one[n])) for n in one)
+        assert_alike(weights(both), weights(alone), LR / 20)
+        name = f"{critic}{len(options)}"
+        both.save(folder.parent / name)
+        dist.barrier()
+        alone.load(folder.parent / name)
+        assert_alike(weights(both), weights(alone))
+        said, there = dict(alone.forward(data, 1.0)), both.forward(data, 1.0)
+        assert there
+        for row, outputs in there:
+            torch.testing.assert_close(outputs.values, said[row].values, atol=1e-5, rtol=1e-4)
+        # A policy folder, written as the tensors come and read by rows.
+        target = folder.parent / f"policy-{name}"
+        if rank == 0:
+            target.mkdir()
+            both.policy.save_state(target, both.stream())
+        else:
+            both.stream().drain()
+        dist.barrier()
+        fresh = make(folder, world, critic, **options)
+        fresh.fill(target)
+        assert_alike(weights(fresh), weights(both))
+        fresh.fill(folder)
+        assert_alike(weights(fresh), weights(make(folder, critic=critic)))
+print("ok")
+"""
+
+
+def test_processes_share_both_networks(folder: Path) -> None:
+    together(folder, RANKS, 2)
