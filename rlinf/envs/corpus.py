@@ -54,7 +54,6 @@ class Question:
     queries: tuple[str, ...]
 
 
-@lru_cache(maxsize=2)
 def read_documents(path: Path, field: str) -> tuple[Document, ...]:
     """The texts of a JSON-lines file, each under ``field``.
 
@@ -65,7 +64,6 @@ def read_documents(path: Path, field: str) -> tuple[Document, ...]:
     return tuple(Document(text_of(item, field, "document_field", where)) for where, item in rows)
 
 
-@lru_cache(maxsize=4)
 def read_questions(path: Path, key: str, question: str, answer: str) -> tuple[Question, ...]:
     """The questions of a JSON-lines file. An answer is a text or a list of texts that are all
     right; ``queries``, where a row has it, a list of texts: what an expert searches for.
@@ -176,7 +174,7 @@ class Index:
             text = document.contents.encode()
             state.update(len(text).to_bytes(8, "little") + text)
         self.folder = folder.expanduser().absolute() / state.hexdigest()
-        if not self.folder.exists():
+        if not os.path.isdir(self.folder):  # noqa: PTH112 (false of a folder that may not be read)
             _write(documents, self.folder)
         if self.folder.stat().st_uid != os.getuid():
             raise ConfigError(f"task.index: {self.folder} is another user's; name another folder")

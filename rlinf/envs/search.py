@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -24,6 +24,7 @@ from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Extent
 from rlinf.envs.chat import Message
 from rlinf.envs.corpus import (
+    EXTRA,
     Document,
     Index,
     Question,
@@ -32,7 +33,7 @@ from rlinf.envs.corpus import (
     read_questions,
 )
 from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnvironment
-from rlinf.errors import ConfigError, DataError
+from rlinf.errors import ConfigError, DataError, require
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS
 from rlinf.models.base import Spec
 from rlinf.seeding import generator
@@ -145,14 +146,16 @@ class SearchEnvironment(DialogueEnvironment):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self._documents, train, self._test = sources(config)
+        train, self._test = questions(config)
         self._shown, self._train = train[: config.shots], train[config.shots :]
 
     @classmethod
     def describe(cls, config: SearchConfig) -> Spec:
         """Characters, for a model that is made for the task: letters of texts that are not in any
         question or answer may have no token."""
-        _, train, test = sources(config)
+        require("bm25s", EXTRA, "task.name: search")
+        texts(config)
+        train, test = questions(config)
         said = (text for q in (*train, *test) for text in (q.text, *q.answers, *q.queries))
         return {"alphabet": "".join(sorted(set(string.printable).union(*said)))}
 
@@ -161,13 +164,15 @@ class SearchEnvironment(DialogueEnvironment):
         if processor is None:
             return Extent()
         made = cls(config, processor)
-        longest = max((*made._train, *made._test), key=lambda question: len(question.text))
+        asked = [*made._train, *made._test]
+        lengths = [len(ids) for ids in made.encode([question.text for question in asked])]
+        longest = asked[lengths.index(max(lengths))]
         (ids,) = made.encode(made._rendered([made._opening(longest)]))
         return Extent(longest_prompt=len(ids))
 
     def begin(self, split: str, random: np.random.Generator) -> Search:
-        questions = self._test if split == "test" else self._train
-        question = questions[int(random.integers(len(questions)))]
+        among = self._test if split == "test" else self._train
+        question = among[int(random.integers(len(among)))]
         return Search(question, self._opening(question), self.config, self._find)
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
@@ -190,7 +195,8 @@ class SearchEnvironment(DialogueEnvironment):
 
     @cached_property
     def _index(self) -> Index:
-        return Index(self._documents, self.config.index)
+        # Only who asks questions needs it; who rewards does not.
+        return Index(texts(self.config), self.config.index)
 
     @cached_property
     def _examples(self) -> list[Message]:
@@ -236,32 +242,37 @@ class SearchEnvironment(DialogueEnvironment):
         return _information(text)
 
 
-def sources(
-    config: SearchConfig,
-) -> tuple[tuple[Document, ...], tuple[Question, ...], tuple[Question, ...]]:
-    """The texts, the training questions and those held out.
+def texts(config: SearchConfig) -> tuple[Document, ...]:
+    """What can be found.
+
+    Raises:
+        DataError: the file is missing, empty or malformed.
+        MissingPackageError: the facts about countries are not installed.
+    """
+    if config.documents is None:
+        return countries()[0]
+    return read_documents(config.documents, config.document_field)
+
+
+def questions(config: SearchConfig) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """For training, and held out.
 
     Raises:
         ConfigError: ``shots`` leaves no question to train on.
         DataError: a file is missing, empty or malformed, or both have the same questions.
         MissingPackageError: the facts about countries are not installed.
     """
-    if config.documents is None or config.train is None or config.test is None:
-        documents, train, test = countries()
+    if config.train is None or config.test is None:
+        _, train, test = countries()
     else:
-        documents = read_documents(config.documents, config.document_field)
-        train, test = _questions(config, "train"), _questions(config, "test")
+        fields = config.question_field, config.answer_field
+        train = read_questions(config.train, "task.train", *fields)
+        test = read_questions(config.test, "task.test", *fields)
     if config.shots >= len(train):
         raise ConfigError(f"task.shots: there are {len(train)} training questions; set it lower")
     if {question.text for question in train} == {question.text for question in test}:
         raise DataError("task.test: the same questions as task.train; held-out ones must be others")
-    return documents, train, test
-
-
-def _questions(config: SearchConfig, split: Literal["train", "test"]) -> tuple[Question, ...]:
-    path = config.train if split == "train" else config.test
-    assert path is not None
-    return read_questions(path, f"task.{split}", config.question_field, config.answer_field)
+    return train, test
 
 
 def _shown(numbered: tuple[int, Document]) -> str:
@@ -281,4 +292,6 @@ def is_exact(predicted: str, answers: Sequence[str]) -> bool:
 
 def _normalised(text: str) -> str:
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(word for word in bare.split() if word not in {"a", "an", "the"})
+    words = [word for word in bare.split() if word not in {"a", "an", "the"}]
+    # An answer that has nothing else, such as the grade A, is compared as it is.
+    return " ".join(words) or text.strip().lower()

@@ -19,7 +19,7 @@ from rlinf.data.record import Record
 from rlinf.engines import engines
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests, check_token_request
 from rlinf.envs.base import Episodes
-from rlinf.envs.corpus import Document, Question
+from rlinf.envs.corpus import Question
 from rlinf.envs.search import Search, SearchConfig, SearchEnvironment, is_exact
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
@@ -138,9 +138,9 @@ def written(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def rivers(folder: Path, **settings: Any) -> SearchConfig:
+def rivers(folder: Path, about: dict[str, str] = RIVERS, **settings: Any) -> SearchConfig:
     """A corpus of one's own."""
-    texts = [{"contents": f"{title}\n{text}"} for title, text in RIVERS.items()]
+    texts = [{"contents": f"{title}\n{text}"} for title, text in about.items()]
     return SearchConfig(
         documents=written(folder, "documents", texts),
         train=written(folder, "train", TRAIN),
@@ -246,6 +246,8 @@ def test_the_score_is_exact_match_and_the_reward_has_the_format_too(
 def test_any_of_the_answers_is_right_but_for_form() -> None:
     assert is_exact("An  apple, a day", ["no", "apple day"])
     assert not is_exact("theory", ["ory"])
+    assert is_exact("a", ["A"])
+    assert not is_exact("the", ["A"])
     assert is_exact("São Tomé", ["são tomé"])
 
 
@@ -256,9 +258,9 @@ def test_what_is_found_is_cut_by_tokens_within_its_tags(
     """Of a tokenizer whose tokens are bytes: characters of several are never cut."""
     tokenizer = load_tokenizer(folder)
     frame = len(tokenizer("\n\n<information></information>\n\n")["input_ids"])
-    config = rivers(tmp_path, results=3, result_tokens=frame + most)
+    about = {"Nile": "é" * 99, "Nilo": "Nile"}
+    config = rivers(tmp_path, about, results=3, result_tokens=frame + most)
     task = SearchEnvironment(config, tokenizer)
-    task._documents = (Document("Nile\n" + "é" * 99), Document("Nilo\nNile"))
     (ids,) = task.encode([task._find("nile")])
     text = tokenizer.decode(ids)
     assert frame + most - 1 <= len(ids) <= frame + most
