@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints.txt
-EXTRAS := slurm,sims,math,reasoning,gguf,peft,dev
+EXTRAS := slurm,sims,math,reasoning,search,gguf,peft,dev
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread per process: more make small models slower, and waiting threads must not spin.

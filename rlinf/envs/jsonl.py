@@ -76,9 +76,6 @@ class JsonlEnvironment(ProblemSet):
         counts.update(counted(grades))
         return [grade.score for grade in grades]
 
-    def grade(self, response: str, answer: str) -> float:
-        return self._math_grader().grade([(response, answer)])[0].score
-
     def _math_grader(self) -> MathGrader:
         if self._grader is None:
             self._grader = MathGrader(self.config.workers, self.config.timeout_s)

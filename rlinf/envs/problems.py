@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,24 +49,48 @@ def read_problems(
         DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is not
             there, empty or of another type; names the line.
     """
-    text = read_text(path, key, DataError)
     problems = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for where, item in json_rows(path, key):
+        place = where.removeprefix(f"{key}: ")
+        problem = _problem(item, prompt_field, answer_field, where, place)
+        info = {name: _scalar(_field(item, name, "info_fields", where)) for name in info_fields}
+        problems.append(replace(problem, info=info))
+    return problems
+
+
+def json_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON-lines file, each with where it stands, for messages.
+
+    Raises:
+        DataError: missing or empty file, not UTF-8, or a line that is no JSON object; names the
+            line.
+    """
+    empty = True
+    for number, line in enumerate(read_text(path, key, DataError).split("\n"), start=1):
         if not line.strip():
             continue
-        where = f"{key}: {path}, line {number}"
+        empty, where = False, f"{key}: {path}, line {number}"
         try:
             item = json.loads(line, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON ({str(error)[:100]})") from None
         if not isinstance(item, dict):
-            raise DataError(f'{where}: expected an object, such as {{"{prompt_field}": ...}}')
-        problem = _problem(item, prompt_field, answer_field, where, f"{path}, line {number}")
-        info = {name: _scalar(_field(item, name, "info_fields", where)) for name in info_fields}
-        problems.append(replace(problem, info=info))
-    if not problems:
+            raise DataError(f'{where}: expected an object, such as {{"question": ...}}')
+        yield where, item
+    if empty:
         raise DataError(f"{key}: {path} is empty")
-    return problems
+
+
+def text_of(item: dict[str, Any], name: str, option: str, where: str) -> str:
+    """A field that is a text or a number, as text; ``option`` is the key that names it.
+
+    Raises:
+        DataError: it is not there, empty or of another type.
+    """
+    value = _field(item, name, option, where)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"{where}: {name!r} is {_short(value)}; expected a text or a number")
+    return _text(str(value), where, name)
 
 
 def _problem(
@@ -80,12 +104,8 @@ def _problem(
         raise DataError(f"{where}: {prompt_field!r} holds no message of the user to answer")
     if answer_field not in item and demonstration is not None:
         return Problem(tuple(messages), demonstration, place, demonstration)
-    answer = _field(item, answer_field, "answer_field", where)
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise DataError(
-            f"{where}: {answer_field!r} is {_short(answer)}; expected a text or a number"
-        )
-    return Problem(tuple(messages), _text(str(answer), where, answer_field), place, demonstration)
+    answer = text_of(item, answer_field, "answer_field", where)
+    return Problem(tuple(messages), answer, place, demonstration)
 
 
 def _scalar(value: Any) -> Scalar:

