@@ -15,6 +15,10 @@ from rlinf.trainers.minibatch import MinibatchConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Whose layers are Megatron's own."""
+NO_OTHERS = (
+    "model.name: trainer=megatron trains causal language models alone, without a critic; choose "
+    "trainer=fsdp"
+)
 ROPE = ("default", "linear", "llama3")
 """Kinds of positions that are frequencies alone."""
 
@@ -26,8 +30,8 @@ def settings_of(model: Any) -> Mapping[str, Any]:
         ConfigError: it is no language model.
         DataError: as :func:`rlinf.models.headers.read_settings`.
     """
-    if not isinstance(model, CausalLMConfig):
-        raise ConfigError("model.name: trainer=megatron trains causal language models alone")
+    if not isinstance(model, CausalLMConfig) or hasattr(model, "critic"):
+        raise ConfigError(NO_OTHERS)
     if model.path is not None:
         return read_settings(model.path.expanduser())
     return {

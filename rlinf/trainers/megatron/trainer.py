@@ -9,7 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,11 +27,12 @@ from rlinf.models.causal_lm import CausalLM
 from rlinf.residency import give_memory
 from rlinf.tensors import State
 from rlinf.trainers import shards
-from rlinf.trainers.base import LossFunction
+from rlinf.trainers.base import LossFunction, joined_metrics
 from rlinf.trainers.cuts import Cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.megatron import groups, names, pipeline
 from rlinf.trainers.megatron.checks import (
+    NO_OTHERS,
     check_layout,
     check_model,
     check_options,
@@ -82,8 +83,8 @@ class MegatronTrainer(MinibatchTrainer):
     def __init__(
         self, policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, world: World
     ) -> None:
-        if not isinstance(policy, CausalLM):
-            raise ConfigError("model.name: trainer=megatron trains causal language models alone")
+        if not isinstance(policy, CausalLM) or len(policy.groups) > 1:
+            raise ConfigError(NO_OTHERS)
         check_options(config, config.distributed_optimizer, optimizer)
         whole: Any = policy.module
         model = whole.config.to_dict()
@@ -227,8 +228,7 @@ class MegatronTrainer(MinibatchTrainer):
         batches = list(zip(cut.batches, cut.real, strict=True))
         sums: dict[str, Tensor] = {}
         for metrics in pipeline.run(self._memory.parallel, batches, compute, backward=True):
-            for name, metric in metrics.items():
-                sums[name] = sums[name] + metric if name in sums else metric
+            joined_metrics(sums, metrics)
         return dict(pipeline.sums_of_last(sums, self.device))
 
     def _outputs(
@@ -256,11 +256,12 @@ class MegatronTrainer(MinibatchTrainer):
         self._memory.reduce()
         super()._leave_out(chosen)
 
-    def _gradient_norm(self) -> float:
-        return float(self._memory.norm())
+    def _gradient_norm(self, groups: Collection[str]) -> float:
+        return float(self._memory.norm())  # of its one group
 
     @torch.no_grad()
-    def _step(self, scale: float) -> None:
+    def _step(self, scales: Mapping[str, float]) -> None:
+        (scale,) = scales.values()
         if scale != 1:
             for each in self._memory.fragments:
                 if each.main.grad is not None:
