@@ -57,7 +57,8 @@ def behaviour_weights(ratio: Tensor, cap: float, outside: Outside) -> tuple[Tens
         ratio: of any shape; see :func:`behaviour_ratio`.
         cap: ``C``, the largest weight.
         outside: ``truncate``: weigh ``min(ratio, C)`` (truncated importance sampling, TIS);
-            ``mask``: weigh 0 where the ratio is not within ``[1 / C, C]`` (masked, MIS).
+            ``mask``: weigh 0 where the ratio is not within ``[1 / C, C]`` (masked importance
+            sampling).
     """
     ratio = ratio.detach()
     if outside == "truncate":

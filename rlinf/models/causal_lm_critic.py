@@ -174,8 +174,8 @@ def begin(module: ActorCritic) -> None:
 
 
 def untrained(head: Mapping[str, Tensor]) -> bool:
-    """Whether a head is as it began."""
-    return not any(bool(tensor.any()) for tensor in head.values())
+    """Whether a head is as it began; one whose weights are elsewhere (in ZeRO 3) may not be."""
+    return all(tensor.numel() and not tensor.any() for tensor in head.values())
 
 
 def apart(state: State) -> tuple[State, State]:

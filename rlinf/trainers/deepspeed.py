@@ -69,6 +69,11 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def __init__(
         self, policy: Policy, config: DeepSpeedConfig, optimizer: OptimizerSection, world: World
     ) -> None:
+        if len(policy.stacks()) > 1:
+            raise ConfigError(
+                f"trainer.name: {type(policy).__name__} has several networks, of which an update "
+                "may leave one out, which deepspeed has not been tried with; choose trainer=fsdp"
+            )
         if config.offload_param and config.stage != 3:
             raise ConfigError(
                 f"trainer.offload_param: stage {config.stage} of ZeRO keeps weights on the device; "

@@ -18,6 +18,7 @@ from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm_critic import CausalLMCritic, CausalLMCriticConfig
 from rlinf.residency import Residency
 from rlinf.trainers.base import Loss, of_steps
+from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.rlinf.trainers.test_lanes import CONFIG, folder, records
 from tests.rlinf.trainers.test_options import together
@@ -164,3 +165,9 @@ print("ok")
 
 def test_processes_share_both_networks(folder: Path) -> None:
     together(folder, RANKS, 2)
+
+
+def test_a_trainer_that_was_not_tried_with_it_refuses(folder: Path) -> None:
+    policy = make(folder).policy
+    with pytest.raises(ConfigError, match=r"trainer\.name: CausalLMCritic has several networks"):
+        DeepSpeedTrainer(policy, DeepSpeedConfig(device="cpu"), OptimizerSection(), World())
