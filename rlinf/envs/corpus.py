@@ -8,6 +8,7 @@ Lucene's form, by ``bm25s`` (arXiv 2407.03618), which needs nothing but numpy.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -212,6 +213,8 @@ def _write(documents: Sequence[Document], folder: Path) -> None:
     ]
     if not numbers:
         raise DataError("task.documents: no text has a word that could be searched for")
+    # It would tell of each step.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
     made = BM25(method="lucene", backend="numpy", csc_backend="numpy")
     made.index((rows, numbers), show_progress=False)
     try:

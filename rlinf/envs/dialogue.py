@@ -250,21 +250,21 @@ class DialogueEnvironment(TextEnvironment):
 
     def _continued(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
         """The tokens between the policy's message and its next one."""
-        plain = [self._says_plainly(talk) for talk in talks]
+        plain = [talk for talk in talks if self._says_plainly(talk)]
+        others = [talk for talk in talks if not self._says_plainly(talk)]
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        others = [talk for talk, as_is in zip(talks, plain, strict=True) if not as_is]
-        rendered = iter(self._rendered([[*before, *talk.answer[0]] for talk in others]))
         tails = []
-        for talk, as_is in zip(talks, plain, strict=True):
-            if as_is:
-                tails.append(_plain(talk.answer[0]))
-                continue
-            _, found, tail = next(rendered).rpartition(MARK)
+        texts = self._rendered([[*before, *talk.answer[0]] for talk in others])
+        for talk, text in zip(others, texts, strict=True):
+            _, found, tail = text.rpartition(MARK)
             if not found:
                 raise DataError("model.path: the chat template leaves out what the assistant said")
             # The token that ended the message is there already.
             tails.append(tail.removeprefix(talk.end) if talk.end else tail)
-        return self.encode(tails)
+        said = self.encode([_plain(talk.answer[0]) for talk in plain], literal=True)
+        made = zip([*others, *plain], [*self.encode(tails), *said], strict=True)
+        ids = {talk.sample: tokens for talk, tokens in made}
+        return [ids[talk.sample] for talk in talks]
 
     def _says_plainly(self, talk: _Talk) -> bool:
         template = getattr(self.tokenizer, "chat_template", None)

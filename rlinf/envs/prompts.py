@@ -41,11 +41,17 @@ class TextEnvironment(Environment):
         self.config = config
         self.tokenizer = processor
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of texts, int64."""
+    def encode(self, texts: Sequence[str], *, literal: bool = False) -> list[np.ndarray]:
+        """Token ids of texts, int64.
+
+        Args:
+            literal: what is written like a special token is text as any other; for what others
+                have written, who could end the policy's turn otherwise.
+        """
         if not texts:
             return []
-        ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        settings = {"split_special_tokens": True} if literal else {}
+        ids = self.tokenizer(list(texts), add_special_tokens=False, **settings)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in ids]
 
     def contexts(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -187,7 +187,7 @@ class SearchEnvironment(DialogueEnvironment):
             question = self._train[int(random.integers(len(self._train)))]
             (prompt,) = self.contexts(self._rendered([self._opening(question)]))
             parts = self._answered(question)
-            ids = self.encode([text for text, _ in parts])
+            ids = self.encode([text for text, _ in parts], literal=True)
             said = [np.full(len(i), p[1], np.float32) for i, p in zip(ids, parts, strict=True)]
             steps = {"actions": np.concatenate(ids), "mask": np.concatenate(said)}
             made.append(Record(Identity(step, number), steps, {"prompt": prompt}))
@@ -233,10 +233,13 @@ class SearchEnvironment(DialogueEnvironment):
         """What the policy gets to read of what is found: at most ``result_tokens`` tokens."""
         found = self._index.find(query, self.config.results)
         text = "\n".join(map(_shown, enumerate(found, start=1))) or "nothing found"
-        (ids,), most = self.encode([text]), self.config.result_tokens
+        (ids,), most = self.encode([text], literal=True), self.config.result_tokens
         kept = len(ids)
-        while (more := len(self.encode([_information(text)])[0]) - most) > 0 and kept:
-            kept = max(0, kept - more)
+        while kept:
+            (whole,) = self.encode([_information(text)], literal=True)
+            if len(whole) <= most:
+                break
+            kept = max(0, kept - (len(whole) - most))
             # A character that was cut in two is left out.
             text = self.tokenizer.decode(ids[:kept]).rstrip("\ufffd")
         return _information(text)

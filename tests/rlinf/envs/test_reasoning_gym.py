@@ -10,7 +10,12 @@ import pytest
 
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Episodes
-from rlinf.envs.reasoning_gym import ReasoningGym, ReasoningGymConfig, evaluating
+from rlinf.envs.reasoning_gym import (
+    ReasoningGym,
+    ReasoningGymConfig,
+    _entries,
+    evaluating,
+)
 from rlinf.errors import ConfigError
 
 pytest.importorskip("reasoning_gym")
@@ -78,6 +83,13 @@ def test_no_held_out_problem_is_trained_on() -> None:
     assert not held_out & {prompt.text for prompt in asked(task, "train", size)}
     with pytest.raises(ConfigError, match=r"task\.settings.*also held out"):
         ReasoningGym.read(config(**few | {"settings": {"max_value": 2, "max_numbers": 2}}), "train")
+
+
+def test_every_problem_is_made_once() -> None:
+    _entries.cache_clear()
+    ReasoningGym(config(), Words())
+    ReasoningGym.read(config(), "train")
+    assert _entries.cache_info().misses == 2, "those for training, and those held out"
 
 
 def test_examples_stand_before_the_question_and_are_not_asked() -> None:
