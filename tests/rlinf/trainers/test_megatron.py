@@ -167,7 +167,7 @@ def assert_weights(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_processes_share_each_matrix(folder: Path, tmp_path: Path, packing: bool) -> None:
     check(folder, tmp_path, "tp=2", 2, packing=packing)
 
@@ -224,7 +224,7 @@ def test_bfloat16_is_close(folder: Path, tmp_path: Path) -> None:
     (theirs,) = right.metrics  # type: ignore[attr-defined]
     assert metrics[0]["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
     assert metrics[0]["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
-    assert_weights(found, right.full_state(), 2 * LR)
+    assert_weights(found, right.full_state(), 2.1 * LR)
 
 
 @pytest.mark.timeout(300)
