@@ -206,7 +206,7 @@ def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_processes_share_matrices_and_layers(folder: Path, tmp_path: Path) -> None:
-    options = {"sequence_parallel": True, "activation_checkpointing": True}
+    options: dict[str, Any] = {"sequence_parallel": True, "activation_checkpointing": True}
     metrics, found = run(folder, tmp_path / "four", "tp=2,pp=2", 4, **options)
     right = alone(folder)
     for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
@@ -218,7 +218,7 @@ def test_four_processes_share_matrices_and_layers(folder: Path, tmp_path: Path) 
 @pytest.mark.timeout(600)
 def test_bfloat16_is_close(folder: Path, tmp_path: Path) -> None:
     """Each step is at most as long as the learning rate, in either direction."""
-    options = {"distributed_optimizer": True, "param_dtype": "bfloat16"}
+    options: dict[str, Any] = {"distributed_optimizer": True, "param_dtype": "bfloat16"}
     metrics, found = run(folder, tmp_path / "half", "", 2, 1, **options)
     right = alone(folder, 1)
     (theirs,) = right.metrics  # type: ignore[attr-defined]
