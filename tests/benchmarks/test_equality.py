@@ -27,7 +27,7 @@ def test_results_are_kept_until_what_they_were_made_by_changes(tmp_path: Path) -
 def test_only_what_is_within_the_tolerance_is_the_same() -> None:
     zero, near = torch.zeros(2), torch.tensor([0.0, TOLERANCE / 2])
     right = ([[-0.2, 0.6]], {"v": zero, "w": zero})
-    assert compared([[-0.2, 0.6]], {"v": zero, "w": near}, right).good
+    assert compared([[-0.2, 0.6]], {"v": zero, "w": near}, right).good(WAYS[0])
     for said, weights in (
         ([[-0.2, 0.6]], {"v": zero, "w": 4 * near}),
         ([[-0.2 - 3 * RELATIVE, 0.6]], {"v": zero, "w": near}),
@@ -36,5 +36,5 @@ def test_only_what_is_within_the_tolerance_is_the_same() -> None:
         ([[-0.2, 0.6]], {"v": zero}),
     ):
         result = compared(said, weights, right)
-        assert not result.good
+        assert not result.good(WAYS[0])
         assert result.line(WAYS[0], CUTS[0]).endswith("differs")
