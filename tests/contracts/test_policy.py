@@ -14,6 +14,7 @@ from torch import Tensor
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
+from rlinf.engines.server import ServerEngine
 from rlinf.fit import ACTS, LANGUAGE_MODEL
 from rlinf.models import policies
 from rlinf.models.base import copy_weights
@@ -123,8 +124,9 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
 
 
 def generated(tried: Tried, temperature: float) -> list[Record]:
-    """Samples of an engine for policies of tokens."""
-    cls = next(c for n in engines.names() if LANGUAGE_MODEL in (c := engines.get(n)).needs)
+    """Samples of an engine of this process for policies of tokens."""
+    known = map(engines.get, engines.names())
+    cls = next(c for c in known if LANGUAGE_MODEL in c.needs and not issubclass(c, ServerEngine))
     engine = cls(cls.Config(device="cpu"), tried.cls, tried.options)
     engine.load(tried.folder, 0)
     prompts = [tried.record(number, 0).context["prompt"] for number in range(5)]
