@@ -7,13 +7,15 @@ even share of each buffer, from which weights are gathered again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from rlinf.trainers.optimizer import GROUP
 
 Maker = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -180,11 +182,18 @@ class Memory:
                 each.main.grad = each.parameter.main_grad  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient of what will be stepped; collective."""
+    def norm(self, groups: Collection[str]) -> Tensor:
+        """Euclidean norm of the gradient of what will be stepped of some groups; collective."""
         total = torch.zeros((), device=next(self.parallel.parameters()).device)
+        chosen = {
+            id(main)
+            for group in self.optimizer.param_groups
+            if group[GROUP] in groups
+            for main in group["params"]
+        }
         for each in self.fragments:
-            if each.main.grad is not None and not getattr(each.parameter, "again", False):
+            again = getattr(each.parameter, "again", False)
+            if each.main.grad is not None and not again and id(each.main) in chosen:
                 total += each.main.grad.square().sum() / each.copies
         torch.distributed.all_reduce(total)
         return total.sqrt()

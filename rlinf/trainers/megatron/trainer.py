@@ -41,7 +41,7 @@ from rlinf.trainers.megatron.checks import (
 from rlinf.trainers.megatron.memory import Memory
 from rlinf.trainers.megatron.network import Network
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import begin, make_optimizer
+from rlinf.trainers.optimizer import GROUP, begin, make_optimizer
 
 
 class MegatronConfig(MinibatchConfig):
@@ -83,7 +83,7 @@ class MegatronTrainer(MinibatchTrainer):
     def __init__(
         self, policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, world: World
     ) -> None:
-        if not isinstance(policy, CausalLM) or len(policy.groups) > 1:
+        if not isinstance(policy, CausalLM) or policy.network is not policy.module:
             raise ConfigError(NO_OTHERS)
         check_options(config, config.distributed_optimizer, optimizer)
         whole: Any = policy.module
@@ -257,15 +257,14 @@ class MegatronTrainer(MinibatchTrainer):
         super()._leave_out(chosen)
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        return float(self._memory.norm())  # of its one group
+        return float(self._memory.norm(groups))
 
     @torch.no_grad()
     def _step(self, scales: Mapping[str, float]) -> None:
-        (scale,) = scales.values()
-        if scale != 1:
-            for each in self._memory.fragments:
-                if each.main.grad is not None:
-                    each.main.grad.mul_(scale)
+        for group in self.optimizer.param_groups:
+            for main in group["params"]:
+                if main.grad is not None and scales[group[GROUP]] != 1:
+                    main.grad.mul_(scales[group[GROUP]])
         self.optimizer.step()
         self._memory.publish()
 
