@@ -18,6 +18,7 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
 ) -> None:
     """Each kind has a worker, and both do a part of what the trainer leaves."""
     longer = ["rollout.horizon=96", "engine.max_rows=4", "retention.trajectories=500"]
+    longer += ["optimizer.schedule_iterations=500"]  # however many iterations there are
     log, run = tmp_path / "log", tmp_path / "tiny"
     train = {"partition": "h100", "gpus": 1}
     plan = {

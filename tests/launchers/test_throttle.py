@@ -50,7 +50,7 @@ def test_each_thread_and_process_of_a_command_has_its_share_of_a_core(duty: floa
 import hashlib, subprocess, sys, threading, time
 def share():
     start, spent = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - start < 1.0:
+    while time.perf_counter() - start < 2.0:
         hashlib.sha256(bytes(1 << 16))
     found = (time.thread_time() - spent) / (time.perf_counter() - start)
     sys.stdout.write(f"{found} ")  # in one piece, beside the other thread
@@ -67,9 +67,9 @@ else:
 """
     process = throttled(duty, sys.executable, "-c", code, "first", code)
     shares = [float(line) for line in process.communicate(timeout=60)[0].split()]
-    # Less where others want the cores too.
+    # Less where others want the cores too; more until it is noticed that a thread is there.
     assert len(shares) == 3
-    assert max(shares) < duty + 0.1
+    assert max(shares) < duty + 0.15
     assert not list((QUOTAS / own_group()).glob(f"rlinf-{process.pid}*"))
 
 

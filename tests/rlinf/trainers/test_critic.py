@@ -126,7 +126,7 @@ from tests.rlinf.trainers.test_critic import assert_alike, imitate, learn, make,
 from tests.rlinf.trainers.test_lanes import records
 
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-world = World(rank, size, meeting=folder.parent / "channels" / "group-t.json")
+world = World(rank, size, meeting=folder.parent / "channels" / "group-critic.json")
 data = records()
 for critic in ("own", "shared"):
     for options in ({"unit_mb": 0}, {}):

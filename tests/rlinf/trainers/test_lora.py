@@ -122,7 +122,7 @@ print("ok")
 
 
 def test_ranks_share_adapters(folder: Path) -> None:
-    (folder.parent / "channels").mkdir()
+    (folder.parent / "channels").mkdir(exist_ok=True)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANKS, str(folder), rank],

@@ -129,7 +129,7 @@ from rlinf.channels.world import World
 from tests.rlinf.trainers.test_spans import samples, trainer, updated, LR
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-world = World(rank, 2, meeting=folder.parent / "channels" / "group-t.json")
+world = World(rank, 2, meeting=folder.parent / "channels" / "group-spans.json")
 both = trainer(folder, 6, world)
 records = [sample.trajectory for sample in samples()]
 alone = trainer(folder, 10_000)
@@ -146,7 +146,7 @@ print("ok")
 
 
 def test_ranks_cut_alike(folder: Path) -> None:
-    (folder.parent / "channels").mkdir()
+    (folder.parent / "channels").mkdir(exist_ok=True)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANKS, str(folder), str(rank)],
