@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kept import Kept, made_by
+from benchmarks.kept import Kept, made_by, missing
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
 from rlinf.engines.server import ServerEngine
-from rlinf.errors import ConfigError
-from rlinf.interpreters import interpreter
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 
 TOLERANCE = 1e-5
@@ -75,12 +73,8 @@ def compare(kept: Kept, keys: dict[str, str], place: Path) -> bool:
     print(HEAD, flush=True)
     for name, key in keys.items():
         if key not in kept:
-            environment = _server(name)
-            try:
-                if environment is not None:
-                    interpreter(environment, "equality")
-            except ConfigError:
-                print(f"| `{name}` | not run: make env NAME={environment} | | | |", flush=True)
+            if (lacks := missing(_server(name))) is not None:
+                print(f"| `{name}` | {lacks} | | | |", flush=True)
                 continue
             if expected is None:
                 loaded = policy(place / "served")

@@ -31,14 +31,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import equal_engines, mixture
-from benchmarks.kept import Kept, made_by
+from benchmarks.kept import Kept, made_by, missing
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.algorithms.learner import Learner
 from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import Sample
 from rlinf.data.record import Identity, Record
-from rlinf.errors import ConfigError
 from rlinf.interpreters import interpreter
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers import trainers
@@ -282,16 +281,6 @@ def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
             print(f"| {way.name} | failed | | | | | |\n{error}", flush=True)
             good = False
     return good
-
-
-def missing(environment: str | None) -> str | None:
-    """What to do for an environment that is not there."""
-    try:
-        if environment is not None:
-            interpreter(environment, "equality")
-    except ConfigError:
-        return f"not run: make env NAME={environment}"
-    return None
 
 
 def main() -> int:

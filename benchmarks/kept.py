@@ -15,6 +15,8 @@ import xxhash
 from rlinf import tree
 from rlinf.artifacts import write_atomic
 from rlinf.config import digest
+from rlinf.errors import ConfigError
+from rlinf.interpreters import interpreter
 
 
 class Kept:
@@ -56,6 +58,16 @@ def made_by(environment: str | None, **settings: Any) -> str:
     listed = tree.ROOT / "configs" / "environments" / f"{environment}.txt"
     versions = torch.__version__ if environment is None else listed.read_text()
     return digest({**settings, "code": _code(), "versions": versions})
+
+
+def missing(environment: str | None) -> str | None:
+    """What to do for an environment that is not there."""
+    try:
+        if environment is not None:
+            interpreter(environment, "equality")
+    except ConfigError:
+        return f"not run: make env NAME={environment}"
+    return None
 
 
 @cache

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from rlinf.algorithms.base import Algorithm
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError
 from stages.context import Context
@@ -49,6 +50,7 @@ def filled(ctx: Context, places: Sequence[int], counts: Counter[str]) -> Iterato
     """
     settings = ctx.config.rollout
     most, left = settings.refills or 0, list(places)
+    algorithm = make_algorithm(ctx.config)
     for draw in range(most + 1):
         if not left:
             return
@@ -56,7 +58,7 @@ def filled(ctx: Context, places: Sequence[int], counts: Counter[str]) -> Iterato
         made = collected(ctx, starts, batch=settings.batch * (most + 1))
         # All of them: what judges may need the device that the engine has until then.
         groups = by_place(list(made), settings.batch, settings.group_size)
-        taught = {place for place in left if teaches(ctx, groups[place])}
+        taught = {place for place in left if teaches(ctx, algorithm, groups[place])}
         for place in left:
             if place in taught or draw == most:
                 yield from groups[place]
@@ -76,11 +78,11 @@ def by_place(records: Sequence[Record], batch: int, size: int) -> dict[int, list
     return groups
 
 
-def teaches(ctx: Context, group: Sequence[Record]) -> bool:
+def teaches(ctx: Context, algorithm: Algorithm, group: Sequence[Record]) -> bool:
     """Whether the algorithm keeps any sample of a group, by the run's reward."""
     reward = held_reward(ctx)
     environment = speaking_environment(ctx) if reward.needs_score else None
     with ctx.span("score"):
         # What went wrong is told by the reward stage.
-        verdict = judged(reward, make_algorithm(ctx.config), environment, group, Counter())
+        verdict = judged(reward, algorithm, environment, group, Counter())
     return bool(verdict.kept.any())

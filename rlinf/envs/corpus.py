@@ -203,7 +203,7 @@ class Index:
 
 
 def _write(documents: Sequence[Document], folder: Path) -> None:
-    """Make the index whole, then give it its name; who comes second throws away its own."""
+    """Make the index whole, then give it its name; a process that comes second drops its own."""
     from bm25s import BM25
 
     numbers: dict[str, int] = {}

@@ -180,7 +180,7 @@ class SearchEnvironment(DialogueEnvironment):
         return [float(trajectory.info["exact"]) for trajectory in trajectories]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
-        """Dialogues of an expert who makes a question's searches and knows the answer."""
+        """Dialogues of an expert that makes a question's searches and knows the answer."""
         random = generator(seed, "search", "demonstration", step)
         made = []
         for number in range(count):
@@ -195,7 +195,7 @@ class SearchEnvironment(DialogueEnvironment):
 
     @cached_property
     def _index(self) -> Index:
-        # Only who asks questions needs it; who rewards does not.
+        # Only the rollout needs it; the reward does not.
         return Index(texts(self.config), self.config.index)
 
     @cached_property

@@ -17,7 +17,7 @@ from rlinf.residency import placed
 from rlinf.sharded import gathered, local
 from rlinf.trainers import offload, shards
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import GROUP, begin, make_optimizer
+from rlinf.trainers.optimizer import GROUP, begin, make_optimizer, scale_gradients
 
 
 class FSDPConfig(MinibatchConfig):
@@ -78,10 +78,7 @@ class FSDPTrainer(MinibatchTrainer):
                 parameter.grad = None
 
     def _step(self, scales: Mapping[str, float]) -> None:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and scales[group[GROUP]] != 1:
-                    parameter.grad.mul_(scales[group[GROUP]])
+        scale_gradients(self.optimizer, scales)
         if self.config.offload_optimizer:
             offload.step(self.optimizer, self.device)
         else:

@@ -72,6 +72,16 @@ def choose(
 
 
 @torch.no_grad()
+def scale_gradients(optimizer: Optimizer, scales: Mapping[str, float]) -> None:
+    """Multiply the gradients of each group by its number."""
+    for group in optimizer.param_groups:
+        if (scale := scales[group[GROUP]]) != 1:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+
+@torch.no_grad()
 def leave_out(optimizer: Optimizer, moments: Collection[str], chosen: Collection[str]) -> None:
     """Have the next step change these groups alone.
 

@@ -41,7 +41,7 @@ from rlinf.trainers.megatron.checks import (
 from rlinf.trainers.megatron.memory import Memory
 from rlinf.trainers.megatron.network import Network
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import GROUP, begin, make_optimizer
+from rlinf.trainers.optimizer import begin, make_optimizer, scale_gradients
 
 
 class MegatronConfig(MinibatchConfig):
@@ -174,7 +174,7 @@ class MegatronTrainer(MinibatchTrainer):
         found = {}
         for name, parameter in inner.named_parameters():
             share = names.share(name, tuple(parameter.shape), where)
-            # Read by the memory of gradients, when it counts who has the same.
+            # Read by the memory of gradients, when it counts the processes that have the same.
             parameter.split = share.split
             parameter.again = where.tied and name == "output_layer.weight"
             found[name] = (parameter, share)
@@ -261,10 +261,7 @@ class MegatronTrainer(MinibatchTrainer):
 
     @torch.no_grad()
     def _step(self, scales: Mapping[str, float]) -> None:
-        for group in self.optimizer.param_groups:
-            for main in group["params"]:
-                if main.grad is not None and scales[group[GROUP]] != 1:
-                    main.grad.mul_(scales[group[GROUP]])
+        scale_gradients(self.optimizer, scales)
         self.optimizer.step()
         self._memory.publish()
 

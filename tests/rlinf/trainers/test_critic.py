@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
@@ -20,6 +19,7 @@ from rlinf.residency import Residency
 from rlinf.trainers.base import Loss, of_steps
 from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.contracts.test_trainer import assert_alike, weights
 from tests.rlinf.trainers.test_lanes import CONFIG, folder, records
 from tests.rlinf.trainers.test_options import together
 
@@ -52,16 +52,6 @@ def both_losses(outputs: StepOutputs, spans: list[Span]) -> Loss:
 
 
 imitate, learn = of_steps(policy_loss), of_steps(both_losses)
-
-
-def weights(trainer: FSDPTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.full_state().items()}
-
-
-def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("critic", ["own", "shared"])
