@@ -12,9 +12,10 @@ from typing import Any
 
 import msgpack
 
-from rlinf.channels.mailbox import Event, Joined, Lost, Mailbox, Report, Seen
+from rlinf.channels.mailbox import Mailbox
 from rlinf.channels.messages import unpacked
 from rlinf.channels.peer import Peer
+from rlinf.channels.session import Event, Joined, Lost, Report, Seen
 
 __all__ = ["Controller", "Event", "Joined", "Link", "Lost", "Report", "Seen"]
 

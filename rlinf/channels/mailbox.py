@@ -16,7 +16,7 @@ and from the host, to each of them:
 
     word     token, received, done, gap, base, first, [size]      items
     retired  token                     another incarnation has this peer's name
-    over     token, reason             the host has left, and no other is to come
+    over     token, reason             the host has left, and no other is to come; answered by bye
 
 ``received`` and ``done`` acknowledge, ``gap`` says that what was heard came after something that
 was lost, ``base`` and ``first`` number what follows. An unchanged ``status`` is nil.
@@ -31,7 +31,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +48,6 @@ from rlinf.channels.keys import run_keys
 from rlinf.channels.messages import (
     CUT_BYTES,
     MAX_NAME,
-    PART_BYTES,
-    RESEND_S,
     Pointer,
     check_numbers,
     opened,
@@ -59,68 +56,17 @@ from rlinf.channels.messages import (
     unpacked,
     write_pointer,
 )
-from rlinf.channels.numbered import Block, Inbox, Outbox
+from rlinf.channels.numbered import Block
+from rlinf.channels.session import Event, Joined, Lost, Report, Seen, Session
 from rlinf.channels.wire import split
 from rlinf.errors import DataError
 from rlinf.segments import this_memory
 from rlinf.threads import Malformed, serve
 
 BATCH = 256
+LEAVE_S = 1.0
+"""How long a host that leaves waits for its peers to have heard it."""
 Decode = Callable[[Block], Any]
-
-
-class Joined(NamedTuple):
-    """A peer is there, for the first time or again; ``incarnation`` is that of its process."""
-
-    worker: str
-    about: dict[str, Any]
-    incarnation: str
-
-
-class Report(NamedTuple):
-    """An item of a peer."""
-
-    worker: str
-    content: Any
-
-
-class Lost(NamedTuple):
-    """A peer fell silent, left, or was replaced by another process of the same name."""
-
-    worker: str
-    reason: str
-
-
-Event = Joined | Report | Lost
-
-
-class Seen(NamedTuple):
-    """What is known of a peer; ``age_s`` since it was last heard."""
-
-    status: dict[str, Any]
-    age_s: float
-    about: dict[str, Any]
-    alive: bool
-    incarnation: str
-
-
-@dataclass(eq=False)
-class Session:
-    """One incarnation of a peer, as the host knows it.
-
-    ``done`` acknowledges the items that were handled.
-    """
-
-    id: bytes
-    name: str
-    seen_at: float
-    about: dict[str, Any] = field(default_factory=dict)
-    status: dict[str, Any] = field(default_factory=dict)
-    alive: bool = False
-    retired: bool = False
-    outbox: Outbox = field(default_factory=lambda: Outbox(PART_BYTES, RESEND_S))
-    inbox: Inbox = field(default_factory=Inbox)
-    done: int = 0
 
 
 class _Queued(NamedTuple):
@@ -320,9 +266,26 @@ class Mailbox:
                     self._changed.notify_all()
         with self._changed:
             self._speak(time.monotonic())
-            if not self._keeps:
-                for session in self._sessions.values():
-                    self._send(session, "over", "its host has left it")
+        if not self._keeps:
+            self._take_leave()
+
+    def _take_leave(self) -> None:
+        """Tell all peers that nobody comes after this host, and wait until they have heard it.
+
+        A socket that closes with unread messages resets its connections, and what a peer had not
+        read by then is lost to it.
+        """
+        deadline = time.monotonic() + LEAVE_S
+        with self._changed:
+            for session in self._sessions.values():
+                self._send(session, "over", "its host has left it")
+        while (left := deadline - time.monotonic()) > 0:
+            with self._changed:
+                if not any(session.alive for session in self._sessions.values()):
+                    return
+            self._socket.poll(int(left * 1000) + 1)
+            with self._changed:
+                self._receive()
 
     def _receive(self) -> None:
         for _ in range(BATCH):

@@ -103,7 +103,7 @@ class Peer:
 
     @property
     def incarnation(self) -> str:
-        """As in :class:`rlinf.channels.mailbox.Joined`."""
+        """As in :class:`rlinf.channels.session.Joined`."""
         return self._id.hex()
 
     @property
@@ -339,6 +339,7 @@ class Peer:
             self._failure = f"another process has joined as {self._name}"
             self._items.clear()
         elif kind == "over":
+            self._send("bye")
             if self._host is not None:
                 self._failure = f"{self._pointer.name}: {values[0]}"
         elif kind == "word":

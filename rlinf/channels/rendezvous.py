@@ -26,10 +26,11 @@ from torch.distributed import DistStoreError
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.curve import own_addresses, reachable
 from rlinf.channels.keys import run_keys
-from rlinf.channels.mailbox import Mailbox, Session
+from rlinf.channels.mailbox import Mailbox
 from rlinf.channels.messages import Pointer, read_pointer
 from rlinf.channels.numbered import Block
 from rlinf.channels.peer import Peer
+from rlinf.channels.session import Session
 from rlinf.errors import DataError, StageError
 
 SOONEST_S, LATEST_S = 0.002, 0.25

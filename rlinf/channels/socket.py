@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed, Sink, Source
 from rlinf.channels.curve import reachable, routing_id
-from rlinf.channels.mailbox import Event, Lost, Mailbox, Report
+from rlinf.channels.mailbox import Mailbox
 from rlinf.channels.messages import Pointer, read_pointer, unpacked
 from rlinf.channels.peer import EMPTY, Peer
 from rlinf.channels.ring import Reading
+from rlinf.channels.session import Event, Lost, Report
 from rlinf.channels.wire import decode, encode
 from rlinf.data.record import Record
 from rlinf.errors import DataError, InputError

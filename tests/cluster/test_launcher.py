@@ -129,7 +129,8 @@ def test_the_warning_signal_reaches_the_stage(launcher: SubmititLauncher, tmp_pa
 def test_a_preempted_job_runs_again(launcher: SubmititLauncher, tmp_path: Path) -> None:
     where = {"sbatch": {"nodelist": "a100-1", "exclusive": True}}
     low = launcher.submit(job(tmp_path / "low", "warned", partition="spot", **where))
-    wait_until(tmp_path / "low" / "out" / "ready")
+    # It gets the whole node only when what ran there before has ended.
+    wait_until(tmp_path / "low" / "out" / "ready", 90)
     high = launcher.submit(job(tmp_path / "high", "pass", partition="a100", **where))
     assert finish(launcher, high, 60).state is State.DONE
     assert finish(launcher, low, 90).state is State.DONE
