@@ -92,11 +92,10 @@ class Cut:
 
 
 @functools.lru_cache(maxsize=256)
-def cut(shape: ModelShape, pp: int, merge: bool = True) -> Cut:
-    """Equal numbers of layers on each of ``pp`` pipeline stages; ``pp`` divides the layers.
+def cut(shape: ModelShape, pp: int) -> Cut:
+    """Equal numbers of layers on each of ``pp`` pipeline stages, one of like stages.
 
-    Args:
-        merge: keep one of like stages; else all, in order.
+    ``pp`` divides the layers.
     """
     shared = shape.shared_parameters.reshape(pp, -1).sum(1).astype(np.float64)
     shared[0] += shape.embedding_parameters
@@ -114,9 +113,7 @@ def cut(shape: ModelShape, pp: int, merge: bool = True) -> Cut:
         kept.max(1),
     ]
     table = np.stack(columns, axis=1).astype(np.float64)
-    number, count = np.arange(pp), np.ones(pp, dtype=np.int64)
-    if merge:
-        table, number, count = np.unique(table, axis=0, return_index=True, return_counts=True)
+    table, number, count = np.unique(table, axis=0, return_index=True, return_counts=True)
     return Cut(number, count, shape.layers // pp, *table.T)
 
 
