@@ -11,8 +11,8 @@ import ast
 import importlib.util
 import json
 import sysconfig
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder
 from itertools import accumulate
@@ -47,6 +47,9 @@ REGISTRIES: Mapping[str, Registry] = {
     "trainer": trainers,
 }
 """Sections of the configuration that name a class, and where its module is found."""
+READERS = frozenset({"task", "reward"})
+"""Sections whose files count by what is in them; a model's folder is kept with the run."""
+FILE = "file:"
 CARRIERS = (
     "rlinf.artifacts",
     "rlinf.channels",
@@ -106,8 +109,11 @@ class Code(_Strict):
     """The modules of every stage of one configuration."""
 
     stages: dict[str, tuple[str, ...]]
-    """By stage: names of modules, and of classes (``module:attribute``) that are chosen by name."""
+    """By stage: names of modules, of classes (``module:attribute``) that are chosen by name, and of
+    data files (``file:section.key``)."""
     modules: dict[str, Source]
+    files: dict[str, str] = field(default_factory=dict)
+    """Digest of the content of each data file that the configuration names."""
 
     @classmethod
     def of(cls, config: RunConfig, *chosen: str) -> Code:
@@ -122,17 +128,18 @@ class Code(_Strict):
         stages = {
             stage: tuple(sorted(_names(config, stage))) for stage in chosen or flow_of(config).table
         }
-        names = {name for found in stages.values() for name in found if ":" not in name}
-        return cls(stages, {name: _module(name).source for name in sorted(names)})
+        names = {name for found in stages.values() for name in found}
+        modules = {name: _module(name).source for name in sorted(names) if ":" not in name}
+        files = {n: _content(_path_of(config, n)) for n in sorted(names) if n.startswith(FILE)}
+        return cls(stages, modules, files)
 
     def digest(self, stage: str) -> str:
         """Identity of the code of a stage."""
         names = self.stages[stage]
-        known = [[n, self.modules[n].meaning if n in self.modules else ""] for n in names]
-        return digest([REVISION, known])
+        return digest([REVISION, [[name, self._meaning(name)] for name in names]])
 
     def differing(self, other: Code) -> list[str]:
-        """Modules and named classes that are not the same in both, sorted."""
+        """Modules, named classes and files that are not the same in both, sorted."""
         ours, theirs = self._meanings(), other._meanings()
         names = ours.keys() | theirs.keys()
         return sorted(n for n in names if ours.get(n) != theirs.get(n))
@@ -141,8 +148,11 @@ class Code(_Strict):
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     def _meanings(self) -> dict[str, str]:
-        named = {name: "" for names in self.stages.values() for name in names}
-        return named | {name: source.meaning for name, source in self.modules.items()}
+        return {name: self._meaning(name) for names in self.stages.values() for name in names}
+
+    def _meaning(self, name: str) -> str:
+        source = self.modules.get(name)
+        return self.files.get(name, "") if source is None else source.meaning
 
 
 _ADAPTER = TypeAdapter(Code)
@@ -177,11 +187,19 @@ def stage_code(run: Path, config: RunConfig, stage: str) -> str:
     except FileNotFoundError:
         # A stage program that somebody runs by hand.
         return Code.of(config, stage).digest(stage)
-    return _recorded(run, stage, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+    code = _recorded(run, stage, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+    for name in code.stages.get(stage, ()):
+        if name in code.files and _content(_path_of(config, name)) != code.files[name]:
+            raise CodeError(
+                f"{stage}: the file of {name.removeprefix(FILE)} is not what it was when this run "
+                "was started. Nothing was written; put it back, or start the run again"
+            )
+    return code.digest(stage)
 
 
 @lru_cache(maxsize=64)
-def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> str:
+def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> Code:
+    """What a run's driver recorded, if this process has the same modules."""
     code = read_code(run)
     assert code is not None
     for name in code.stages.get(stage, ()):
@@ -193,7 +211,7 @@ def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> str:
                 f"{stage}: {name} is not the code that this run was started with: it was edited, "
                 "or this process is an old one. Nothing was written; start the run again"
             )
-    return code.digest(stage)
+    return code
 
 
 def _names(config: RunConfig, stage: str) -> set[str]:
@@ -204,7 +222,7 @@ def _names(config: RunConfig, stage: str) -> set[str]:
         for section in flow.table[stage].sections
         if section in REGISTRIES
     ]
-    found = set(named)
+    found = {*named, *_files(config, flow.table[stage].sections)}
     left = [flow.program(stage), *(target.partition(":")[0] for target in named)]
     packages = {name.partition(".")[0] for name in left}
     while left:
@@ -224,6 +242,47 @@ def _names(config: RunConfig, stage: str) -> set[str]:
             if (_counts(other) if _ours(other) else _users(other, packages, name))
         ]
     return found
+
+
+def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
+    """Names of the data files of the sections that make records: by their keys, not their paths.
+
+    Classes are not imported for it, so any text that is the path of a file counts as one.
+    """
+    for section in READERS.intersection(sections):
+        for key, value in (getattr(config, section).model_extra or {}).items():
+            if isinstance(value, str) and _is_file(value):
+                yield f"{FILE}{section}.{key}"
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, RuntimeError):  # too long for a path; a home that nobody has
+        return False
+
+
+def _path_of(config: RunConfig, name: str) -> Path:
+    section, _, key = name.removeprefix(FILE).partition(".")
+    return Path(getattr(config, section).model_extra[key]).expanduser()
+
+
+def _content(path: Path) -> str:
+    """Digest of the content of a data file; empty: it is gone."""
+    try:
+        mark = path.stat()
+        return _digest(path, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+    except OSError:
+        return ""
+
+
+@lru_cache(maxsize=64)
+def _digest(path: Path, mark: tuple[int, ...]) -> str:
+    content = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            content.update(chunk)
+    return content.hexdigest()
 
 
 def _ours(name: str) -> bool:

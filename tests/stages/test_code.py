@@ -11,7 +11,7 @@ import pytest
 
 from rlinf.config import RunConfig, validate
 from rlinf.errors import CodeError
-from stages.code import Code, _file, _imports, _meaning, _module, _path, read_code
+from stages.code import Code, _file, _imports, _meaning, _module, _path, read_code, stage_code
 from stages.layout import CODE
 
 Compose = Callable[..., dict[str, Any]]
@@ -122,6 +122,42 @@ def test_an_edit_of_a_file_that_counts_changes_the_identity_of_the_stages_that_u
     after = code_from_outside(compose)
     assert (before.digest("train") == after.digest("train")) is same
     assert before.digest("rollout") == after.digest("rollout")
+
+
+def run_with_files(compose: Compose, folder: Path) -> RunConfig:
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    files = {name: str(folder / f"{name}.jsonl") for name in ("train", "test")}
+    values = compose()
+    values["task"] = {"name": "jsonl", **files}
+    return validate(RunConfig, values)
+
+
+def test_what_is_in_a_data_file_counts_where_the_file_lies_does_not(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """Or a run whose problems were edited would go on as if it were the same."""
+    config = run_with_files(compose, tmp_path)
+    before = Code.of(config)
+    assert set(before.files) == {"file:task.train", "file:task.test"}
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "3"}\n')
+    after = Code.of(config)
+    assert before.digest("rollout") != after.digest("rollout")
+    assert after.differing(before) == ["file:task.train"]
+    (tmp_path / "moved").mkdir()
+    assert Code.of(run_with_files(compose, tmp_path / "moved")) == before
+
+
+def test_a_stage_whose_data_file_was_edited_meanwhile_is_refused(
+    compose: Compose, tmp_path: Path
+) -> None:
+    config = run_with_files(compose, tmp_path)
+    code = Code.of(config)
+    (tmp_path / CODE).write_text(code.to_json())
+    assert stage_code(tmp_path, config, "rollout") == code.digest("rollout")
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    with pytest.raises(CodeError, match=r"rollout: the file of task\.train is not what it was"):
+        stage_code(tmp_path, config, "rollout")
 
 
 def test_a_record_is_read_as_it_was_written(compose: Compose, tmp_path: Path) -> None:
