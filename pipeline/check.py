@@ -49,7 +49,8 @@ def check(config: RunConfig) -> None:
         know(load_site(cluster.site).interpreters)
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}")
-    check_interpreters(config, cluster, environment.modules, trainer.packages(trainer_options))
+    simulates = environment.modules(task_options)
+    check_interpreters(config, cluster, simulates, trainer.packages(trainer_options))
     for key, (name, modules) in engine.interpreters(engine_options).items():
         check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")

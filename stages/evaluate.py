@@ -37,6 +37,8 @@ def run(ctx: Context) -> None:
         ctx.metric("score", float(np.mean(scores)), weight=len(scores))
         lengths = [counted(trajectory).sum() for trajectory in trajectories]
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
+        for name, value in environment.measures(trajectories).items():
+            ctx.metric(name, value, weight=len(scores))
         ctx.count(counts, len(scores), "held-out answers")
 
 

@@ -78,9 +78,6 @@ class Environment(Part, ABC):
     resumes: ClassVar[bool] = False
     """Whether :meth:`simulate` goes on with samples that another engine gave up."""
 
-    modules: ClassVar[tuple[str, ...]] = ()
-    """What an interpreter named in ``task.python`` must be able to import."""
-
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:
         """``processor`` is what the policy brings to read observations (a tokenizer), or None."""
@@ -105,6 +102,11 @@ class Environment(Part, ABC):
         Raises:
             ConfigError: it is not, or the simulator cannot be built.
         """
+
+    @classmethod
+    def modules(cls, config: Any) -> tuple[str, ...]:
+        """What an interpreter named in ``task.python`` must be able to import."""
+        return ()
 
     @classmethod
     def row_bytes(cls, config: Any) -> int:
@@ -150,6 +152,10 @@ class Environment(Part, ABC):
             counts: takes what could not be scored as meant, by kind (time-outs, for instance); a
                 metric of the stage each.
         """
+
+    def measures(self, trajectories: Sequence[Record]) -> dict[str, float]:
+        """Means over trajectories that are metrics of a stage beside the score; by default none."""
+        return {}
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Trajectories of an expert for supervised fine-tuning; none by default."""

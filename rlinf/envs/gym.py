@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import json
 import logging
@@ -26,8 +27,9 @@ from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Environment, Episodes
 from rlinf.envs.overlap import Part, overlapped
 from rlinf.envs.processes import Process, SimulatorError, side_by_side
-from rlinf.envs.simulator import Refused, Worlds, gymnasium_world
-from rlinf.errors import ConfigError, MissingPackageError
+from rlinf.envs.simulator import Worlds, maker
+from rlinf.envs.worlds import worlds
+from rlinf.errors import ConfigError, InputError, MissingPackageError
 from rlinf.fit import OBSERVATIONS, STEP_REWARDS
 from rlinf.interpreters import interpreter
 from rlinf.seeding import generator
@@ -36,9 +38,10 @@ if TYPE_CHECKING:
     from rlinf.models.base import Spec
 
 log = logging.getLogger(__name__)
-MAKER = ":gymnasium_world"
-
 FAILURES = 3
+MEASURES = ("return", "episode_length", "success_once", "success_at_end")
+"""Means over the episodes that a sample completed, of the open one if none, in the ``info`` of its
+trajectory."""
 
 
 class ActionConfig(Section):
@@ -49,10 +52,13 @@ class ActionConfig(Section):
 
 
 class GymConfig(Section):
-    """A registered Gymnasium environment with vector observations."""
+    """A simulator with vector observations."""
 
+    world: str = "gymnasium"
+    """Which simulator: a name of :mod:`rlinf.envs.worlds`, or ``module:function`` of your own."""
     id: str = Field(min_length=1)
-    """``CartPole-v1``, or ``module:Name-v0`` to import the module that registers it."""
+    """Which of its environments. Of Gymnasium ``CartPole-v1``, or ``module:Name-v0`` to import the
+    module that registers it."""
     observation: int | None = Field(default=None, gt=0)
     """Length of an observation vector."""
     action: ActionConfig | None = None
@@ -60,7 +66,10 @@ class GymConfig(Section):
     may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
     prints both; the first stage sees that they are right."""
     kwargs: dict[str, Any] = {}
-    """Arguments of ``gymnasium.make``."""
+    """Further arguments of what makes it."""
+    success: bool = False
+    """The score of an episode is whether the task was solved in it, at any step, as the simulator's
+    ``info`` says; else its return."""
     processes: int = Field(default=0, ge=0)
     """Processes that step the environments beside the policy; 0: the stage's own does."""
     python: str | None = None
@@ -88,7 +97,6 @@ class GymEnvironment(Environment):
     """
 
     Config = GymConfig
-    modules = ("numpy", "gymnasium")
     offers = frozenset({OBSERVATIONS, STEP_REWARDS})
 
     def __init__(self, config: GymConfig, processor: Any) -> None:
@@ -113,6 +121,13 @@ class GymEnvironment(Environment):
         return {"observation": config.observation, "action": config.action.model_dump()}
 
     @classmethod
+    def modules(cls, config: GymConfig) -> tuple[str, ...]:
+        if config.world not in worlds.names():
+            return ("numpy",)
+        module = importlib.import_module(worlds.target(config.world).partition(":")[0])
+        return ("numpy", *module.PACKAGES)
+
+    @classmethod
     def row_bytes(cls, config: GymConfig) -> int:
         return np.dtype(np.float32).itemsize * (config.observation or 0)
 
@@ -132,9 +147,14 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
-        worlds = _process(config) if config.python else Worlds(functools.partial(make, config))
-        with contextlib.closing(worlds):
-            spaces = worlds.spaces()
+        found = _process(config) if config.python else Worlds(functools.partial(make, config))
+        try:
+            with contextlib.closing(found):
+                spaces = found.spaces()
+        except InputError as error:
+            if type(error) is not InputError:
+                raise
+            raise ConfigError(str(error)) from None
         seen, act = spaces["observation"], spaces["action"]
         if seen["kind"] != "box" or len(seen["shape"]) != 1:
             raise ConfigError(f"task.id: {config.id} has no vector observations ({seen['text']})")
@@ -207,11 +227,19 @@ class GymEnvironment(Environment):
         ]
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        """Mean return of the episodes a trajectory completed (of the open one, if none)."""
+        """Of the episodes that a trajectory completed (of the open one, if none) the mean return,
+        or the share that had success."""
         counts["failed_episodes"] += sum(
             int(trajectory.info["failed"]) for trajectory in trajectories
         )
-        return [float(trajectory.info["return"]) for trajectory in trajectories]
+        measure = "success_once" if self.config.success else "return"
+        return [float(trajectory.info[measure]) for trajectory in trajectories]
+
+    def measures(self, trajectories: Sequence[Record]) -> dict[str, float]:
+        return {
+            name: float(np.mean([trajectory.info[name] for trajectory in trajectories]))
+            for name in (*MEASURES[:2], *(MEASURES[2:] if self.config.success else ()))
+        }
 
     def close(self) -> None:
         self._end()
@@ -225,8 +253,7 @@ class GymEnvironment(Environment):
 
 def _process(config: GymConfig) -> Process:
     python = None if config.python is None else interpreter(config.python, "task.python")
-    values = {"id": config.id, "kwargs": config.kwargs}
-    return Process(MAKER, values, python, config.timeout_s)
+    return Process(_target(config), _values(config), python, config.timeout_s)
 
 
 def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, first: int) -> Part:
@@ -284,9 +311,9 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, fir
             info={
                 "group": int(start),
                 "policy_version": version,
-                "stop_reason": "stop" if row.returns else "length",
-                "return": float(np.mean(row.returns or [row.running])),
-                "episodes": len(row.returns),
+                "stop_reason": "stop" if row.episodes else "length",
+                **row.measures(),
+                "episodes": len(row.episodes),
                 "failed": len(row.lost),
             },
         )
@@ -322,7 +349,8 @@ class _Sample:
     def __init__(self, episodes: Episodes, start: int) -> None:
         self._episodes, self._start = episodes, start
         self.columns: dict[str, list[Any]] = {}
-        self.returns: list[float] = []
+        self.episodes: list[tuple[float, ...]] = []
+        """Of each that ended, what :data:`MEASURES` names."""
         self.lost: list[slice] = []
         """The steps of the episodes in which the simulator raised."""
         self._begun, self._first = 0, 0
@@ -340,7 +368,15 @@ class _Sample:
         self._begun, self._first = self._begun + 1, len(self.columns.get("rewards", ()))
         self.seen = np.asarray(seen, np.float32)
         self.terminated = self.truncated = False
-        self.running = 0.0
+        self._return, self._length, self._solved, self._solved_now = 0.0, 0, False, False
+
+    def measures(self) -> dict[str, float]:
+        """Of the episodes that ended, or of the open one."""
+        means = np.mean(self.episodes or [self._measured()], axis=0)
+        return dict(zip(MEASURES, means.tolist(), strict=True))
+
+    def _measured(self) -> tuple[float, ...]:
+        return self._return, float(self._length), float(self._solved), float(self._solved_now)
 
     def step(self, reply: Mapping[str, Any], came: Mapping[str, Any], error: str | None) -> None:
         """Record all that was replied, and what came of the action.
@@ -355,11 +391,13 @@ class _Sample:
         self.seen = np.asarray(came["seen"], np.float32)
         self.terminated = bool(came["terminated"])
         self.truncated = bool(came["truncated"]) and not self.terminated
-        self.running += reward
+        self._return, self._length = self._return + reward, self._length + 1
+        self._solved_now = bool(came["success"])
+        self._solved = self._solved or self._solved_now
         if error is not None:
             self._lose(error)
         elif self.ended:
-            self.returns.append(self.running)
+            self.episodes.append(self._measured())
         step = {
             **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
             "observations": before,
@@ -402,18 +440,33 @@ COLUMN_OF = {
 
 
 def make(config: GymConfig) -> Any:
-    """One environment.
+    """One world in this process.
 
     Raises:
         MissingPackageError: Gymnasium is not installed.
-        ConfigError: Gymnasium does not know it, or cannot make it with these arguments.
+        ConfigError: the simulator is not installed, does not know it, or cannot make it so.
     """
-    if importlib.util.find_spec("gymnasium") is None:
+    if config.world == "gymnasium" and importlib.util.find_spec("gymnasium") is None:
         raise MissingPackageError("gymnasium", "sims", "task.name: gym")
     try:
-        return gymnasium_world(config.id, config.kwargs)
-    except Refused as error:
-        raise ConfigError(str(error)) from None
+        return maker(_target(config))(**_values(config))
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"task.id: {error}") from None
+
+
+def _target(config: GymConfig) -> str:
+    """What makes a world, as a process of another interpreter finds it: ours by its file."""
+    target = worlds.target(config.world, "task.world")
+    module, _, name = target.partition(":")
+    if config.world not in worlds.names():
+        return target
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    return f"{spec.origin}:{name}"
+
+
+def _values(config: GymConfig) -> dict[str, Any]:
+    return {"id": config.id, "kwargs": config.kwargs}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rlinf.channels.base import Channel, ChannelClosed
 from rlinf.data.record import Record
 from rlinf.envs import simulator
 from rlinf.envs.overlap import Part
-from rlinf.envs.simulator import Arrays, Link
+from rlinf.envs.simulator import ENDS, Arrays, Link
 from rlinf.errors import InputError, RlinfError
 
 PATIENCE_S = 2.0
@@ -65,7 +65,7 @@ class Process:
     ) -> None:
         """
         Args:
-            maker: what makes a world: ``module:attribute``, or ``:attribute`` of that file.
+            maker: what makes a world: ``module:attribute`` or ``FILE.py:attribute``.
             values: its arguments, plain.
             python: the interpreter; None: this one.
             timeout_s: for one answer, the first of which waits for the simulator to be imported.
@@ -145,14 +145,14 @@ class Process:
         self, numbers: Sequence[int], there: list[int], came: Arrays, errors: dict[int, str]
     ) -> tuple[Arrays, dict[int, str]]:
         """What came of some rows; the episodes of the others ended with their process."""
-        reward, ends = np.zeros(len(numbers)), np.zeros((2, len(numbers)), np.uint8)
+        reward, ends = np.zeros(len(numbers)), np.zeros((len(ENDS), len(numbers)), np.uint8)
         ends[0] = 1
         if came:
             reward[there] = came["reward"]
-            ends[0, there], ends[1, there] = came["terminated"], came["truncated"]
+            ends[:, there] = [came[name] for name in ENDS]
         lost = {k: self._why for k in range(len(numbers)) if k not in there}
         seen = np.stack([self._seen[number][1] for number in numbers])
-        columns = {"seen": seen, "reward": reward, "terminated": ends[0], "truncated": ends[1]}
+        columns = {"seen": seen, "reward": reward, **dict(zip(ENDS, ends, strict=True))}
         return columns, {**errors, **lost}
 
     def _note(self, numbers: Sequence[int], seen: np.ndarray) -> None:

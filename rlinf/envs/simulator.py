@@ -5,7 +5,7 @@ the package may be installed, by any Python from 3.9 on: it imports the standard
 what its maker imports. A message is a JSON header and raw arrays; nothing is unpickled.
 
 A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(action)``,
-``close()``, ``observation_space`` and ``action_space``.
+``close()``, ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.worlds`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -29,6 +30,7 @@ import numpy as np
 
 LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 Arrays = dict[str, np.ndarray]
+ENDS = ("terminated", "truncated", "success")
 log = logging.getLogger("rlinf.envs.simulator")
 
 
@@ -88,7 +90,7 @@ class Worlds:
     def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
         """Begin episodes; observations ``[n, ...]``."""
         while len(self._worlds) <= max(numbers, default=-1):
-            self._worlds.append(self._make())
+            self._worlds.append(made(self._make))
         for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
             self._seen[number] = np.asarray(self._worlds[number].reset(seed=seed)[0])
         return np.stack([self._seen[number] for number in numbers])
@@ -99,11 +101,12 @@ class Worlds:
         A world that raises has ended its episode where it was, and is made anew.
 
         Returns:
-            ``seen`` ``[n, ...]``, ``reward`` float64 ``[n]``, ``terminated`` and ``truncated``
-            uint8 ``[n]``; and, by row, the tracebacks of those that raised.
+            ``seen`` ``[n, ...]``, ``reward`` float64 ``[n]``, ``terminated``, ``truncated`` and
+            ``success`` (:func:`succeeded`) uint8 ``[n]``; and, by row, the tracebacks of those that
+            raised.
         """
         reward = np.zeros(len(numbers))
-        ends = np.zeros((2, len(numbers)), np.uint8)
+        ends = np.zeros((3, len(numbers)), np.uint8)
         errors = {}
         for row, (number, action) in enumerate(zip(numbers, actions)):  # noqa: B905
             world = self._worlds[number]
@@ -114,17 +117,17 @@ class Worlds:
                 errors[row], ends[0, row] = traceback.format_exc()[-100_000:], True
                 with contextlib.suppress(Exception):
                     world.close()
-                self._worlds[number] = self._make()
+                self._worlds[number] = made(self._make)
                 continue
             self._seen[number] = np.asarray(came[0])
-            reward[row], ends[0, row], ends[1, row] = float(came[1]), bool(came[2]), bool(came[3])
+            reward[row] = float(came[1])
+            ends[:, row] = bool(came[2]), bool(came[3]), succeeded(came[4])
         seen = np.stack([self._seen[number] for number in numbers])
-        columns = {"seen": seen, "reward": reward, "terminated": ends[0], "truncated": ends[1]}
-        return columns, errors
+        return {"seen": seen, "reward": reward, **dict(zip(ENDS, ends))}, errors  # noqa: B905
 
     def spaces(self) -> dict[str, Any]:
         """What a world shows and takes, as plain values; see :func:`described`."""
-        world = self._make()
+        world = made(self._make)
         try:
             return {
                 "observation": described(world.observation_space),
@@ -137,6 +140,11 @@ class Worlds:
         for world in self._worlds:
             world.close()
         self._worlds = []
+
+
+def succeeded(info: Any) -> bool:
+    """Whether a step's ``info`` says that the task is solved: ``success``, or ``is_success``."""
+    return bool(info.get("success", info.get("is_success", False)))
 
 
 def performed(space: Any, action: Any) -> Any:
@@ -155,18 +163,26 @@ def described(space: Any) -> dict[str, Any]:
     return {"kind": type(space).__name__, "text": str(space)}
 
 
-def gymnasium_world(id: str, kwargs: dict[str, Any]) -> Any:
-    """A registered environment; raises Refused where it cannot be made."""
-    try:
-        import gymnasium
-    except ImportError:
-        raise Refused(f"gymnasium is not installed for {sys.executable}") from None
+def maker(target: str) -> Callable[..., Any]:
+    """What ``FILE:attribute`` or ``module:attribute`` names."""
+    module, _, name = target.rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), name)
+    spec = importlib.util.spec_from_file_location("world", module)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return getattr(found, name)
+
+
+def made(make: Callable[[], Any]) -> Any:
+    """A world; raises Refused where its maker says that it can never be."""
     quiet_mujoco()
     try:
-        # The checker repeats assertions at every step.
-        return gymnasium.make(id, disable_env_checker=True, **kwargs)
-    except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise Refused(f"task.id: cannot make {id!r}: {error}") from None
+        return make()
+    except (ImportError, ValueError) as error:
+        raise Refused(f"task.id: {error} ({sys.executable})") from None
 
 
 @functools.lru_cache(None)
@@ -194,16 +210,14 @@ def work(link: Link, worlds: Worlds) -> None:
             link.put(worlds.spaces(), {})
 
 
-def main(end: int, maker: str, values: str) -> None:
-    """``MAKER`` is ``module:attribute``, or ``:attribute`` of this file."""
+def main(end: int, target: str, values: str) -> None:
+    """``MAKER`` is as for :func:`maker`."""
     for number in LEFT_TO_THE_STAGE:
         # Sent to a whole job: the stage may still want to finish what it does.
         signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=end))
     try:
-        module, _, name = maker.partition(":")
-        make = getattr(importlib.import_module(module), name) if module else globals()[name]
-        work(link, Worlds(functools.partial(make, **json.loads(values))))
+        work(link, Worlds(functools.partial(maker(target), **json.loads(values))))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Refused as error:

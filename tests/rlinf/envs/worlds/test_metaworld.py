@@ -1,0 +1,112 @@
+"""Meta-World, really stepped, where its environment is made (``make env NAME=metaworld``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.envs.base import Episodes
+from rlinf.envs.gym import MEASURES, GymConfig, GymEnvironment
+from rlinf.envs.processes import Process
+from rlinf.envs.worlds import metaworld as maker
+from rlinf.envs.worlds import worlds
+from rlinf.errors import ConfigError, InputError
+from rlinf.interpreters import interpreter
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from stages.collect import collect
+
+REACH = {
+    "world": "metaworld",
+    "id": "reach-v3",
+    "python": "metaworld",
+    "observation": 39,
+    "action": {"kind": "box", "size": 4},
+    "success": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def made() -> None:
+    try:
+        interpreter("metaworld", "task.python")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    python = interpreter("metaworld", "task.python")
+    values = {"id": "reach-v3", "kwargs": {}}
+    with contextlib.closing(Process(f"{maker.__file__}:make", values, python, 60)) as found:
+        yield found
+
+
+def towards(seen: np.ndarray) -> np.ndarray:
+    """Moves the hand (the first three of an observation) to the goal (the last three)."""
+    return np.concatenate([np.clip(10 * (seen[:, -3:] - seen[:, :3]), -1, 1), seen[:, :1] * 0], 1)
+
+
+def test_a_hand_that_goes_to_the_goal_succeeds_and_one_that_rests_does_not(
+    process: Process,
+) -> None:
+    """Success is the simulator's own, and both outcomes are seen."""
+    seen = process.reset([0, 1], [5, 5])
+    for _ in range(100):
+        actions = towards(seen)
+        actions[1] = 0
+        came, errors = process.step([0, 1], actions)
+        seen = came["seen"]
+        assert not errors
+    assert came["success"].tolist() == [1, 0]
+    assert not came["terminated"].any()
+
+
+def test_the_seed_alone_chooses_the_goal(process: Process) -> None:
+    first = process.reset([0, 1, 2], [3, 3, 4])
+    for _ in range(5):
+        process.step([0, 1, 2], np.ones((3, 4)))
+    again = process.reset([2, 0], [3, 4])
+    np.testing.assert_array_equal(first[0], first[1])
+    np.testing.assert_array_equal(again, first[[1, 2]])
+    assert (first[0] != first[2]).any()
+
+
+def test_an_episode_is_cut_off_after_500_steps(process: Process) -> None:
+    process.reset([0], [0])
+    ends = [process.step([0], np.zeros((1, 4)))[0]["truncated"][0] for _ in range(500)]
+    assert ends == [0] * 499 + [1]
+
+
+def test_episodes_are_scored_by_success_and_measured(tmp_path: Path) -> None:
+    config = GymConfig.model_validate(REACH)
+    GymEnvironment.verify(config)
+    small = MLPConfig(hidden=(8,))
+    MLPPolicy.create(small, GymEnvironment.describe(config), 0, tmp_path)
+    engine = DirectEngine(DirectConfig(), MLPPolicy, small)
+    engine.load(tmp_path, 0)
+    with contextlib.closing(GymEnvironment(config, None)) as environment:
+        episodes = Episodes(0, 0, "test", range(2), 2, 1, 20, 0.0)
+        records = list(collect(environment, engine, episodes, "evaluate"))
+        scores = environment.score(records, Counter())
+        found = environment.measures(records)
+    assert set(found) == set(MEASURES)
+    assert scores == [record.info["success_once"] for record in records] == [0.0, 0.0]
+    assert found["episode_length"] == 20
+    assert found["return"] > 0
+
+
+def test_an_unknown_task_is_refused_with_those_near_it() -> None:
+    config = GymConfig.model_validate({**REACH, "id": "reech-v3"})
+    with pytest.raises(ConfigError, match=r"no task 'reech-v3'; near it: reach-v3"):
+        GymEnvironment.measured(config)
+
+
+def test_an_unknown_simulator_is_refused_with_the_one_near_it() -> None:
+    with pytest.raises(InputError, match=r"task\.world: unknown world 'metawrld'.*metaworld"):
+        worlds.target("metawrld", "task.world")
