@@ -15,33 +15,29 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from rlinf.channels.base import Channel
 from rlinf.config import Section
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record
 from rlinf.envs.base import Environment, Episodes
+from rlinf.envs.loop import MEASURES, play
 from rlinf.envs.overlap import Part, overlapped
-from rlinf.envs.processes import Process, SimulatorError, side_by_side
-from rlinf.envs.simulator import Worlds, maker
+from rlinf.envs.processes import Process, side_by_side
+from rlinf.envs.simulator import STATE, Worlds, maker
 from rlinf.envs.worlds import worlds
 from rlinf.errors import ConfigError, InputError, MissingPackageError
 from rlinf.fit import OBSERVATIONS, STEP_REWARDS
 from rlinf.interpreters import interpreter
-from rlinf.seeding import generator
 
 if TYPE_CHECKING:
     from rlinf.models.base import Spec
 
 log = logging.getLogger(__name__)
-FAILURES = 3
-MEASURES = ("return", "episode_length", "success_once", "success_at_end")
-"""Means over the episodes that a sample completed, of the open one if none, in the ``info`` of its
-trajectory."""
 
 
 class ActionConfig(Section):
@@ -60,7 +56,10 @@ class GymConfig(Section):
     """Which of its environments. Of Gymnasium ``CartPole-v1``, or ``module:Name-v0`` to import the
     module that registers it."""
     observation: int | None = Field(default=None, gt=0)
-    """Length of an observation vector."""
+    """Length of an observation vector, of the state beside images."""
+    images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
+    """Cameras that are rendered at each step, by name, and the height and width of their pictures;
+    what a simulator calls them is in docs/simulators.md."""
     action: ActionConfig | None = None
     """With ``observation`` what a policy is made for: no simulator is built to find it out, which
     may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
@@ -118,7 +117,10 @@ class GymEnvironment(Environment):
                 "task.action (kind and size), which, where the simulator is installed, "
                 f"`python -m rlinf.envs.gym {config.id}` prints"
             )
-        return {"observation": config.observation, "action": config.action.model_dump()}
+        spec = {"observation": config.observation, "action": config.action.model_dump()}
+        if config.images:
+            spec["images"] = {name: list(size) for name, size in config.images.items()}
+        return spec
 
     @classmethod
     def modules(cls, config: GymConfig) -> tuple[str, ...]:
@@ -129,7 +131,8 @@ class GymEnvironment(Environment):
 
     @classmethod
     def row_bytes(cls, config: GymConfig) -> int:
-        return np.dtype(np.float32).itemsize * (config.observation or 0)
+        pixels = sum(height * width for height, width in config.images.values())
+        return np.dtype(np.float32).itemsize * (config.observation or 0) + 3 * pixels
 
     @classmethod
     def verify(cls, config: GymConfig) -> None:
@@ -156,8 +159,17 @@ class GymEnvironment(Environment):
                 raise
             raise ConfigError(str(error)) from None
         seen, act = spaces["observation"], spaces["action"]
-        if seen["kind"] != "box" or len(seen["shape"]) != 1:
+        if seen["kind"] != "dict":
+            seen = {"parts": {STATE: seen}, **seen}
+        state = seen["parts"].get(STATE)
+        if state is None or state["kind"] != "box" or len(state["shape"]) != 1:
             raise ConfigError(f"task.id: {config.id} has no vector observations ({seen['text']})")
+        for name, size in config.images.items():
+            image = seen["parts"].get(name)
+            if image is None or image.get("shape") != [*size, 3] or image["dtype"] != "uint8":
+                raise ConfigError(
+                    f"task.images.{name}: {config.id} shows no such picture ({seen['text']})"
+                )
         if act["kind"] == "discrete":
             action = {"kind": "discrete", "size": act["size"]}
         elif act["kind"] == "box" and len(act["shape"]) == 1:
@@ -166,7 +178,7 @@ class GymEnvironment(Environment):
             raise ConfigError(
                 f"task.id: {config.id} has actions {act['text']}, which no policy here takes"
             )
-        return {"observation": seen["shape"][0], "action": action}
+        return {"observation": state["shape"][0], "action": action}
 
     def simulate(
         self, episodes: Episodes, observations: Channel, actions: Channel
@@ -222,7 +234,7 @@ class GymEnvironment(Environment):
         """The time loops of ``samples``, one or two."""
         each = -(-len(samples) // self.config.halves) or 1
         return [
-            _play(episodes, samples[first : first + each], worlds, first)
+            play(episodes, samples[first : first + each], worlds, first)
             for first in range(0, len(samples), each)
         ]
 
@@ -256,189 +268,6 @@ def _process(config: GymConfig) -> Process:
     return Process(_target(config), _values(config), python, config.timeout_s)
 
 
-def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, first: int) -> Part:
-    """The time loop of ``samples``, each in a world of its own, from number ``first`` on."""
-    starts = samples // episodes.group_size
-    rows = [_Sample(episodes, int(start)) for start in starts]
-
-    def reset(numbers: Sequence[int]) -> None:
-        if numbers:
-            found = worlds.reset([first + i for i in numbers], [rows[i].seed() for i in numbers])
-            for i, seen in zip(numbers, found, strict=True):
-                rows[i].reset(seen)
-
-    reset(range(len(rows)))
-    live = list(range(len(rows)))
-    cut: list[tuple[int, int, np.ndarray]] = []
-    version = 0
-    for time in range(episodes.horizon):
-        if not live:
-            break
-        reply = yield _request(episodes, samples[live], [rows[i].seen for i in live], time)
-        version = int(reply.info["version"])
-        came, errors = worlds.step([first + i for i in live], reply.steps["action"])
-        ended, last = list[int](), time + 1 == episodes.horizon
-        for k, i in enumerate(live):
-            row = rows[i]
-            row.step(
-                {name: column[k] for name, column in reply.steps.items() if name != "sample"},
-                {name: column[k] for name, column in came.items()},
-                errors.get(k),
-            )
-            if row.truncated or (last and not row.terminated):
-                cut.append((i, time, row.seen))
-            if row.ended and not last and episodes.split == "train":
-                ended.append(i)
-        reset(ended)
-        if episodes.split == "test":
-            live = [i for i in live if not rows[i].ended]
-    valued = bool(rows) and "values" in rows[0].columns
-    if valued:
-        for row in rows:
-            row.columns["bootstrap"] = [np.float32(0)] * len(row.columns["rewards"])
-    if cut and valued and episodes.split == "train":
-        who = samples[[i for i, _, _ in cut]]
-        reply = yield _request(episodes, who, [seen for _, _, seen in cut], 0, temperature=0.0)
-        for (i, at, _), value in zip(cut, reply.steps["value"], strict=True):
-            rows[i].columns["bootstrap"][at] = value
-    return [
-        Record(
-            Identity(episodes.iteration, int(sample)),
-            steps={
-                **{name: np.stack(column) for name, column in row.columns.items()},
-                **row.mask(),
-            },
-            info={
-                "group": int(start),
-                "policy_version": version,
-                "stop_reason": "stop" if row.episodes else "length",
-                **row.measures(),
-                "episodes": len(row.episodes),
-                "failed": len(row.lost),
-            },
-        )
-        for sample, start, row in zip(samples, starts, rows, strict=True)
-    ]
-
-
-def _request(
-    episodes: Episodes,
-    samples: np.ndarray,
-    seen: Sequence[np.ndarray],
-    time: int,
-    temperature: float | None = None,
-) -> Record:
-    """Observations for the policy to answer."""
-    return Record(
-        Identity(episodes.iteration, int(samples[0])),
-        steps={"sample": samples, "observation": np.stack(seen)},
-        info={
-            "time": time,
-            "horizon": episodes.horizon,
-            "temperature": episodes.temperature if temperature is None else temperature,
-        },
-    )
-
-
-class _Sample:
-    """One environment and what was recorded of it.
-
-    ``seen`` is the last observation; ``terminated`` and ``truncated`` are those of the last step.
-    """
-
-    def __init__(self, episodes: Episodes, start: int) -> None:
-        self._episodes, self._start = episodes, start
-        self.columns: dict[str, list[Any]] = {}
-        self.episodes: list[tuple[float, ...]] = []
-        """Of each that ended, what :data:`MEASURES` names."""
-        self.lost: list[slice] = []
-        """The steps of the episodes in which the simulator raised."""
-        self._begun, self._first = 0, 0
-
-    def seed(self) -> int:
-        """Of the next episode."""
-        episodes, number = self._episodes, self._begun
-        random = generator(
-            episodes.seed, episodes.iteration, episodes.split, "reset", self._start, number
-        )
-        return int(random.integers(2**31))
-
-    def reset(self, seen: np.ndarray) -> None:
-        """The next episode begins."""
-        self._begun, self._first = self._begun + 1, len(self.columns.get("rewards", ()))
-        self.seen = np.asarray(seen, np.float32)
-        self.terminated = self.truncated = False
-        self._return, self._length, self._solved, self._solved_now = 0.0, 0, False, False
-
-    def measures(self) -> dict[str, float]:
-        """Of the episodes that ended, or of the open one."""
-        means = np.mean(self.episodes or [self._measured()], axis=0)
-        return dict(zip(MEASURES, means.tolist(), strict=True))
-
-    def _measured(self) -> tuple[float, ...]:
-        return self._return, float(self._length), float(self._solved), float(self._solved_now)
-
-    def step(self, reply: Mapping[str, Any], came: Mapping[str, Any], error: str | None) -> None:
-        """Record all that was replied, and what came of the action.
-
-        Args:
-            error: what the simulator raised; the episode does not count then.
-
-        Raises:
-            SimulatorError: it has raised too often.
-        """
-        before, reward = self.seen, float(came["reward"])
-        self.seen = np.asarray(came["seen"], np.float32)
-        self.terminated = bool(came["terminated"])
-        self.truncated = bool(came["truncated"]) and not self.terminated
-        self._return, self._length = self._return + reward, self._length + 1
-        self._solved_now = bool(came["success"])
-        self._solved = self._solved or self._solved_now
-        if error is not None:
-            self._lose(error)
-        elif self.ended:
-            self.episodes.append(self._measured())
-        step = {
-            **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
-            "observations": before,
-            "rewards": np.float32(reward),
-            "terminated": np.uint8(self.terminated),
-            "truncated": np.uint8(self.truncated),
-        }
-        for name, entry in step.items():
-            self.columns.setdefault(name, []).append(entry)
-
-    def _lose(self, error: str) -> None:
-        """The episode does not count; the next one has another simulator."""
-        self.lost.append(slice(self._first, len(self.columns.get("rewards", ())) + 1))
-        if len(self.lost) == FAILURES:
-            raise SimulatorError(f"start {self._start}: the simulator fails: {error}")
-        log.warning("start %d: the simulator failed: %s", self._start, error)
-
-    def mask(self) -> dict[str, np.ndarray]:
-        """The step column ``mask``, where there are steps that do not count."""
-        if not self.lost:
-            return {}
-        mask = np.ones(len(self.columns["rewards"]), np.float32)
-        for steps in self.lost:
-            mask[steps] = 0
-        return {"mask": mask}
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last step was the last of its episode."""
-        return self.terminated or self.truncated
-
-
-COLUMN_OF = {
-    "action": "actions",
-    "logprob": "logprobs",
-    "value": "values",
-    "version": "versions",
-}
-"""What a trajectory calls a column of replies; any other has the same name there."""
-
-
 def make(config: GymConfig) -> Any:
     """One world in this process.
 
@@ -466,7 +295,8 @@ def _target(config: GymConfig) -> str:
 
 
 def _values(config: GymConfig) -> dict[str, Any]:
-    return {"id": config.id, "kwargs": config.kwargs}
+    values: dict[str, Any] = {"id": config.id, "kwargs": config.kwargs}
+    return {**values, "images": config.images} if config.images else values
 
 
 if __name__ == "__main__":

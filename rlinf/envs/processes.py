@@ -30,7 +30,7 @@ from rlinf.channels.base import Channel, ChannelClosed
 from rlinf.data.record import Record
 from rlinf.envs import simulator
 from rlinf.envs.overlap import Part
-from rlinf.envs.simulator import ENDS, Arrays, Link
+from rlinf.envs.simulator import ENDS, Arrays, Link, among, seen_in, stacked
 from rlinf.errors import InputError, RlinfError
 
 PATIENCE_S = 2.0
@@ -73,7 +73,7 @@ class Process:
         self._command = (maker, json.dumps(dict(values)))
         self._python, self._timeout_s = python, timeout_s
         self._lock, self._closed = threading.Lock(), False
-        self._seen: dict[int, tuple[int, np.ndarray]] = {}
+        self._seen: dict[int, tuple[int, Arrays]] = {}
         """By world its last observation, and the process that it was made in."""
         self._start()
 
@@ -95,13 +95,13 @@ class Process:
         # Also when nobody closes the environment: at the end of the stage's process.
         self._end = weakref.finalize(self, _end, self._process)
 
-    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
+    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
         order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
         deaths = 0
         with self._lock:
             while True:
                 try:
-                    seen = self._ask(order, {})[1]["seen"]
+                    seen = seen_in(self._ask(order, {})[1])
                 except _Died as death:
                     deaths += 1
                     if deaths == ATTEMPTS:
@@ -124,7 +124,7 @@ class Process:
                     self._replace(death)
                     there = []
             if came:
-                self._note([numbers[k] for k in there], came["seen"])
+                self._note([numbers[k] for k in there], seen_in(came))
             if len(there) == len(numbers):
                 return came, errors
             return self._with_lost(numbers, there, came, errors)
@@ -151,13 +151,13 @@ class Process:
             reward[there] = came["reward"]
             ends[:, there] = [came[name] for name in ENDS]
         lost = {k: self._why for k in range(len(numbers)) if k not in there}
-        seen = np.stack([self._seen[number][1] for number in numbers])
-        columns = {"seen": seen, "reward": reward, **dict(zip(ENDS, ends, strict=True))}
+        seen = stacked([self._seen[number][1] for number in numbers])
+        columns: Arrays = {"reward": reward, **dict(zip(ENDS, ends, strict=True)), **among(seen)}
         return columns, {**errors, **lost}
 
-    def _note(self, numbers: Sequence[int], seen: np.ndarray) -> None:
-        for number, observation in zip(numbers, seen, strict=True):
-            self._seen[number] = (self.pid, observation)
+    def _note(self, numbers: Sequence[int], seen: Arrays) -> None:
+        for row, number in enumerate(numbers):
+            self._seen[number] = (self.pid, {name: array[row] for name, array in seen.items()})
 
     def _replace(self, death: _Died) -> None:
         """Start another process in the place of a dead one."""

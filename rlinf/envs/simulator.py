@@ -5,7 +5,8 @@ the package may be installed, by any Python from 3.9 on: it imports the standard
 what its maker imports. A message is a JSON header and raw arrays; nothing is unpickled.
 
 A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(action)``,
-``close()``, ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.worlds`).
+``close()``, ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.worlds`). What it shows is
+an array, or arrays by name, the first of which is called ``state`` where it is alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 
 LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 Arrays = dict[str, np.ndarray]
+STATE, SEEN = "state", "seen."
 ENDS = ("terminated", "truncated", "success")
 log = logging.getLogger("rlinf.envs.simulator")
 
@@ -85,15 +87,15 @@ class Worlds:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._worlds: list[Any] = []
-        self._seen: dict[int, np.ndarray] = {}
+        self._seen: dict[int, Arrays] = {}
 
-    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> np.ndarray:
-        """Begin episodes; observations ``[n, ...]``."""
+    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
+        """Begin episodes; observations by name, ``[n, ...]``."""
         while len(self._worlds) <= max(numbers, default=-1):
             self._worlds.append(made(self._make))
         for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
-            self._seen[number] = np.asarray(self._worlds[number].reset(seed=seed)[0])
-        return np.stack([self._seen[number] for number in numbers])
+            self._seen[number] = shown(self._worlds[number].reset(seed=seed)[0])
+        return stacked([self._seen[number] for number in numbers])
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Act. Vectors are clipped to the space, choices counted from its start.
@@ -101,9 +103,9 @@ class Worlds:
         A world that raises has ended its episode where it was, and is made anew.
 
         Returns:
-            ``seen`` ``[n, ...]``, ``reward`` float64 ``[n]``, ``terminated``, ``truncated`` and
-            ``success`` (:func:`succeeded`) uint8 ``[n]``; and, by row, the tracebacks of those that
-            raised.
+            Observations ``[n, ...]`` under ``seen.`` and their name, ``reward`` float64 ``[n]``,
+            ``terminated``, ``truncated`` and ``success`` (:func:`succeeded`) uint8 ``[n]``; and, by
+            row, the tracebacks of those that raised.
         """
         reward = np.zeros(len(numbers))
         ends = np.zeros((3, len(numbers)), np.uint8)
@@ -119,11 +121,11 @@ class Worlds:
                     world.close()
                 self._worlds[number] = made(self._make)
                 continue
-            self._seen[number] = np.asarray(came[0])
+            self._seen[number] = shown(came[0])
             reward[row] = float(came[1])
             ends[:, row] = bool(came[2]), bool(came[3]), succeeded(came[4])
-        seen = np.stack([self._seen[number] for number in numbers])
-        return {"seen": seen, "reward": reward, **dict(zip(ENDS, ends))}, errors  # noqa: B905
+        columns: Arrays = {"reward": reward, **dict(zip(ENDS, ends))}  # noqa: B905 - Python 3.9
+        return {**columns, **among(stacked([self._seen[number] for number in numbers]))}, errors
 
     def spaces(self) -> dict[str, Any]:
         """What a world shows and takes, as plain values; see :func:`described`."""
@@ -142,6 +144,28 @@ class Worlds:
         self._worlds = []
 
 
+def shown(observation: Any) -> Arrays:
+    """An observation as arrays by name."""
+    if not isinstance(observation, dict):
+        return {STATE: np.asarray(observation)}
+    return {name: np.asarray(array) for name, array in observation.items()}
+
+
+def stacked(rows: Sequence[Arrays]) -> Arrays:
+    """Observations of several worlds, ``[n, ...]`` each."""
+    return {name: np.stack([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+def among(seen: Arrays) -> Arrays:
+    """Observations as columns that stand among others."""
+    return {SEEN + name: array for name, array in seen.items()}
+
+
+def seen_in(columns: Arrays) -> Arrays:
+    """The observations that stand among others."""
+    return {name[len(SEEN) :]: array for name, array in columns.items() if name.startswith(SEEN)}
+
+
 def succeeded(info: Any) -> bool:
     """Whether a step's ``info`` says that the task is solved: ``success``, or ``is_success``."""
     return bool(info.get("success", info.get("is_success", False)))
@@ -155,9 +179,13 @@ def performed(space: Any, action: Any) -> Any:
 
 
 def described(space: Any) -> dict[str, Any]:
-    """A space: ``kind`` (box, discrete, or the name of its class), its size, and as text."""
+    """A space: ``kind`` (box, discrete, dict of others, or its class), its size, and as text."""
+    if isinstance(getattr(space, "spaces", None), dict):
+        parts = {name: described(part) for name, part in space.spaces.items()}
+        return {"kind": "dict", "parts": parts, "text": str(space)}
     if hasattr(space, "low"):
-        return {"kind": "box", "shape": list(space.shape), "text": str(space)}
+        kind = np.dtype(space.dtype).name
+        return {"kind": "box", "shape": list(space.shape), "dtype": kind, "text": str(space)}
     if hasattr(space, "n") and not getattr(space, "shape", ()):
         return {"kind": "discrete", "size": int(space.n), "text": str(space)}
     return {"kind": type(space).__name__, "text": str(space)}
@@ -205,7 +233,7 @@ def work(link: Link, worlds: Worlds) -> None:
             came, errors = worlds.step(order["worlds"], arrays["action"])
             link.put({"errors": list(errors.items())}, came)
         elif order["do"] == "reset":
-            link.put({}, {"seen": worlds.reset(order["worlds"], order["seeds"])})
+            link.put({}, among(worlds.reset(order["worlds"], order["seeds"])))
         else:
             link.put(worlds.spaces(), {})
 

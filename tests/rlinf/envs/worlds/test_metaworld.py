@@ -12,7 +12,8 @@ import pytest
 
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
-from rlinf.envs.gym import MEASURES, GymConfig, GymEnvironment
+from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.loop import MEASURES
 from rlinf.envs.processes import Process
 from rlinf.envs.worlds import metaworld as maker
 from rlinf.envs.worlds import worlds
@@ -56,22 +57,22 @@ def test_a_hand_that_goes_to_the_goal_succeeds_and_one_that_rests_does_not(
     process: Process,
 ) -> None:
     """Success is the simulator's own, and both outcomes are seen."""
-    seen = process.reset([0, 1], [5, 5])
+    seen = process.reset([0, 1], [5, 5])["state"]
     for _ in range(100):
         actions = towards(seen)
         actions[1] = 0
         came, errors = process.step([0, 1], actions)
-        seen = came["seen"]
+        seen = came["seen.state"]
         assert not errors
     assert came["success"].tolist() == [1, 0]
     assert not came["terminated"].any()
 
 
 def test_the_seed_alone_chooses_the_goal(process: Process) -> None:
-    first = process.reset([0, 1, 2], [3, 3, 4])
+    first = process.reset([0, 1, 2], [3, 3, 4])["state"]
     for _ in range(5):
         process.step([0, 1, 2], np.ones((3, 4)))
-    again = process.reset([2, 0], [3, 4])
+    again = process.reset([2, 0], [3, 4])["state"]
     np.testing.assert_array_equal(first[0], first[1])
     np.testing.assert_array_equal(again, first[[1, 2]])
     assert (first[0] != first[2]).any()
