@@ -59,7 +59,9 @@ class GymConfig(Section):
     """Length of an observation vector, of the state beside images."""
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that are rendered at each step, by name, and the height and width of their pictures;
-    what a simulator calls them is in docs/simulators.md."""
+    what a simulator calls them is in docs/simulators.md. They need a process, one at least."""
+    renderer: Literal["egl", "osmesa"] = "egl"
+    """How MuJoCo renders: on a GPU (or by Mesa's library in software), or in software."""
     action: ActionConfig | None = None
     """With ``observation`` what a policy is made for: no simulator is built to find it out, which
     may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
@@ -150,7 +152,8 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
-        found = _process(config) if config.python else Worlds(functools.partial(make, config))
+        apart = config.python is not None or config.images
+        found = simulator_process(config) if apart else Worlds(functools.partial(make, config))
         try:
             with contextlib.closing(found):
                 spaces = found.spaces()
@@ -164,12 +167,6 @@ class GymEnvironment(Environment):
         state = seen["parts"].get(STATE)
         if state is None or state["kind"] != "box" or len(state["shape"]) != 1:
             raise ConfigError(f"task.id: {config.id} has no vector observations ({seen['text']})")
-        for name, size in config.images.items():
-            image = seen["parts"].get(name)
-            if image is None or image.get("shape") != [*size, 3] or image["dtype"] != "uint8":
-                raise ConfigError(
-                    f"task.images.{name}: {config.id} shows no such picture ({seen['text']})"
-                )
         if act["kind"] == "discrete":
             action = {"kind": "discrete", "size": act["size"]}
         elif act["kind"] == "box" and len(act["shape"]) == 1:
@@ -204,7 +201,8 @@ class GymEnvironment(Environment):
     @property
     def _count(self) -> int:
         """Processes beside the stage's own."""
-        return self.config.processes or int(self.config.python is not None)
+        apart = self.config.python is not None or bool(self.config.images)
+        return self.config.processes or int(apart)
 
     @property
     def pids(self) -> list[int]:
@@ -219,7 +217,7 @@ class GymEnvironment(Environment):
         shares = [share for share in shares if len(share)]
         try:
             while len(self._processes) < len(shares):
-                self._processes.append(_process(self.config))
+                self._processes.append(simulator_process(self.config))
             pairs = zip(shares, self._processes, strict=False)
             parts = [p for share, process in pairs for p in self._parts(episodes, share, process)]
             return side_by_side(parts, observations, actions, self._end)
@@ -263,9 +261,12 @@ class GymEnvironment(Environment):
         self._processes = []
 
 
-def _process(config: GymConfig) -> Process:
+def simulator_process(config: GymConfig) -> Process:
+    """One that steps worlds of a configuration."""
     python = None if config.python is None else interpreter(config.python, "task.python")
-    return Process(_target(config), _values(config), python, config.timeout_s)
+    return Process(
+        _target(config), _values(config), python, config.timeout_s, config.images, config.renderer
+    )
 
 
 def make(config: GymConfig) -> Any:
@@ -295,8 +296,7 @@ def _target(config: GymConfig) -> str:
 
 
 def _values(config: GymConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {"id": config.id, "kwargs": config.kwargs}
-    return {**values, "images": config.images} if config.images else values
+    return {"id": config.id, "kwargs": config.kwargs}
 
 
 if __name__ == "__main__":

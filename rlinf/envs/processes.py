@@ -62,6 +62,8 @@ class Process:
         values: Mapping[str, Any],
         python: str | None,
         timeout_s: float,
+        images: Mapping[str, Sequence[int]] | None = None,
+        renderer: str = "egl",
     ) -> None:
         """
         Args:
@@ -69,8 +71,11 @@ class Process:
             values: its arguments, plain.
             python: the interpreter; None: this one.
             timeout_s: for one answer, the first of which waits for the simulator to be imported.
+            images: of cameras by name, with height and width.
+            renderer: of MuJoCo, ``egl`` or ``osmesa``.
         """
-        self._command = (maker, json.dumps(dict(values)))
+        self._command = (maker, json.dumps(dict(values)), json.dumps(dict(images or {})))
+        self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
         self._python, self._timeout_s = python, timeout_s
         self._lock, self._closed = threading.Lock(), False
         self._seen: dict[int, tuple[int, Arrays]] = {}
@@ -89,7 +94,12 @@ class Process:
                 ],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **machine.environment(), "PYTHONPATH": _path(self._python)},
+                env={
+                    **os.environ,
+                    **machine.environment(),
+                    **self._renderer,
+                    "PYTHONPATH": _path(self._python),
+                },
             )
         self._link, self.pid = Link(mine), self._process.pid
         # Also when nobody closes the environment: at the end of the stage's process.

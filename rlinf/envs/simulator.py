@@ -1,8 +1,8 @@
 """A simulator process: steps worlds for a stage, under an interpreter of its own.
 
-This file is run by its path (``python -c ... simulator.py FD MAKER JSON``) where nothing else of
-the package may be installed, by any Python from 3.9 on: it imports the standard library, numpy, and
-what its maker imports. A message is a JSON header and raw arrays; nothing is unpickled.
+This file is run by its path (see :func:`main`) where nothing else of the package may be installed,
+by any Python from 3.9 on: it imports the standard library, numpy, and what its maker imports. A
+message is a JSON header and raw arrays; nothing is unpickled.
 
 A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(action)``,
 ``close()``, ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.worlds`). What it shows is
@@ -31,6 +31,8 @@ import numpy as np
 
 LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 Arrays = dict[str, np.ndarray]
+Images = dict[str, Sequence[int]]
+"""Cameras by name, with the height and width of their pictures."""
 STATE, SEEN = "state", "seen."
 ENDS = ("terminated", "truncated", "success")
 log = logging.getLogger("rlinf.envs.simulator")
@@ -84,15 +86,16 @@ class Link:
 class Worlds:
     """Worlds of one kind by number. They are kept: a seeded reset leaves nothing of the past."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Any], images: Images | None = None) -> None:
+        """``images``: what is rendered beside what the worlds show."""
+        self._make = functools.partial(made, make, images or {})
         self._worlds: list[Any] = []
         self._seen: dict[int, Arrays] = {}
 
     def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
         """Begin episodes; observations by name, ``[n, ...]``."""
         while len(self._worlds) <= max(numbers, default=-1):
-            self._worlds.append(made(self._make))
+            self._worlds.append(self._make())
         for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
             self._seen[number] = shown(self._worlds[number].reset(seed=seed)[0])
         return stacked([self._seen[number] for number in numbers])
@@ -119,7 +122,7 @@ class Worlds:
                 errors[row], ends[0, row] = traceback.format_exc()[-100_000:], True
                 with contextlib.suppress(Exception):
                     world.close()
-                self._worlds[number] = made(self._make)
+                self._worlds[number] = self._make()
                 continue
             self._seen[number] = shown(came[0])
             reward[row] = float(came[1])
@@ -129,7 +132,7 @@ class Worlds:
 
     def spaces(self) -> dict[str, Any]:
         """What a world shows and takes, as plain values; see :func:`described`."""
-        world = made(self._make)
+        world = self._make()
         try:
             return {
                 "observation": described(world.observation_space),
@@ -204,13 +207,90 @@ def maker(target: str) -> Callable[..., Any]:
     return getattr(found, name)
 
 
-def made(make: Callable[[], Any]) -> Any:
+def made(make: Callable[[], Any], images: Images) -> Any:
     """A world; raises Refused where its maker says that it can never be."""
     quiet_mujoco()
     try:
-        return make()
+        world = make()
     except (ImportError, ValueError) as error:
         raise Refused(f"task.id: {error} ({sys.executable})") from None
+    return Pictured(world, images) if images else world
+
+
+class Pictured:
+    """A world with pictures beside its state.
+
+    They are what its ``picture(camera, height, width)`` gives, where it has that, and of MuJoCo's
+    worlds what :class:`Cameras` do.
+    """
+
+    def __init__(self, world: Any, images: Images) -> None:
+        self._world, self._images = world, images
+        self._picture: Any = getattr(world, "picture", None)
+        bare = getattr(world, "unwrapped", world)
+        if self._picture is None:
+            if not (hasattr(bare, "model") and hasattr(bare, "data")):
+                raise Refused("task.images: this simulator shows no pictures; leave them out")
+            self._picture = Cameras(bare.model, bare.data, images)
+        self.action_space = world.action_space
+        self.observation_space = world.observation_space
+
+    def reset(self, seed: int) -> Any:
+        seen, info = self._world.reset(seed=seed)
+        return self._with(seen), info
+
+    def step(self, action: Any) -> Any:
+        seen, *came = self._world.step(action)
+        return (self._with(seen), *came)
+
+    def close(self) -> None:
+        if isinstance(self._picture, Cameras):
+            self._picture.close()
+        self._world.close()
+
+    def _with(self, seen: Any) -> Arrays:
+        pictures = {name: self._picture(name, *size) for name, size in self._images.items()}
+        return {**shown(seen), **pictures}
+
+
+class Cameras:
+    """Pictures of a MuJoCo model, uint8 ``[H, W, 3]``; ``free`` is the camera of no name.
+
+    Shadows, reflections and multisampling are off: in software they take most of the time.
+    """
+
+    def __init__(self, model: Any, data: Any, images: Images) -> None:
+        mujoco = importlib.import_module("mujoco")
+        known = [model.camera(number).name for number in range(model.ncam)]
+        for name in images:
+            if name != "free" and name not in known:
+                cameras = ", ".join([*known, "free"])
+                raise Refused(f"task.images.{name}: no such camera; there are {cameras}")
+        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+        self._data, self._renderers = data, {}
+        for size in {tuple(size) for size in images.values()}:
+            # A model says how large a picture may be.
+            model.vis.global_.offheight = max(model.vis.global_.offheight, size[0])
+            model.vis.global_.offwidth = max(model.vis.global_.offwidth, size[1])
+        try:
+            for size in {tuple(size) for size in images.values()}:
+                renderer = self._renderers[size] = mujoco.Renderer(model, *size)
+                for flag in ("mjRND_SHADOW", "mjRND_REFLECTION"):
+                    renderer.scene.flags[getattr(mujoco.mjtRndFlag, flag)] = 0
+        except Exception as error:  # whatever a graphics library brings about
+            raise Refused(
+                f"task.renderer: {os.environ.get('MUJOCO_GL')} does not work here ({error}); "
+                "egl needs Debian's libegl1 and libgl1-mesa-dri, osmesa libosmesa6"
+            ) from None
+
+    def __call__(self, name: str, height: int, width: int) -> np.ndarray:
+        renderer = self._renderers[height, width]
+        renderer.update_scene(self._data, camera=-1 if name == "free" else name)
+        return renderer.render()
+
+    def close(self) -> None:
+        for renderer in self._renderers.values():
+            renderer.close()
 
 
 @functools.lru_cache(None)
@@ -238,14 +318,21 @@ def work(link: Link, worlds: Worlds) -> None:
             link.put(worlds.spaces(), {})
 
 
-def main(end: int, target: str, values: str) -> None:
-    """``MAKER`` is as for :func:`maker`."""
+def main(end: int, target: str, values: str, images: str) -> None:
+    """Serve a stage.
+
+    Args:
+        end: the file descriptor of this end of a pair of sockets.
+        target: as for :func:`maker`.
+        values, images: what it is called with, and what is rendered, as JSON.
+    """
     for number in LEFT_TO_THE_STAGE:
         # Sent to a whole job: the stage may still want to finish what it does.
         signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=end))
     try:
-        work(link, Worlds(functools.partial(maker(target), **json.loads(values))))
+        make = functools.partial(maker(target), **json.loads(values))
+        work(link, Worlds(make, json.loads(images)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Refused as error:

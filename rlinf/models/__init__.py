@@ -7,6 +7,7 @@ policies = Registry(
     {
         "causal_lm": "rlinf.models.causal_lm:CausalLM",
         "causal_lm_critic": "rlinf.models.causal_lm_critic:CausalLMCritic",
+        "cnn": "rlinf.models.cnn:CNNPolicy",
         "mlp": "rlinf.models.mlp:MLPPolicy",
     },
     base="rlinf.models.base:Policy",

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,10 +55,11 @@ class ActorCritic(nn.Module):
     mean: Tensor
     square: Tensor
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], features: int = 0) -> None:
+        """``features``: how many numbers stand behind the observation."""
         super().__init__()
         size, out = settings["observation"], settings["action"]["size"]
-        sizes = [size, *settings["hidden"]]
+        sizes = [size + features, *settings["hidden"]]
         common, own = (sizes, sizes[-1:]) if settings["shared"] else (sizes[:1], sizes)
         self.trunk = _network(common, last_gain=None)
         self.policy = _network([*own, out], last_gain=0.01)
@@ -70,12 +71,15 @@ class ActorCritic(nn.Module):
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("square", torch.ones(size, dtype=torch.float64))
 
-    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, observations: Tensor, features: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Action parameters, log standard deviations ``[A]`` and values, float32."""
         deviation = self.square.clamp(min=1e-8).sqrt()
         scaled = ((observations - self.mean) / deviation).clamp(-self.clip, self.clip)
         # Mixed precision shows in the parameters' type.
-        hidden = self.trunk(scaled.to(self.log_std.dtype))
+        inputs = scaled.to(self.log_std.dtype)
+        hidden = self.trunk(inputs if features is None else torch.cat([inputs, features], -1))
         # A copy: a sharded module frees its parameters after the forward pass.
         log_std = self.log_std.float().clone()
         return self.policy(hidden).float(), log_std, self.value(hidden)[..., 0].float()
@@ -89,6 +93,7 @@ class MLPPolicy(Policy):
     offers = frozenset({ACTS, VALUES})
     groups = ("policy", "value")
     stepwise = True
+    Network: ClassVar[type[ActorCritic]] = ActorCritic
     module: ActorCritic
     observes = True
 
@@ -101,7 +106,7 @@ class MLPPolicy(Policy):
         settings = {**spec, **config.model_dump(mode="json")}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = ActorCritic(settings)
+            module = cls.Network(settings)
         cls(module, settings).save(folder, dict(module.state_dict()))
 
     @classmethod
@@ -113,7 +118,7 @@ class MLPPolicy(Policy):
         """
         try:
             settings = json.loads(read_text(folder / SETTINGS))
-            module = ActorCritic(settings)
+            module = cls.Network(settings)
             tensors = load_tensors(folder / WEIGHTS)
             check_fit(str(folder), {name: t.shape for name, t in tensors.items()}, module)
             module.load_state_dict(tensors)
@@ -135,10 +140,15 @@ class MLPPolicy(Policy):
         }
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        out, log_std, values = self.module(batch["observations"])
+        out, log_std, values = self.see(batch["observations"], batch)
         logprobs, spread = self.judge(out, log_std, batch["actions"], temperature)
         mask = batch["mask"]
         return StepOutputs(logprobs * mask, spread * mask if entropy else None, values * mask)
+
+    def see(self, state: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the network says of states ``[..., D]``; ``columns`` has what else there is."""
+        found: tuple[Tensor, Tensor, Tensor] = self.module(state)
+        return found
 
     def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Gumbel noise for choices, normal noise for vectors: ``[steps, A]``."""
@@ -150,7 +160,7 @@ class MLPPolicy(Policy):
     ) -> dict[str, Tensor]:
         """Of ``observation`` ``[n, D]``: ``action`` (int64 ``[n]`` or float32 ``[n, A]``),
         ``logprob`` and ``value``, float32 ``[n]``."""
-        out, log_std, values = self.module(observations["observation"])
+        out, log_std, values = self.see(observations["observation"], observations)
         if noise is None:
             actions = out.argmax(-1) if self.discrete else out
         elif self.discrete:

@@ -31,11 +31,20 @@ SMALL: dict[str, dict[str, Any]] = {
         "intermediate": 64,
     },
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
+    "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features": 8},
 }
 SPECS: dict[str, dict[str, Any]] = {
     "tokens": {"alphabet": "0123456789+="},
-    "discrete": {"observation": 4, "action": {"kind": "discrete", "size": 3}},
-    "box": {"observation": 4, "action": {"kind": "box", "size": 2}},
+    "discrete": {
+        "observation": 4,
+        "action": {"kind": "discrete", "size": 3},
+        "images": {"front": [36, 40]},
+    },
+    "box": {
+        "observation": 4,
+        "action": {"kind": "box", "size": 2},
+        "images": {"front": [36, 40]},
+    },
 }
 NUMBERED = ("mylab.policy:Linear",)
 """Those whose actions are numbers alone."""
@@ -85,7 +94,9 @@ class Tried:
         done = random.integers(0, 3, 20)
         if self.kind == "box":
             done = random.normal(size=(20, 2)).astype(np.float32)
-        return Record(Identity(0, number), {"observations": seen[:steps], "actions": done[:steps]})
+        front = random.integers(0, 256, (20, 36, 40, 3), np.uint8)
+        columns = {"observations": seen, "images.front": front, "actions": done}
+        return Record(Identity(0, number), {name: c[:steps] for name, c in columns.items()})
 
     def judged(self, records: Sequence[Record], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probs, values and entropies of the steps of each record: ``[T, columns]``."""
@@ -108,12 +119,13 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
     if tried.acts:
         records = [tried.record(number, 6) for number in range(5)]
         for record in records:
-            seen = torch.tensor(record.steps["observations"])
+            seen = {
+                "observation": torch.tensor(record.steps["observations"]),
+                "images.front": torch.tensor(record.steps["images.front"]),
+            }
             noise = torch.tensor(tried.policy.noise(generator(1, record.identity.sample), 6))
             with torch.no_grad():
-                found = tried.policy.act(
-                    {"observation": seen}, noise if temperature else None, temperature
-                )
+                found = tried.policy.act(seen, noise if temperature else None, temperature)
             record.steps["actions"] = found["action"].numpy()
             record.steps["logprobs"] = found["logprob"].numpy()
     else:

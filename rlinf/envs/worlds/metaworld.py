@@ -42,6 +42,7 @@ class World:
 
     def __init__(self, env: Any, tasks: Any) -> None:
         self._env, self._tasks = env, tasks
+        self.unwrapped = env.unwrapped
         env.set_task(tasks[0])
         self.action_space = env.action_space
         self.observation_space = env.observation_space
@@ -58,9 +59,6 @@ class World:
         self._steps += 1
         # Its own limit raises at the step after the last.
         return seen, reward, False, self._steps >= self._env.max_path_length, info
-
-    def render(self) -> Any:
-        return self._env.render()
 
     def close(self) -> None:
         self._env.close()

@@ -10,10 +10,11 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
@@ -23,9 +24,10 @@ from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
-from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
 from rlinf.envs.processes import SimulatorError
 from rlinf.errors import InputError
+from rlinf.models.cnn import CNNConfig, CNNPolicy
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
 
@@ -251,3 +253,53 @@ def test_nothing_is_left_when_the_stage_is_killed(tmp_path: Path) -> None:
 def test_a_simulator_process_loads_no_torch() -> None:
     program = "import sys, rlinf.envs.gym, rlinf.envs.processes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+PICTURES = {"id": "InvertedPendulum-v5", "images": {"free": [48, 64]}}
+
+
+def test_pictures_are_of_the_state_they_come_with() -> None:
+    """Rendered in a process that the environment starts by itself, the same at every time."""
+    pytest.importorskip("mujoco")
+    config = GymConfig.model_validate(PICTURES)
+    with closing(simulator_process(config)) as process:
+        first = process.reset([0, 1], [1, 2])
+        assert first["free"].shape == (2, 48, 64, 3)
+        assert first["free"].dtype == np.uint8
+        came, _ = process.step([0], np.ones((1, 1)))
+        assert (came["seen.free"][0] != first["free"][0]).any()
+        again = process.reset([1], [1])
+        np.testing.assert_array_equal(again["free"][0], first["free"][0])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({**PICTURES, "images": {"fornt": [48, 64]}}, r"task\.images\.fornt: no such camera"),
+        ({"id": "CartPole-v1", "images": {"free": [48, 64]}}, r"task\.images: .* no pictures"),
+    ],
+)
+def test_pictures_that_cannot_be_are_refused(values: dict[str, Any], said: str) -> None:
+    pytest.importorskip("mujoco")
+    process = simulator_process(GymConfig.model_validate(values))
+    with closing(process), pytest.raises(InputError, match=said):
+        process.reset([0], [0])
+
+
+def test_a_policy_that_sees_pictures_collects_and_is_judged_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    config = GymConfig.model_validate(
+        {**PICTURES, "observation": 4, "action": {"kind": "box", "size": 1}}
+    )
+    small = CNNConfig(hidden=(8,), features=8)
+    CNNPolicy.create(small, GymEnvironment.describe(config), 0, tmp_path)
+    engine = DirectEngine(DirectConfig(), CNNPolicy, small)
+    engine.load(tmp_path, 0)
+    with closing(GymEnvironment(config, None)) as environment:
+        episodes = Episodes(0, 0, "train", range(2), 2, 1, 8, 1.0)
+        records = list(collect(environment, engine, episodes, "rollout"))
+    policy = CNNPolicy.load(tmp_path, small)
+    judged = policy.evaluate(policy.collate(records), 1.0).logprobs.detach().numpy()
+    for row, record in zip(judged, records, strict=True):
+        assert record.steps["images.free"].shape == (8, 48, 64, 3)
+        np.testing.assert_allclose(row, record.steps["logprobs"], atol=1e-4)
