@@ -13,6 +13,7 @@ worlds = Registry(
     "world",
     {
         "gymnasium": "rlinf.envs.worlds.gymnasium:make",
+        "libero": "rlinf.envs.worlds.libero:make",
         "metaworld": "rlinf.envs.worlds.metaworld:make",
     },
     base="builtins:object",

@@ -1,0 +1,100 @@
+"""LIBERO, really stepped and rendered, where its environment is made (``make env NAME=libero``)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
+from rlinf.envs.processes import Process
+from rlinf.envs.worlds import libero
+from rlinf.errors import ConfigError
+from rlinf.interpreters import interpreter
+
+BOWL: dict[str, Any] = {
+    "world": "libero",
+    "id": "libero_spatial/0",
+    "python": "libero",
+    "observation": 8,
+    "action": {"kind": "box", "size": 7},
+    "images": {"agentview": [64, 64], "robot0_eye_in_hand": [64, 64]},
+    "success": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def made() -> None:
+    try:
+        interpreter("libero", "task.python")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with contextlib.closing(simulator_process(GymConfig.model_validate(BOWL))) as found:
+        yield found
+
+
+def test_the_seed_alone_chooses_where_an_episode_begins(process: Process) -> None:
+    """Also after other episodes, whose last action the gripper would remember."""
+    first = process.reset([0], [3])
+    other = process.reset([0], [4])
+    for _ in range(4):
+        process.step([0], np.ones((1, 7)))
+    again = process.reset([0], [3])
+    assert (first["state"] != other["state"]).any()
+    for name, column in first.items():
+        np.testing.assert_array_equal(again[name], column, err_msg=name)
+
+
+def test_an_action_moves_the_hand_and_pictures_follow(process: Process) -> None:
+    before = process.reset([0], [0])
+    for _ in range(5):
+        came, errors = process.step([0], np.array([[0, 1.0, 0, 0, 0, 0, -1]]))
+    assert not errors
+    moved = came["seen.state"][0] - before["state"][0]
+    assert moved[1] > 0.02
+    assert abs(moved[0]) < 0.01
+    for camera in ("agentview", "robot0_eye_in_hand"):
+        assert came[f"seen.{camera}"].shape == (1, 64, 64, 3)
+        assert (came[f"seen.{camera}"] != before[camera]).mean() > 0.01
+        assert before[camera].std() > 20, "a picture of something"
+
+
+def test_a_bowl_on_the_plate_ends_the_episode_with_the_reward() -> None:
+    """By the benchmark's own predicate, in a world that was changed by hand."""
+    program = Path(__file__).with_name("libero_solved.py")
+    python = interpreter("libero", "task.python")
+    assert libero.__file__ is not None
+    ran = subprocess.run(
+        [python, str(program), libero.__file__],
+        env={**os.environ, "MUJOCO_GL": "egl"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said["instruction"].startswith("pick up the black bowl")
+    assert said["told"][0] == [0, 0, 0]
+    assert said["told"][-1] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("id", "said"),
+    [
+        ("libero_spacial/0", "LIBERO has no suite 'libero_spacial'; there are libero_spatial"),
+        ("libero_spatial/10", "libero_spatial has no task '10'; it has 0 to 9"),
+        ("libero_goal/open_the_midle_drawer", "or open_the_middle_drawer_of_the_cabinet"),
+    ],
+)
+def test_an_unknown_task_is_refused_with_what_there_is(id: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        GymEnvironment.measured(GymConfig.model_validate({**BOWL, "id": id}))
