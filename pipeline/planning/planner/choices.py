@@ -135,14 +135,16 @@ def transports(
         for b, taken in zip(kinds, placement.gpus_of(target), strict=True):
             if not (held and taken):
                 continue
-            ways = transfer_ways(request.devices[a], request.devices[b], request.profile)
+            measured = transfer_ways(request.devices[a], request.devices[b], request.profile)
+            # Pools send by sockets, which are encrypted.
+            ways = {"socket" if way == "gloo" else way: took for way, took in measured.items()}
             least = min(ways, key=lambda way: ways[way])
             all_ways = ", ".join(f"{way} {seconds:.3g} s" for way, seconds in ways.items())
             why = (
-                f"{size / 1e6:.3g} MB from {a} to {b}: {all_ways} (links as gloo was measured, "
-                "sockets taken to be as fast); shared memory where pools share a node; gloo is not "
-                "chosen, for it is not encrypted, and delta is not predicted: how much an update "
-                "changes is not known before a run"
+                f"{size / 1e6:.3g} MB from {a} to {b}: {all_ways} (links were measured with gloo; "
+                "sockets are taken to be as fast); shared memory where pools share a node; gloo "
+                "itself is not chosen, for it is not encrypted, and delta is not predicted: how "
+                "much an update changes is not known before a run"
             )
             others = [seconds for way, seconds in ways.items() if way != least]
             saved = min(others) - ways[least] if others else None
