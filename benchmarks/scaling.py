@@ -65,6 +65,7 @@ def measure() -> list[Row]:
     """A row of each way of two processes."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
+        (folder / "policy").mkdir()
         CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder / "policy")
         started = {}
         for key, way in WAYS.items():
