@@ -23,6 +23,7 @@ from pydantic import Field
 from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
+from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.envs.base import Environment, Episodes
 from rlinf.envs.overlap import Part, overlapped
 from rlinf.envs.processes import Process, SimulatorError, side_by_side
@@ -154,8 +155,9 @@ class GymEnvironment(Environment):
         """One request per time step, of all environments of a part still running.
 
         Trajectories have all columns of the replies and ``observations`` ``[T, D]``, ``rewards``,
-        ``terminated``, ``truncated``. Where the policy gives ``values``, ``bootstrap`` is the value
-        of the state after a step at which an episode was cut off, 0 at all others.
+        ``terminated``, ``truncated``, and what was seen after each cut as context
+        (:mod:`rlinf.data.transitions`). Where the policy gives ``values``, ``bootstrap`` is the
+        value of the state after a step at which an episode was cut off, 0 at all others.
         """
         samples = episodes.samples()
         if self._count:
@@ -281,6 +283,12 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, fir
                 **{name: np.stack(column) for name, column in row.columns.items()},
                 **row.mask(),
             },
+            context={
+                CUT_STEPS: np.array([at for i, at, _ in cut if i == number], np.int64),
+                CUT_OBSERVATIONS: np.array(
+                    [seen for i, _, seen in cut if i == number], np.float32
+                ).reshape(-1, *row.seen.shape),
+            },
             info={
                 "group": int(start),
                 "policy_version": version,
@@ -290,7 +298,7 @@ def _play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, fir
                 "failed": len(row.lost),
             },
         )
-        for sample, start, row in zip(samples, starts, rows, strict=True)
+        for number, (sample, start, row) in enumerate(zip(samples, starts, rows, strict=True))
     ]
 
 
