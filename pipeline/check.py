@@ -224,8 +224,7 @@ def check_fit(config: RunConfig) -> None:
             )
     if missing := flow.needs - offered:
         raise ConfigError(
-            f"flow: {config.flow!r} needs {sorted(missing)[0]}; algorithm {config.algorithm.name!r} "
-            "is none"
+            f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
         )
     if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
         raise ConfigError(

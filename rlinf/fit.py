@@ -24,7 +24,7 @@ GROUPS = "several samples of each start (rollout.group_size above 1)"
 
 
 class Part:
-    """Base of environments, policies, engines, rewards and algorithms; a flow has both fields too."""
+    """Base of environments, policies, engines, rewards and algorithms; flows have both too."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """What other parts must offer."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rlinf.data.batch import join
-from rlinf.replay.buffer import SPARE, ReplayBuffer
 from rlinf.data.transitions import concatenated, transitions_of
+from rlinf.replay.buffer import SPARE, ReplayBuffer
 from stages.context import Context
 from stages.parts import WEIGHTS, make_algorithm, policy_class
 

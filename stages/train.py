@@ -14,7 +14,6 @@ from rlinf.data.batch import Sample, join
 from rlinf.data.transitions import Held, Transitions
 from rlinf.trainers.base import Trainer
 from stages.context import Context
-from stages.replay import replay_buffer
 from stages.parts import (
     changing_trainer,
     held_trainer,
@@ -22,6 +21,7 @@ from stages.parts import (
     on_device,
     trainer_moved,
 )
+from stages.replay import replay_buffer
 
 CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Inputs that a sample is made of; a flow may have the first alone."""

@@ -1,4 +1,4 @@
-"""Implicit Q-learning (arXiv 2110.06169): offline, without values of actions that no data are of."""
+"""Implicit Q-learning (arXiv 2110.06169): no values of actions that no data are of."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class QNetworks(nn.Module):
     def follow(self, rate: float) -> None:
         """Move the target networks towards the critics by a share ``rate`` (Polyak averaging)."""
         assert self.targets is not None
-        own, followed = list(self.targets.parameters()), list(self.critics.parameters())
-        torch._foreach_lerp_(own, followed, rate)
+        own: list[Tensor] = [*self.targets.parameters()]
+        torch._foreach_lerp_(own, [*self.critics.parameters()], rate)
 
 
 class MLPQPolicy(Policy):
@@ -196,7 +196,6 @@ class MLPQPolicy(Policy):
 
     @property
     def rows(self) -> np.dtype:
-        """The type of the transitions that it learns from (:mod:`rlinf.data.transitions`)."""
         return row_type(self.settings["observation"], self.size)
 
     def group(self, parameter: str) -> str:

@@ -70,7 +70,7 @@ class ReplayBuffer:
             spare: appends that there is room for beyond the capacity.
 
         Raises:
-            DataError: it holds rows of another type, names the field; is of other sizes; or damaged.
+            DataError: it holds rows of another type, names the field; of other sizes; or damaged.
         """
         self.folder, self.dtype = folder, dtype
         self.capacity, self.most = capacity, most
@@ -116,9 +116,9 @@ class ReplayBuffer:
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
         checksum = xxhash.xxh3_128_hexdigest(data.data) if data.size else ""
         for known in self.appends:
-            if known.iteration == iteration and known.checksum == checksum:
-                if known.stop - known.start == len(rows):
-                    return known
+            same = (known.iteration, known.checksum) == (iteration, checksum)
+            if same and known.stop - known.start == len(rows):
+                return known
         earlier = [known for known in self.appends if known.iteration < iteration]
         if len(earlier) < len(self.appends):
             start = earlier[-1].stop if earlier else self.appends[0].start
