@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 Aggregate = Literal["min", "mean"]
@@ -44,7 +43,7 @@ def temperature_loss(log_temperature: Tensor, logprobs: Tensor, target_entropy: 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
     """``mean |tau - 1(u < 0)| u^2`` (IQL, arXiv 2110.06169, eq. 5)."""
-    weight = torch.where(difference < 0, 1 - expectile, expectile)
+    weight = (expectile - (difference < 0).to(difference.dtype)).abs()
     return (weight * difference.square()).mean()
 
 

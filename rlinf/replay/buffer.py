@@ -113,8 +113,7 @@ class ReplayBuffer:
             raise DataError(
                 f"{self.folder}: an iteration adds {len(rows)} transitions, room is for {self.most}"
             )
-        data = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
-        checksum = xxhash.xxh3_128_hexdigest(data.data) if data.size else ""
+        checksum = xxhash.xxh3_128_hexdigest(rows.tobytes())
         for known in self.appends:
             same = (known.iteration, known.checksum) == (iteration, checksum)
             if same and known.stop - known.start == len(rows):
@@ -130,10 +129,10 @@ class ReplayBuffer:
             # Told before any of its rows is overwritten.
             self._commit(earlier)
         start = self.total
-        self._write(start, data)
+        self._write(start, rows)
         added = Append(iteration, start, start + len(rows), checksum)
         first = max(0, added.stop - self.slots)
-        self._commit([known for known in [*self.appends, added] if known.stop > first])
+        self._commit([known for known in [*self.appends, added] if known.stop >= first])
         return added
 
     def view(self, iteration: int) -> View:
@@ -154,9 +153,9 @@ class ReplayBuffer:
         rows = np.memmap(self.folder / ROWS, self.dtype, "r", shape=(self.slots,))
         found = View(rows, start, stop, own.stop - own.start)
         for known in self.appends:
-            if self._floor() <= known.start < known.stop <= stop and known.stop > start:
+            if self._floor() <= known.start <= known.stop <= stop and known.stop > start:
                 numbers = np.arange(known.start, known.stop) % self.slots
-                if xxhash.xxh3_128_hexdigest(rows[numbers].view(np.uint8).data) != known.checksum:
+                if xxhash.xxh3_128_hexdigest(rows[numbers].tobytes()) != known.checksum:
                     raise DataError(
                         f"{self.folder / ROWS}: transitions of iteration {known.iteration} are "
                         "damaged; start the run anew under another run.name"
@@ -167,13 +166,13 @@ class ReplayBuffer:
         """The first number that neither an append nor one that was cut off has overwritten."""
         return max(0, self.total + self.most - self.slots)
 
-    def _write(self, start: int, data: np.ndarray) -> None:
-        """Rows as bytes ``[n, bytes]`` into the ring, from number ``start`` on, and to disk."""
+    def _write(self, start: int, rows: np.ndarray) -> None:
+        """Rows into the ring, from number ``start`` on, and to disk."""
         handle = os.open(self.folder / ROWS, os.O_RDWR)
         try:
             size, first = self.dtype.itemsize, start % self.slots
             before = self.slots - first
-            for part, slot in ((data[:before], first), (data[before:], 0)):
+            for part, slot in ((rows[:before], first), (rows[before:], 0)):
                 view, at = memoryview(part.tobytes()), slot * size
                 while view:
                     done = os.pwrite(handle, view, at)
