@@ -103,6 +103,9 @@ $(VENV)/.bench: $(VENV)/.installed
 bench: $(VENV)/.bench  ## Measure and write benchmarks/results.json (NAME=row for one row)
 	$(BIN)/python -m benchmarks $(if $(NAME),--name $(NAME)) $(ARGS)
 
+bench-learning: $(VENV)/.bench  ## A learning curve and its picture (NAME=row); goes on where it was cut off
+	$(BIN)/python -m benchmarks.learning --name $(NAME) $(ARGS)
+
 equality: install  ## One update in every way, one answer of every engine: tables of differences
 	@set -e; for name in deepspeed megatron vllm sglang; do $(MAKE) -s env NAME=$$name; done
 	$(BIN)/python -m benchmarks.equality $(ARGS)
