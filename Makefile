@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-slow test-browser browser test-fast chaos lint format bench equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-slow test-browser browser test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -102,6 +102,9 @@ $(VENV)/.bench: $(VENV)/.installed
 
 bench: $(VENV)/.bench  ## Measure and write benchmarks/results.json (NAME=row for one row)
 	$(BIN)/python -m benchmarks $(if $(NAME),--name $(NAME)) $(ARGS)
+
+bench-learning: $(VENV)/.bench  ## A learning curve and its picture (NAME=row); goes on where it was cut off
+	$(BIN)/python -m benchmarks.learning --name $(NAME) $(ARGS)
 
 equality: install  ## One update in every way, one answer of every engine: tables of differences
 	@set -e; for name in deepspeed megatron vllm sglang; do $(MAKE) -s env NAME=$$name; done

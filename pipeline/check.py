@@ -15,7 +15,7 @@ from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.envs.base import Extent
 from rlinf.errors import ConfigError, RlinfError, nearest, require
-from rlinf.fit import DEMONSTRATIONS, GROUPS, LANGUAGE_MODEL
+from rlinf.fit import DEMONSTRATIONS, GROUPS, LANGUAGE_MODEL, REPLAY
 from rlinf.interpreters import OF_STAGES, check_interpreter, know, named
 from rlinf.models import policies
 from rlinf.registry import Registry, own_attribute
@@ -58,6 +58,12 @@ def check(config: RunConfig) -> None:
     check_fit(config)
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
+    algorithm.check(model_options)
+    if REPLAY in algorithm.needs and not trainer.takes_batches:
+        raise ConfigError(
+            f"trainer.name: {config.trainer.name!r} takes no batches of transitions; set "
+            "trainer=fsdp"
+        )
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.minibatches:
         raise ConfigError(
@@ -203,7 +209,9 @@ def check_fit(config: RunConfig) -> None:
         Part("reward", config.reward.name, rewards),
         Part("algorithm", config.algorithm.name, algorithms),
     ]
+    flow = flow_of(config)
     offered = {word for part in parts for word in part.registry.get(part.name).offers}
+    offered |= flow.offers
     if config.rollout.group_size > 1:
         offered.add(GROUPS)
     for part in parts:
@@ -215,6 +223,10 @@ def check_fit(config: RunConfig) -> None:
                 f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
                 + (f"; here fits: {', '.join(others)}" if others else "")
             )
+    if missing := flow.needs - offered:
+        raise ConfigError(
+            f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
+        )
     if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
         raise ConfigError(
             f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "

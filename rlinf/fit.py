@@ -17,11 +17,14 @@ LANGUAGE_MODEL = "a causal language model"
 ACTS = "actions by one forward pass"
 VALUES = "value estimates"
 DEMONSTRATIONS = "demonstrations"
+ACTION_VALUES = "values of actions"
+REPLAY = "transitions to replay (flow=off_policy, or flow=offline)"
+REPLAYS = "an algorithm that learns from transitions (sac, crossq, rlpd, iql)"
 GROUPS = "several samples of each start (rollout.group_size above 1)"
 
 
 class Part:
-    """Base of environments, policies, engines, rewards and algorithms."""
+    """Base of environments, policies, engines, rewards and algorithms; flows have both too."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """What other parts must offer."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlinf.config import RunConfig
+from rlinf.fit import REPLAY, REPLAYS
 from rlinf.registry import Registry
 
 EVALUATE = "evaluate"
@@ -67,6 +68,10 @@ class Flow:
     """Before the first iteration."""
     evaluate: Stage = field(default_factory=Stage)
     """Of a version of the weights, beside the iterations."""
+    needs: frozenset[str] = frozenset()
+    """What parts must offer; see :mod:`rlinf.fit`."""
+    offers: frozenset[str] = frozenset()
+    """What parts may need."""
 
     @cached_property
     def table(self) -> dict[str, Stage]:
@@ -201,11 +206,56 @@ dynamic_sampling = replace(
 )
 """The same, with a rollout that draws groups anew which the algorithm would not keep."""
 
+off_policy = Flow(
+    offline=on_policy.offline,
+    stages={
+        "rollout": on_policy.stages["rollout"],
+        "reward": on_policy.stages["reward"],
+        "replay": Stage(
+            {"trajectories": Source("rollout"), "rewards": Source("reward"), "initial": INITIAL},
+            ("task", "model", "algorithm", "rollout"),
+            device=False,
+            whole=True,
+            like="train",
+        ),
+        "train": Stage(
+            {"replay": Source("replay"), "initial": INITIAL, "checkpoint": Source("train", back=1)},
+            ("seed", "model", "algorithm", "optimizer", "trainer", "rollout"),
+            loads="trainer",
+            whole=True,
+        ),
+        "sync": on_policy.stages["sync"],
+    },
+    evaluate=on_policy.evaluate,
+    needs=frozenset({REPLAYS}),
+    offers=frozenset({REPLAY}),
+)
+"""Collect, add to a buffer on disk, learn from what is in it, publish."""
+
+offline = Flow(
+    offline=on_policy.offline,
+    stages={
+        "train": Stage(
+            {"initial": INITIAL, "checkpoint": Source("train", back=1)},
+            ("seed", "model", "algorithm", "optimizer", "trainer", "rollout"),
+            loads="trainer",
+            whole=True,
+        ),
+        "sync": on_policy.stages["sync"],
+    },
+    evaluate=replace(on_policy.evaluate, like="train"),
+    needs=frozenset({REPLAYS}),
+    offers=frozenset({REPLAY}),
+)
+"""Learn from transitions that were there before (``algorithm.prior``), and publish."""
+
 flows = Registry(
     "flow",
     {
         "on_policy": f"{__name__}:on_policy",
         "dynamic_sampling": f"{__name__}:dynamic_sampling",
+        "off_policy": f"{__name__}:off_policy",
+        "offline": f"{__name__}:offline",
     },
     base=f"{__name__}:Flow",
     instances=True,

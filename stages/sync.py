@@ -63,7 +63,7 @@ def expired(config: RunConfig, run: Path, iteration: int) -> list[Path]:
     # What a stage takes of several iterations stays until it was taken.
     last = max(2, policy.last, *map(flow.taken, states))
     oldest_weights = iteration + 1 - last - config.rollout.staleness
-    trajectories = max(policy.trajectories, *map(flow.taken, streams))
+    trajectories = max([policy.trajectories, *map(flow.taken, streams)])
     for old in range(max(0, iteration - 50 - max(last, trajectories)), iteration):
         # The first trajectories stay: the report compares them with the last.
         if 0 < old < iteration + 1 - trajectories:

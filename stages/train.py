@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+
+import numpy as np
 
 from rlinf.algorithms.learner import Learner
 from rlinf.config import RunConfig
 from rlinf.data.batch import Sample, join
+from rlinf.data.transitions import Held, Transitions
 from rlinf.trainers.base import Trainer
 from stages.context import Context
 from stages.parts import (
@@ -18,6 +21,7 @@ from stages.parts import (
     on_device,
     trainer_moved,
 )
+from stages.replay import replay_buffer
 
 CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Inputs that a sample is made of; a flow may have the first alone."""
@@ -74,6 +78,17 @@ class StageLearner(Learner):
         while f"{CHANNELS['trajectory']}.{place}" in self._ctx.inputs:
             yield self._joined(range(rollout.batch * rollout.group_size), f".{place}")
             place += 1
+
+    def transitions(self, parts: Iterable[list[Sample]]) -> Transitions:
+        if "replay" in self._ctx.inputs:
+            # Waits for the commit, with which what it added is on disk.
+            _ = self._ctx.inputs["replay"].manifest
+            buffer = replay_buffer(self._ctx, self.policy.rows)
+            with self._ctx.span("verify"):
+                return buffer.view(self.iteration)
+        if not set(CHANNELS.values()) & set(self._ctx.inputs):
+            return Held(np.zeros(0, self.policy.rows))
+        return super().transitions(parts)
 
     def changing(self) -> None:
         super().changing()

@@ -13,6 +13,10 @@ algorithms = Registry(
             "rlinf.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline"
         ),
         "rloo": "rlinf.algorithms.rloo:RLOO",
+        "sac": "rlinf.algorithms.sac:SAC",
+        "crossq": "rlinf.algorithms.crossq:CrossQ",
+        "rlpd": "rlinf.algorithms.rlpd:RLPD",
+        "iql": "rlinf.algorithms.iql:IQL",
     },
     base="rlinf.algorithms.base:Algorithm",
 )

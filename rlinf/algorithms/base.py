@@ -53,6 +53,23 @@ class Algorithm(Part, ABC):
         """Whether its update is one sum over the batch, which begins before all of it is there."""
         return False
 
+    def check(self, model: Any) -> None:
+        """See that it can train such a policy; asked before a run begins.
+
+        Args:
+            model: the policy's options, of whichever class.
+
+        Raises:
+            ConfigError: it cannot; names the key of the section ``model``.
+            DataError: a data file that it is to read is missing or malformed.
+        """
+        return None
+
+    @property
+    def capacity(self) -> int:
+        """Most transitions, the newest, that a buffer keeps for it."""
+        return 0
+
     def keep(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Which samples take part in the update: bool ``[N]`` from scores and group numbers."""
         return np.ones(len(scores), dtype=bool)

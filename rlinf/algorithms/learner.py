@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from rlinf.data.batch import Sample
 from rlinf.data.record import Record
-from rlinf.models.base import Policy, StepOutputs
+from rlinf.data.transitions import Held, Transitions, concatenated, row_type, transitions_of
+from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.seeding import generator
-from rlinf.trainers.base import LossFunction, Trainer
+from rlinf.trainers.base import BatchLoss, LossFunction, Trainer
 
 
 class Learner:
@@ -112,6 +113,40 @@ class Learner:
         """One optimizer step: :meth:`accumulate`, then :meth:`update`."""
         self.accumulate(records, loss, together=together)
         return self.update(only=only)
+
+    def steps(
+        self,
+        batches: Iterable[Batch],
+        loss: BatchLoss,
+        *,
+        only: Callable[[int], Collection[str] | None] = lambda number: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """An optimizer step on each of many batches; see :meth:`Trainer.accumulate_batch`.
+
+        Args:
+            only: which groups of parameters step ``number`` of these is to change; None: all.
+            after: called after each step, to follow the weights (target networks).
+        """
+        self.changing()
+        with self._span():
+            for number, batch in enumerate(batches):
+                self._trainer.accumulate_batch(batch, loss)
+                said = self._trainer.update(lr=self.rates, only=only(number))
+                self.updates += 1
+                for name, value in said.items():
+                    self.metric(name, value)
+                after()
+
+    def transitions(self, parts: Iterable[list[Sample]]) -> Transitions:
+        """What the flow has to replay; without a buffer the steps of the batch."""
+        rows = [
+            transitions_of(sample.trajectory, sample.reward.steps["rewards"])
+            for part in parts
+            for sample in part
+            if sample.kept and sample.reward is not None
+        ]
+        return Held(concatenated(rows) if rows else np.zeros(0, row_type(0, 0)))
 
     def changing(self) -> None:
         """To be called before weights or buffers change in another way than by :meth:`update`."""

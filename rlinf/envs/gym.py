@@ -183,8 +183,9 @@ class GymEnvironment(Environment):
         """One request per time step, of all environments of a part still running.
 
         Trajectories have all columns of the replies and ``observations`` ``[T, D]``, ``rewards``,
-        ``terminated``, ``truncated``. Where the policy gives ``values``, ``bootstrap`` is the value
-        of the state after a step at which an episode was cut off, 0 at all others.
+        ``terminated``, ``truncated``, and what was seen after each cut as context
+        (:mod:`rlinf.data.transitions`). Where the policy gives ``values``, ``bootstrap`` is the
+        value of the state after a step at which an episode was cut off, 0 at all others.
         """
         samples = episodes.samples()
         if self._count:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.record import Identity, Record
+from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.envs.base import Episodes
 from rlinf.envs.overlap import Part
 from rlinf.envs.processes import Process, SimulatorError
@@ -84,6 +85,12 @@ def play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, firs
                 **{name: np.stack(column) for name, column in row.columns.items()},
                 **row.mask(),
             },
+            context={
+                CUT_STEPS: np.array([at for i, at, _ in cut if i == number], np.int64),
+                CUT_OBSERVATIONS: np.array(
+                    [seen[STATE] for i, _, seen in cut if i == number], np.float32
+                ).reshape(-1, *row.seen[STATE].shape),
+            },
             info={
                 "group": int(start),
                 "policy_version": version,
@@ -93,7 +100,7 @@ def play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, firs
                 "failed": len(row.lost),
             },
         )
-        for sample, start, row in zip(samples, starts, rows, strict=True)
+        for number, (sample, start, row) in enumerate(zip(samples, starts, rows, strict=True))
     ]
 
 

@@ -9,6 +9,7 @@ policies = Registry(
         "causal_lm_critic": "rlinf.models.causal_lm_critic:CausalLMCritic",
         "cnn": "rlinf.models.cnn:CNNPolicy",
         "mlp": "rlinf.models.mlp:MLPPolicy",
+        "mlp_q": "rlinf.models.mlp_q:MLPQPolicy",
     },
     base="rlinf.models.base:Policy",
 )

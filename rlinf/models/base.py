@@ -172,6 +172,14 @@ class Policy(Part, ABC):
         """
         raise NotImplementedError
 
+    @property
+    def rows(self) -> np.dtype:
+        """The type of the transitions that it learns from (:mod:`rlinf.data.transitions`).
+
+        Of policies that offer :data:`rlinf.fit.ACTION_VALUES`.
+        """
+        raise NotImplementedError
+
     observes: ClassVar[bool] = False
     """Whether :meth:`observe` does anything."""
 

@@ -14,6 +14,7 @@ from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.packing import Span
 from rlinf.data.record import Record
+from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.residency import Size
 from rlinf.tensors import State
@@ -25,6 +26,9 @@ LARGEST = "_max"
 LossFunction = Callable[[Policy, Batch, list[Span]], Loss]
 """The loss of a micro-batch, from the policy, its inputs on the policy's device, and which steps of
 the minibatch each row of them is."""
+
+BatchLoss = Callable[[Policy, Batch], Loss]
+"""The loss of inputs that are made already, on the policy's device."""
 
 
 def is_largest(metric: str) -> bool:
@@ -73,6 +77,8 @@ class Trainer(ABC):
     """Whether parts of a batch can be given one by one, before the whole is there."""
     takes_weights: ClassVar[bool] = True
     """Whether :meth:`load_weights` works; without, other weights need another trainer."""
+    takes_batches: ClassVar[bool] = False
+    """Whether :meth:`accumulate_batch` works."""
     policy: Policy
     device: torch.device
 
@@ -140,6 +146,21 @@ class Trainer(ABC):
             together: rows that a loss needs in one micro-batch, whole, each row once; all others
                 are by themselves where it is None.
         """
+
+    def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
+        """The same of inputs that are made already, which need neither cutting nor padding.
+
+        For many small steps: nothing is done but the loss and its gradient.
+
+        Args:
+            batch: tensors of any shapes; those elsewhere come to the device.
+
+        Raises:
+            ConfigError: several processes train, or the trainer cannot.
+        """
+        raise ConfigError(
+            f"trainer.name: {type(self).__name__} takes no batches of transitions; set trainer=fsdp"
+        )
 
     @abstractmethod
     def discard(self) -> None:

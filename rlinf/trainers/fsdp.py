@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
-from rlinf.models.base import Policy, copy_weights
+from rlinf.errors import ConfigError
+from rlinf.models.base import Batch, Policy, copy_weights
 from rlinf.residency import placed
 from rlinf.sharded import gathered, local
 from rlinf.trainers import offload, shards
+from rlinf.trainers.base import BatchLoss, joined_metrics
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
 from rlinf.trainers.optimizer import GROUP, begin, make_optimizer, scale_gradients
 
@@ -39,6 +41,7 @@ class FSDPTrainer(MinibatchTrainer):
     """Owns the sharded module and its optimizer."""
 
     Config = FSDPConfig
+    takes_batches = True
     config: FSDPConfig
 
     def __init__(
@@ -58,6 +61,23 @@ class FSDPTrainer(MinibatchTrainer):
         self._compute_by(config.threads if side_by_side else 1)
         self._torch_threads = 1 if side_by_side else config.threads
         self.optimizer = make_optimizer(policy, optimizer)
+
+    def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
+        if self.world.size > 1:
+            raise ConfigError(
+                "plan.stages.train: one process learns from batches of transitions; leave out what "
+                "gives the stage more"
+            )
+        torch.set_num_threads(self._torch_threads)
+        self._sums = self._sums or {}
+        self.policy.module.train()
+        inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        try:
+            found = self._backward(lambda: loss(self.policy, inputs), 1.0, last=True)
+            joined_metrics(self._sums, found)
+        except BaseException:
+            self.discard()
+            raise
 
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool

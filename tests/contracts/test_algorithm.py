@@ -23,10 +23,12 @@ from rlinf.config import OptimizerSection
 from rlinf.data.batch import Sample, StepBatch
 from rlinf.data.packing import Span
 from rlinf.data.record import Identity, Record
-from rlinf.fit import VALUES
+from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
+from rlinf.fit import REPLAY, VALUES
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.models.mlp_q import MLPQConfig, MLPQPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.own import parts
 
@@ -37,6 +39,13 @@ each = pytest.mark.parametrize("name", NAMES)
 seeds = st.integers(0, 2**16)
 CPU = torch.device("cpu")
 SPEC = {"observation": 4, "action": {"kind": "discrete", "size": 3}}
+BOX = {"observation": 4, "action": {"kind": "box", "size": 2}}
+Q_SMALL: dict[str, Any] = {"hidden": (8,), "critic_hidden": (8,)}
+Q_OPTIONS: dict[str, dict[str, Any]] = {
+    "crossq": {**Q_SMALL, "critic_norm": "batch_renorm", "targets": False},
+    "rlpd": {**Q_SMALL, "critic_norm": "layer", "critics": 4},
+    "iql": {**Q_SMALL, "state_value": True},
+}
 SMALL = CausalLMConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=32)
 
 
@@ -242,15 +251,19 @@ class Update:
     def __init__(self, name: str, folder: Path, **settings: Any) -> None:
         self.algorithm = made(name, **settings)
         self.valued, self.folder = VALUES in self.algorithm.needs, folder / "model"
+        self.replays = REPLAY in self.algorithm.needs
         self.folder.mkdir()
-        if self.valued:
+        if self.replays:
+            MLPQPolicy.create(MLPQConfig(**Q_OPTIONS.get(name, Q_SMALL)), BOX, 0, self.folder)
+        elif self.valued:
             MLPPolicy.create(MLPConfig(hidden=(8,)), SPEC, 0, self.folder)
         else:
             CausalLM.create(SMALL, {"alphabet": "0123456789+="}, 0, self.folder)
         self.samples = self._samples()
 
     def trainer(self) -> FSDPTrainer:
-        policy = MLPPolicy.load(self.folder, MLPConfig()) if self.valued else None
+        policy: Any = MLPPolicy.load(self.folder, MLPConfig()) if self.valued else None
+        policy = MLPQPolicy.load(self.folder, MLPQConfig()) if self.replays else policy
         return FSDPTrainer(
             policy or CausalLM.load(self.folder, SMALL),
             FSDPConfig(device="cpu", token_budget=40),
@@ -275,12 +288,19 @@ class Update:
                 steps["observations"] = random.normal(size=(length, 4)).astype(np.float32)
             info: dict[str, Any] = {"group": number // size, "policy_version": 0}
             context = {} if self.valued else {"prompt": random.integers(2, 14, 3)}
+            if self.replays:
+                seen = random.normal(size=(length + 1, 4)).astype(np.float32)
+                steps["observations"], cut = seen[:-1], seen[-1:] if number % 2 else seen[:0]
+                steps["actions"] = random.uniform(-1, 1, (length, 2))
+                context = {CUT_STEPS: np.arange(length)[length - len(cut) :], CUT_OBSERVATIONS: cut}
             found.append(Record(Identity(0, number), steps, context, info))
         samples = []
         for row, said in self.trainer().forward(found, 1.0):
             record, old = found[row], said.logprobs.numpy()
             record.steps["logprobs"] = old
             record.steps["terminated"] = (np.arange(len(old)) == len(old) - 1).astype(np.float32)
+            if self.replays and len(record.context[CUT_STEPS]):
+                record.steps["terminated"][-1] = 0
             rewards = random.normal(size=len(old)).astype(np.float32)
             columns = {"logprobs": old, "reference_logprobs": old - 0.1}
             if said.values is not None:

@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "intermediate": 64,
     },
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
+    "mlp_q": {"hidden": (8,), "critic_hidden": (8,), "state_value": True},
     "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features": 8},
 }
 SPECS: dict[str, dict[str, Any]] = {
@@ -48,11 +49,15 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 NUMBERED = ("mylab.policy:Linear",)
 """Those whose actions are numbers alone."""
+VECTORS = ("mlp_q",)
+"""Those whose actions are vectors alone."""
 
 
 def kinds(name: str) -> list[str]:
     if LANGUAGE_MODEL in policies.get(name).offers:
         return ["tokens"]
+    if name in VECTORS:
+        return ["box"]
     return ["discrete"] if name in NUMBERED else ["discrete", "box"]
 
 
@@ -229,6 +234,9 @@ def test_every_weight_that_judges_actions_can_be_trained(tried: Tried) -> None:
     said = tried.policy.evaluate(batch, 1.0)
     loss = said.logprobs.sum() + (0 if said.values is None else said.values.sum())
     loss.backward()
-    trained = [t for t in tried.policy.module.parameters() if t.requires_grad]
+    # Values of actions, and what weighs the entropy, have no part in what is said of a step.
+    named = tried.policy.module.named_parameters()
+    apart = {"critic", "temperature"}
+    trained = [t for n, t in named if t.requires_grad and tried.policy.group(n) not in apart]
     assert trained
     assert all(t.grad is not None and torch.isfinite(t.grad).all() for t in trained)

@@ -17,6 +17,7 @@ from rlinf.channels.base import Channel
 from rlinf.channels.local import LocalChannel
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
+from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS, transitions_of
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymConfig, GymEnvironment
@@ -330,3 +331,24 @@ def test_a_simulator_that_is_another_is_refused(changes: dict[str, Any], said: s
 def test_what_a_policy_is_made_for_must_be_said() -> None:
     with pytest.raises(ConfigError, match=r"task.action: is not set.*rlinf.envs.gym CartPole-v1"):
         GymEnvironment.describe(GymConfig(id="CartPole-v1", observation=4))
+
+
+@pytest.mark.parametrize("limit", [7, 1000])
+def test_what_was_seen_after_a_cut_is_kept(limit: int) -> None:
+    """It is the observation that acting on from there would have begun with."""
+    task = GymConfig(id="Pendulum-v1", kwargs={"max_episode_steps": limit})
+
+    def push(samples: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        return np.full((len(samples), 1), 0.5, np.float32)
+
+    environment = GymEnvironment(task, None)
+    record = played(environment, push, horizon=30)[0]
+    cut = record.context[CUT_STEPS].tolist()
+    assert cut == ([6, 13, 20, 27, 29] if limit == 7 else [29])
+    longer = played(environment, push, horizon=31)[0]
+    last = record.context[CUT_OBSERVATIONS][-1]
+    np.testing.assert_array_equal(last, longer.steps["observations"][30])
+    rows = transitions_of(record, record.steps["rewards"])
+    assert rows["truncated"].nonzero()[0].tolist() == cut
+    assert not rows["terminated"].any()
+    environment.close()

@@ -1,0 +1,148 @@
+"""Transitions: single steps with the observation that follows, which off-policy methods learn from.
+
+``terminated`` (the episode ended by itself: nothing follows) and ``truncated`` (it was cut off: the
+next observation has a value) are kept apart; a target that treats a cut as an end is biased
+(Pardo et al., 2018, arXiv 1712.00378).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+
+from rlinf.data.counted import counted
+from rlinf.data.record import Record
+from rlinf.errors import InputError
+
+CUT_STEPS, CUT_OBSERVATIONS = "cut_steps", "cut_observations"
+"""Context of a trajectory: the steps ``[K]`` after which it was cut off, in order, and what was
+seen then ``[K, D]``."""
+FIELDS = ("observations", "actions", "rewards", "next_observations", "terminated", "truncated")
+
+
+class Transitions(ABC):
+    """Some transitions, by number from 0, oldest first."""
+
+    dtype: np.dtype
+    """Of a row: a structure with :data:`FIELDS`."""
+    new: int
+    """How many of them, the last ones, came since the last update."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many there are."""
+
+    @abstractmethod
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """Rows ``[n]`` of these numbers ``[n]``, copied."""
+
+
+class Held(Transitions):
+    """Transitions in memory."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows, self.dtype, self.new = rows, rows.dtype, len(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        return self._rows[numbers]
+
+
+def row_type(observation: int, action: int) -> np.dtype:
+    """The type of a row for observations ``[observation]`` and actions ``[action]``."""
+    return np.dtype(
+        [
+            ("observations", "<f4", (observation,)),
+            ("actions", "<f4", (action,)),
+            ("rewards", "<f4"),
+            ("next_observations", "<f4", (observation,)),
+            ("terminated", "u1"),
+            ("truncated", "u1"),
+        ]
+    )
+
+
+def fields_of(dtype: np.dtype) -> list[list[object]]:
+    """Name, type and shape of each field, as plain values."""
+    found: list[list[object]] = []
+    for name in dtype.names or ():
+        base, shape = dtype[name].base, dtype[name].shape
+        found.append([name, base.str, list(shape)])
+    return found
+
+
+def misfit(own: np.dtype, other: np.dtype) -> str | None:
+    """What the first field is that two types of rows do not have alike; None: all are."""
+    mine, theirs = ({str(f[0]): f[1:] for f in fields_of(t)} for t in (own, other))
+    for name in [*mine, *theirs]:
+        if mine.get(name) != theirs.get(name):
+            shown = [" ".join(map(str, f[name])) if name in f else "none" for f in (mine, theirs)]
+            return f"field {name!r}: {shown[0]} is wanted, {shown[1]} is there"
+    return None
+
+
+def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
+    """The steps of a trajectory that count, with what was seen after each.
+
+    Args:
+        trajectory: steps ``observations`` ``[T, D]``, ``actions`` ``[T, A]`` or ``[T]``,
+            ``terminated``; context :data:`CUT_STEPS` and :data:`CUT_OBSERVATIONS`. After any other
+            step that did not end its episode comes the next one's observation.
+        rewards: ``[T]``.
+
+    Returns:
+        Rows of :func:`row_type`; ``truncated`` is 1 wherever the trajectory was cut off, by the
+        environment or by the end of what was collected.
+
+    Raises:
+        InputError: it is no trajectory of vectors, or does not say what was seen at its end.
+    """
+    steps, context = trajectory.steps, trajectory.context
+    lacking = [name for name in ("observations", "actions", "terminated") if name not in steps]
+    lacking += [name for name in (CUT_STEPS, CUT_OBSERVATIONS) if name not in context]
+    if lacking:
+        raise InputError(
+            f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; transitions are made of "
+            "trajectories that a simulator gave (task.name=gym)"
+        )
+    seen, length = np.asarray(steps["observations"], np.float32), len(trajectory)
+    actions = np.asarray(steps["actions"], np.float32).reshape(length, -1)
+    if seen.ndim != 2:
+        raise InputError(
+            f"{trajectory.identity}: observations {seen.shape} of a trajectory; expected vectors"
+        )
+    rows = np.zeros(length, row_type(seen.shape[1], actions.shape[1]))
+    rows["observations"], rows["actions"], rows["rewards"] = seen, actions, rewards
+    rows["terminated"] = steps["terminated"]
+    rows["next_observations"][:-1] = seen[1:]
+    cut = context[CUT_STEPS]
+    rows["next_observations"][cut] = context[CUT_OBSERVATIONS]
+    rows["truncated"][cut] = 1
+    ended = rows["terminated"] == 1
+    if length and not (ended[-1] or rows["truncated"][-1]):
+        raise InputError(
+            f"{trajectory.identity}: it does not say what was seen after its last step"
+        )
+    # Nothing follows: what stands there must not depend on which episode came next.
+    rows["next_observations"][ended] = seen[ended]
+    return rows[counted(trajectory)]
+
+
+def concatenated(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Rows of several trajectories.
+
+    Raises:
+        InputError: they are not of one type.
+        ValueError: there are none.
+    """
+    every = list(parts)
+    if not every:
+        raise ValueError("no trajectories to make transitions of")
+    for part in every[1:]:
+        if (wrong := misfit(every[0].dtype, part.dtype)) is not None:
+            raise InputError(f"trajectories of one batch differ in {wrong}")
+    return np.concatenate(every)

@@ -1,0 +1,226 @@
+"""A replay buffer on disk: the newest transitions of a run, in one memory-mapped file.
+
+The file is a ring of rows. Transition number ``n`` of the run lies in slot ``n % slots``, and
+``replay.json`` beside it says which numbers each iteration appended, with a checksum of each. Rows
+are written and synced before that file is replaced: an append that was cut off is not seen, and is
+made again. What an iteration may learn from (:meth:`ReplayBuffer.view`) follows from its number
+alone, for the ring has room for some iterations more than its capacity: one that is done again,
+after a later one has appended, sees the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from rlinf.artifacts import write_atomic
+from rlinf.data.transitions import Transitions, fields_of, misfit
+from rlinf.errors import DataError
+
+SCHEMA = 1
+ROWS, STATE = "transitions.bin", "replay.json"
+SPARE = 3
+"""Appends beyond the capacity that there is room for: one that is being written, and those that
+came after the view that is read."""
+
+
+@dataclass(frozen=True)
+class Append:
+    """What one iteration added: transitions ``start`` up to ``stop`` of the run."""
+
+    iteration: int
+    start: int
+    stop: int
+    checksum: str
+
+
+class View(Transitions):
+    """The transitions that one iteration learns from, on disk."""
+
+    def __init__(self, rows: np.ndarray, start: int, stop: int, new: int) -> None:
+        """``rows``: all slots; ``start`` and ``stop``: numbers of transitions of the run."""
+        self._rows, self.dtype, self.new = rows, rows.dtype, new
+        self.start, self.stop = start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        return np.asarray(self._rows[(numbers + self.start) % len(self._rows)])
+
+
+class ReplayBuffer:
+    """The buffer in a folder. One process appends at a time; any number read."""
+
+    def __init__(
+        self, folder: Path, dtype: np.dtype, *, capacity: int, most: int, spare: int = SPARE
+    ) -> None:
+        """Open the buffer of a folder, or make an empty one.
+
+        Args:
+            dtype: of a row; the buffer must hold such rows.
+            capacity: most transitions that a view has.
+            most: transitions that one append may have.
+            spare: appends that there is room for beyond the capacity.
+
+        Raises:
+            DataError: it holds rows of another type, names the field; of other sizes; or damaged.
+        """
+        self.folder, self.dtype = folder, dtype
+        self.capacity, self.most = capacity, most
+        self.slots = capacity + spare * most
+        self.appends: list[Append] = []
+        state = self._state()
+        if state is None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = os.open(folder / ROWS, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.ftruncate(handle, self.slots * dtype.itemsize)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            self._commit([])
+        else:
+            self._check(state)
+            self.appends = [Append(*entry) for entry in state["appends"]]
+
+    @property
+    def total(self) -> int:
+        """Transitions of the run so far, those that are no longer there among them."""
+        return self.appends[-1].stop if self.appends else 0
+
+    def append(self, iteration: int, rows: np.ndarray) -> Append:
+        """Add what an iteration collected; again it changes nothing.
+
+        If this iteration, or a later one, has added something else before (it is done again after
+        a change), that is forgotten first.
+
+        Args:
+            rows: ``[n]`` of the buffer's type.
+
+        Raises:
+            DataError: rows of another type or too many, or what the iteration before left is gone.
+        """
+        if (wrong := misfit(self.dtype, rows.dtype)) is not None:
+            raise DataError(f"{self.folder}: rows of another type; {wrong}")
+        if len(rows) > self.most:
+            raise DataError(
+                f"{self.folder}: an iteration adds {len(rows)} transitions, room is for {self.most}"
+            )
+        checksum = xxhash.xxh3_128_hexdigest(rows.tobytes())
+        for known in self.appends:
+            same = (known.iteration, known.checksum) == (iteration, checksum)
+            if same and known.stop - known.start == len(rows):
+                return known
+        earlier = [known for known in self.appends if known.iteration < iteration]
+        if len(earlier) < len(self.appends):
+            start = earlier[-1].stop if earlier else self.appends[0].start
+            if max(0, start - self.capacity) < self._floor():
+                raise DataError(
+                    f"{self.folder}: iteration {iteration} is done again, and what it learned from "
+                    "was overwritten since; start the run anew under another run.name"
+                )
+            # Told before any of its rows is overwritten.
+            self._commit(earlier)
+        start = self.total
+        self._write(start, rows)
+        added = Append(iteration, start, start + len(rows), checksum)
+        first = max(0, added.stop - self.slots)
+        self._commit([known for known in [*self.appends, added] if known.stop >= first])
+        return added
+
+    def view(self, iteration: int) -> View:
+        """What is learned from once ``iteration`` has added its own, checked.
+
+        Raises:
+            DataError: a row is damaged, the iteration has not added its own, or it was overwritten
+                since.
+        """
+        own = next((a for a in self.appends if a.iteration == iteration), None)
+        if own is None or max(0, own.stop - self.capacity) < self._floor():
+            raise DataError(
+                f"{self.folder}: what iteration {iteration} learns from is not there: "
+                + ("nothing was added" if own is None else "later iterations have overwritten it")
+                + "; start the run anew under another run.name"
+            )
+        stop, start = own.stop, max(0, own.stop - self.capacity)
+        rows = np.memmap(self.folder / ROWS, self.dtype, "r", shape=(self.slots,))
+        found = View(rows, start, stop, own.stop - own.start)
+        for known in self.appends:
+            if self._floor() <= known.start <= known.stop <= stop and known.stop > start:
+                numbers = np.arange(known.start, known.stop) % self.slots
+                if xxhash.xxh3_128_hexdigest(rows[numbers].tobytes()) != known.checksum:
+                    raise DataError(
+                        f"{self.folder / ROWS}: transitions of iteration {known.iteration} are "
+                        "damaged; start the run anew under another run.name"
+                    )
+        return found
+
+    def _floor(self) -> int:
+        """The first number that neither an append nor one that was cut off has overwritten."""
+        return max(0, self.total + self.most - self.slots)
+
+    def _write(self, start: int, rows: np.ndarray) -> None:
+        """Rows into the ring, from number ``start`` on, and to disk."""
+        handle = os.open(self.folder / ROWS, os.O_RDWR)
+        try:
+            size, first = self.dtype.itemsize, start % self.slots
+            before = self.slots - first
+            for part, slot in ((rows[:before], first), (rows[before:], 0)):
+                view, at = memoryview(part.tobytes()), slot * size
+                while view:
+                    done = os.pwrite(handle, view, at)
+                    view, at = view[done:], at + done
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _commit(self, appends: list[Append]) -> None:
+        state = {
+            "schema": SCHEMA,
+            "fields": fields_of(self.dtype),
+            "capacity": self.capacity,
+            "slots": self.slots,
+            "most": self.most,
+            "appends": [[a.iteration, a.start, a.stop, a.checksum] for a in appends],
+        }
+        write_atomic(self.folder / STATE, json.dumps(state), private=True)
+        self.appends = appends
+
+    def _state(self) -> dict[str, Any] | None:
+        path = self.folder / STATE
+        try:
+            state: dict[str, Any] = json.loads(path.read_text())
+            known = {"schema", "fields", "capacity", "slots", "most", "appends"}
+            if not isinstance(state, dict) or set(state) != known:
+                raise ValueError("not the state of a replay buffer")
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise DataError(f"{path}: damaged ({error})") from None
+        return state
+
+    def _check(self, state: dict[str, Any]) -> None:
+        if state["schema"] != SCHEMA:
+            raise DataError(f"{self.folder}: schema {state['schema']}; this program reads {SCHEMA}")
+        there = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in state["fields"]])
+        if (wrong := misfit(self.dtype, there)) is not None:
+            raise DataError(
+                f"{self.folder}: a buffer of another schema; {wrong}. Start the run anew under "
+                "another run.name"
+            )
+        for key in ("capacity", "most", "slots"):
+            if state[key] != getattr(self, key):
+                raise DataError(
+                    f"{self.folder}: {key} is {state[key]}, not {getattr(self, key)}; it follows "
+                    "from algorithm.capacity and rollout, which a run keeps"
+                )
+        size = (self.folder / ROWS).stat().st_size
+        if size != self.slots * self.dtype.itemsize:
+            raise DataError(f"{self.folder / ROWS}: damaged: {size} bytes")

@@ -1,0 +1,68 @@
+"""Transitions say what came after each step, and keep an end and a cut apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlinf.data.record import Identity, Record
+from rlinf.data.transitions import (
+    CUT_OBSERVATIONS,
+    CUT_STEPS,
+    concatenated,
+    misfit,
+    row_type,
+    transitions_of,
+)
+from rlinf.errors import InputError
+
+
+def trajectory(**changed: Any) -> Record:
+    """Two episodes and a beginning: one ends after step 1, one is cut after step 3."""
+    steps = {
+        "observations": np.arange(6, dtype=np.float32)[:, None] * 10,
+        "actions": np.arange(6, dtype=np.float64)[:, None] / 10,
+        "terminated": np.array([0, 1, 0, 0, 0, 0], np.uint8),
+    }
+    context = {
+        CUT_STEPS: np.array([3, 5]),
+        CUT_OBSERVATIONS: np.array([[333], [555]], np.float32),
+    }
+    return Record(Identity(0, 0), {**steps, **changed}, context)
+
+
+REWARDS = np.arange(6, dtype=np.float32)
+
+
+def test_each_step_has_what_was_seen_after_it_in_its_own_episode() -> None:
+    rows = transitions_of(trajectory(), REWARDS)
+    assert rows["next_observations"][:, 0].tolist() == [10, 10, 30, 333, 50, 555]
+    assert rows["terminated"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert rows["truncated"].tolist() == [0, 0, 0, 1, 0, 1]
+    assert rows["rewards"].tolist() == [0, 1, 2, 3, 4, 5]
+    np.testing.assert_allclose(rows["actions"][:, 0], np.arange(6) / 10, rtol=1e-6)
+
+
+def test_steps_that_do_not_count_are_left_out() -> None:
+    rows = transitions_of(trajectory(mask=np.array([1, 1, 0, 0, 1, 1])), REWARDS)
+    assert rows["observations"][:, 0].tolist() == [0, 10, 40, 50]
+
+
+def test_a_trajectory_without_what_came_last_is_refused() -> None:
+    record = trajectory()
+    record.context[CUT_STEPS] = np.array([3])
+    record.context[CUT_OBSERVATIONS] = np.array([[333]], np.float32)
+    with pytest.raises(InputError, match="after its last step"):
+        transitions_of(record, REWARDS)
+    with pytest.raises(InputError, match="'cut_steps'"):
+        transitions_of(Record(record.identity, record.steps), REWARDS)
+
+
+def test_types_of_rows_are_told_apart_by_field() -> None:
+    assert misfit(row_type(3, 2), row_type(3, 2)) is None
+    assert "field 'observations'" in str(misfit(row_type(3, 2), row_type(4, 2)))
+    assert "field 'actions'" in str(misfit(row_type(3, 2), row_type(3, 1)))
+    with pytest.raises(InputError, match="actions"):
+        concatenated([np.zeros(1, row_type(3, 2)), np.zeros(1, row_type(3, 1))])

@@ -1,0 +1,154 @@
+"""The buffer keeps the newest transitions, whatever interrupts or repeats an append."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.data.transitions import row_type
+from rlinf.errors import DataError
+from rlinf.replay import buffer as module
+from rlinf.replay.buffer import ROWS, STATE, ReplayBuffer
+
+KIND = row_type(2, 1)
+
+
+def rows(first: int, count: int) -> np.ndarray:
+    made = np.zeros(count, KIND)
+    made["rewards"] = np.arange(first, first + count)
+    made["observations"] = made["rewards"][:, None] + [0.25, 0.5]
+    return made
+
+
+def opened(folder: Path, **changed: Any) -> ReplayBuffer:
+    return ReplayBuffer(folder / "replay", **{"dtype": KIND, "capacity": 10, "most": 4, **changed})
+
+
+def held(buffer: ReplayBuffer, iteration: int) -> list[float]:
+    view = buffer.view(iteration)
+    taken = view.take(np.arange(len(view)))
+    np.testing.assert_array_equal(taken["observations"][:, 1], taken["rewards"] + 0.5)
+    return [float(value) for value in taken["rewards"]]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 12))
+def test_a_view_is_the_newest_of_all_that_was_added(counts: list[int], capacity: int) -> None:
+    """However often the file is opened anew, and of the iterations before the newest too."""
+    with tempfile.TemporaryDirectory() as name:
+        ends = np.cumsum(counts).tolist()
+        for iteration, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            opened(Path(name), capacity=capacity).append(iteration, rows(end - count, count))
+            buffer = opened(Path(name), capacity=capacity)
+            for back in range(min(3, iteration + 1)):
+                stop = ends[iteration - back]
+                wanted = list(range(max(0, stop - capacity), stop))
+                assert held(buffer, iteration - back) == wanted
+            assert buffer.view(iteration).new == count
+        assert (Path(name) / "replay" / ROWS).stat().st_size == buffer.slots * KIND.itemsize
+
+
+def test_the_same_append_again_changes_nothing(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    first = buffer.append(0, rows(0, 4))
+    second = buffer.append(1, rows(4, 4))
+    before = (tmp_path / "replay" / ROWS).read_bytes()
+    again = opened(tmp_path)
+    assert again.append(1, rows(4, 4)) == second
+    assert again.append(0, rows(0, 4)) == first
+    assert (tmp_path / "replay" / ROWS).read_bytes() == before
+    assert held(again, 1) == list(range(8))
+
+
+@pytest.mark.parametrize("step", ["write", "commit"])
+def test_an_append_that_is_cut_off_is_not_seen_and_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    buffer = opened(tmp_path)
+    for iteration in range(6):
+        buffer.append(iteration, rows(4 * iteration, 4))
+    wanted = held(buffer, 5), held(buffer, 4)
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def half(handle: int, data: memoryview, at: int, real: Any = os.pwrite) -> int:
+        real(handle, data[: len(data) // 2], at)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "write_atomic", stop)
+        if step == "write":
+            patch.setattr(module.os, "pwrite", half)
+        buffer.append(6, rows(24, 4))
+    after = opened(tmp_path)
+    assert (held(after, 5), held(after, 4)) == wanted
+    with pytest.raises(DataError, match="nothing was added"):
+        after.view(6)
+    after.append(6, rows(24, 4))
+    assert held(after, 6) == list(range(18, 28))
+
+
+def test_an_iteration_that_is_done_otherwise_replaces_what_it_and_later_ones_added(
+    tmp_path: Path,
+) -> None:
+    buffer = opened(tmp_path)
+    for iteration in range(3):
+        buffer.append(iteration, rows(4 * iteration, 4))
+    buffer.append(1, rows(100, 3))
+    assert held(buffer, 1) == [0, 1, 2, 3, 100, 101, 102]
+    with pytest.raises(DataError, match="nothing was added"):
+        buffer.view(2)
+
+
+def test_what_was_overwritten_is_not_given_out(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    for iteration in range(9):
+        buffer.append(iteration, rows(4 * iteration, 4))
+    with pytest.raises(DataError, match="overwritten"):
+        buffer.view(5)
+    with pytest.raises(DataError, match="iteration 4 is done again"):
+        buffer.append(4, rows(500, 4))
+
+
+def test_a_buffer_of_another_schema_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
+    opened(tmp_path).append(0, rows(0, 4))
+    with pytest.raises(DataError, match="another schema; field 'observations'"):
+        opened(tmp_path, dtype=row_type(3, 1))
+    with pytest.raises(DataError, match=r"capacity is 10, not 11"):
+        opened(tmp_path, capacity=11)
+    with pytest.raises(DataError, match="field 'actions'"):
+        opened(tmp_path).append(1, np.zeros(1, row_type(2, 3)))
+    with pytest.raises(DataError, match="adds 5 transitions, room is for 4"):
+        opened(tmp_path).append(1, rows(0, 5))
+
+
+def test_damage_is_noticed(tmp_path: Path) -> None:
+    opened(tmp_path).append(0, rows(0, 4))
+    file = tmp_path / "replay" / ROWS
+    data = bytearray(file.read_bytes())
+    data[KIND.itemsize + 3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DataError, match="transitions of iteration 0 are damaged"):
+        opened(tmp_path).view(0)
+    file.write_bytes(data[:-1])
+    with pytest.raises(DataError, match="damaged"):
+        opened(tmp_path)
+    (tmp_path / "replay" / STATE).write_text(json.dumps({"schema": 1}))
+    with pytest.raises(DataError, match="not the state of a replay buffer"):
+        opened(tmp_path)
+
+
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    opened(tmp_path).append(0, rows(0, 4))
+    folder = tmp_path / "replay"
+    assert folder.stat().st_mode & 0o077 == 0
+    for name in (ROWS, STATE):
+        assert (folder / name).stat().st_mode & 0o077 == 0

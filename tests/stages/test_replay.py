@@ -1,0 +1,164 @@
+"""Off-policy runs, through the stages as they are: collect, add, learn, publish, go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.check import check
+from pipeline.commands.experiment import execute
+from pipeline.metrics import collect
+from rlinf.channels.file import FileReader
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError, DataError
+from rlinf.models.mlp_q import MLPQPolicy
+from rlinf.replay import prior
+from rlinf.trainers.fsdp import FSDPTrainer
+from stages.replay import FOLDER
+from tests.pipeline.helpers import contents
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("undrawn")
+TINY = [
+    "task=pendulum",
+    "model.action_scale=2",
+    "model.hidden=[16]",
+    "model.critic_hidden=[16]",
+    "rollout.batch=3",
+    "rollout.horizon=20",
+    "evaluate.every=2",
+    "evaluate.samples=2",
+    "evaluate.horizon=20",
+    "algorithm.min_transitions=60",
+    "algorithm.batch_size=16",
+    "algorithm.capacity=130",
+    "algorithm.update_ratio=0.5",
+]
+
+
+def sac(compose: Compose, name: str, *words: str) -> dict[str, Any]:
+    return compose(f"run.name={name}", *TINY, *words, experiment="double_pendulum_sac")
+
+
+def rows_of(run: Path) -> bytes:
+    return (run / FOLDER / "transitions.bin").read_bytes()
+
+
+def test_a_run_goes_on_to_the_same_bytes(compose: Compose, tmp_path: Path) -> None:
+    """After its end, and where everything but the buffer's file was lost with the last iterations:
+    an append is made again, and its rows are those that were there."""
+    execute(sac(compose, "whole", "iterations=4"))
+    rows = collect(tmp_path / "whole")
+    assert [row["replay/held"] for row in rows] == [60, 120, 130, 130]
+    assert [row["train/steps"] for row in rows] == [30] * 4
+    assert [row["replay/truncated"] for row in rows] == [3] * 4
+    execute(sac(compose, "parts", "iterations=2"))
+    execute(sac(compose, "parts", "iterations=4"))
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    for lost in ("it/0003", "it/0002/train", "it/0002/sync", "evaluate/0004"):
+        shutil.rmtree(tmp_path / "parts" / lost)
+    execute(sac(compose, "parts", "iterations=4"))
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+
+
+def test_a_damaged_buffer_ends_the_run_with_what_to_do(compose: Compose, tmp_path: Path) -> None:
+    execute(sac(compose, "one", "iterations=1"))
+    state = tmp_path / "one" / FOLDER / "replay.json"
+    known = json.loads(state.read_text())
+    known["fields"][1][2] = [4]
+    state.write_text(json.dumps(known))
+    with pytest.raises(DataError, match=r"another schema; field 'actions'.*run\.name"):
+        execute(sac(compose, "one", "iterations=2"))
+
+
+def test_the_buffer_holds_what_was_collected(compose: Compose, tmp_path: Path) -> None:
+    run = tmp_path / "one"
+    execute(sac(compose, "one", "iterations=1"))
+    (folder,) = run.glob("it/0000/rollout/data-*")
+    wanted = prior.load(folder)
+    held = np.frombuffer(rows_of(run), wanted.dtype)[: len(wanted)]
+    assert held.tobytes() == wanted.take(np.arange(len(wanted))).tobytes()
+    record = FileReader(folder.glob("*.h5")).get()
+    assert np.abs(record.steps["actions"]).max() <= 2
+    assert np.abs(record.steps["actions"]).max() > 1
+
+
+@pytest.mark.parametrize("name", ["crossq", "rlpd"])
+def test_variants_learn_from_what_a_run_collected(
+    compose: Compose, tmp_path: Path, name: str
+) -> None:
+    """RLPD with the trajectories of another run as its prior transitions."""
+    words = [f"algorithm={name}", f"model=mlp_{name}", "iterations=2"]
+    if name == "rlpd":
+        execute(sac(compose, "before", "iterations=1"))
+        (folder,) = (tmp_path / "before").glob("it/0000/rollout/data-*")
+        words += [f"algorithm.prior={folder}", "algorithm.policy_every=5"]
+    execute(sac(compose, name, *words))
+    rows = collect(tmp_path / name)
+    assert all(np.isfinite(row["train/critic_loss"]) for row in rows)
+    assert rows[-1]["train/steps"] == 30
+
+
+def test_a_data_set_alone_is_learned_from(compose: Compose, tmp_path: Path) -> None:
+    """IQL imitates what earned more: of two actions in one state."""
+    import h5py
+    import torch
+
+    random = np.random.default_rng(0)
+    with h5py.File(tmp_path / "data.hdf5", "w") as file:
+        seen = random.normal(size=(400, 3))
+        action = np.where(random.random((400, 1)) < 0.5, -1.0, 1.0)
+        file["observations"], file["next_observations"] = seen, seen
+        file["actions"], file["rewards"] = action, action[:, 0]
+        file["terminals"] = np.ones(400)
+    words = ["++flow=offline", "algorithm=iql", "model=mlp_iql", "iterations=3"]
+    words += [f"algorithm.prior={tmp_path / 'data.hdf5'}", "algorithm.updates=100"]
+    words += ["optimizer.lr=1e-2", "algorithm.beta=5"]
+    execute(sac(compose, "offline", *words))
+    run = tmp_path / "offline"
+    assert sorted(path.name for path in (run / "it" / "0002").iterdir()) == ["sync", "train"]
+    (folder,) = run.glob("it/0002/sync/data-*/weights")
+    policy = MLPQPolicy.load(folder, None)  # type: ignore[arg-type]
+    seen_now = torch.tensor(seen[:50], dtype=torch.float32)
+    with torch.inference_mode():
+        chosen = policy.act({"observation": seen_now}, None, 0.0)["action"]
+    assert (chosen > 0).double().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["++flow=on_policy"], "algorithm.name: 'sac' needs transitions to replay"),
+        (["model=mlp"], "algorithm.name: 'sac' needs values of actions"),
+        (["task=cartpole"], "model.name: mlp_q chooses vectors"),
+        (["algorithm.tua=0.1"], r"algorithm.tua: unknown key.*tau"),
+        ([f"trainer.name={__name__}:Other"], "takes no batches of transitions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_run(
+    compose: Compose, words: list[str], message: str
+) -> None:
+    values = compose(*words, experiment="double_pendulum_sac")
+    with pytest.raises(ConfigError, match=message):
+        check(validate(RunConfig, values))
+
+
+def test_what_learns_from_a_batch_alone_has_no_use_for_the_flow(compose: Compose) -> None:
+    values = compose("++flow=off_policy", experiment="halfcheetah_ppo")
+    with pytest.raises(ConfigError, match="flow: 'off_policy' needs an algorithm that learns from"):
+        check(validate(RunConfig, values))
+
+
+class Other(FSDPTrainer):
+    """A trainer that cuts minibatches of trajectories alone."""
+
+    takes_batches = False
