@@ -20,8 +20,9 @@ from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import ArtifactError, ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
+from rlinf.models.architectures import Architecture, check_sizes, settings_of
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.models.fit import check_weights
+from rlinf.models.fit import as_published, check_weights, renames
 from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
 from rlinf.models.loading import (
     WEIGHTS,
@@ -35,11 +36,13 @@ from rlinf.models.loading import (
 )
 from rlinf.models.logprobs import (
     WHOLE,
+    final_cap,
     head_logprobs,
     plain_head,
     replaced,
     say_whole,
     token_logprobs,
+    uncapped,
 )
 from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
 from rlinf.models.tokenizer import write_character_tokenizer
@@ -57,13 +60,18 @@ class CausalLMConfig(Section):
     """Folder in the Hugging Face format; any ``AutoModelForCausalLM``."""
     trust_remote_code: bool = False
     """Run model code that the checkpoint brings along. Off: such a checkpoint is refused."""
-    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
+    architecture: Architecture = "qwen2"
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=4, gt=0)
     heads: int = Field(default=4, gt=0)
     kv_heads: int = Field(default=2, gt=0)
     intermediate: int = Field(default=384, gt=0)
     max_positions: int = Field(default=512, gt=0)
+    window: int | None = Field(default=None, gt=0)
+    """How many tokens a token of a layer with a window sees; null: as the architecture has it."""
+    experts: int | None = Field(default=None, gt=0)
+    """Of each layer of a mixture of experts; null: 4."""
+    experts_per_token: int = Field(default=2, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -107,16 +115,7 @@ class CausalLM(Policy):
                 "model.path: this task brings no alphabet to build a tokenizer from; "
                 "give the folder of a checkpoint, or choose a task that fits model.name"
             )
-        if config.hidden % config.heads or config.heads % config.kv_heads:
-            raise ConfigError(
-                f"model.heads: {config.heads} must divide model.hidden {config.hidden} and be a "
-                f"multiple of model.kv_heads {config.kv_heads}"
-            )
-        if config.hidden // config.heads % 2:
-            raise ConfigError(
-                f"model.heads: model.hidden {config.hidden} / {config.heads} heads makes heads of "
-                f"{config.hidden // config.heads}; rotary positions need an even size"
-            )
+        check_sizes(config)
         return None
 
     @classmethod
@@ -134,26 +133,12 @@ class CausalLM(Policy):
             for path in weight_files(source):
                 shutil.copyfile(path, folder / path.name)
             return
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         vocabulary = write_character_tokenizer(spec["alphabet"], folder)
-        settings = AutoConfig.for_model(
-            config.architecture,
-            vocab_size=len(vocabulary),
-            hidden_size=config.hidden,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.hidden // config.heads,
-            intermediate_size=config.intermediate,
-            max_position_embeddings=config.max_positions,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
+        settings = settings_of(config, len(vocabulary))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -196,6 +181,8 @@ class CausalLM(Policy):
 
     def save_state(self, folder: Path, state: State) -> None:
         copy_companions(self._folder, folder)
+        if renames(self.network.config, type(self.network)):
+            state = State.of(as_published(self.network, state.whole()))
         tied = getattr(self.network, "_tied_weights_keys", None) or {}
         if not getattr(self.network.config, "tie_word_embeddings", False):
             tied = {}
@@ -274,9 +261,15 @@ class CausalLM(Policy):
         """
 
         def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            hidden = own(hidden).flatten(0, 1)
             out = head_logprobs(
-                hidden, weight, actions.flatten(), temperature, WHOLE, bias=bias, entropy=entropy
+                own(hidden).flatten(0, 1),
+                weight,
+                actions.flatten(),
+                temperature,
+                WHOLE,
+                bias=bias,
+                cap=cap,
+                entropy=entropy,
             )
             return out.view(*actions.shape, -1)
 
@@ -285,7 +278,11 @@ class CausalLM(Policy):
         if large and head is None:
             say_whole(getattr(settings, "model_type", ""))
         in_parts = large and head is not None
-        with replaced(head, parts) if head and in_parts else contextlib.nullcontext():
+        cap = final_cap(self.network) if in_parts else None
+        with contextlib.ExitStack() as stack:
+            if head and in_parts:
+                stack.enter_context(uncapped(self.network))
+                stack.enter_context(replaced(head, parts))
             out, values = self._run(inputs)
         values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from rlinf.errors import DataError
 
@@ -122,6 +122,15 @@ def renames(settings: Any, cls: Any) -> bool:
 
     known = get_checkpoint_conversion_mapping(settings.model_type)  # type: ignore[no-untyped-call]
     return bool(known or getattr(cls, "_checkpoint_conversion_mapping", None))
+
+
+def as_published(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A network's tensors by the names and shapes that its checkpoints have: one for each expert,
+    say, where the network has all in one. What others load is that."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(module, dict(tensors))  # type: ignore[no-untyped-call]
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def under_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:

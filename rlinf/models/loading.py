@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rlinf.models.causal_lm import CausalLMConfig
 
 WEIGHTS = "model.safetensors"
+BY_FORMULA = {"gemma2"}
+"""Families whose attention scores may be capped, which torch's fused attention cannot do."""
 
 
 def load_module(folder: Path, config: CausalLMConfig) -> Any:
@@ -43,7 +45,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
             config=settings,
             state_dict=read_weights(folder),
             dtype=getattr(torch, config.dtype),
-            attn_implementation="sdpa",
+            attn_implementation=_attention(settings),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -72,7 +74,9 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
             return None
         with _parameters_on_meta():
             module = cls._from_config(
-                settings, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+                settings,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=_attention(settings),
             )
         if config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None):
             return None
@@ -152,6 +156,11 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
         if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
             return get_class_from_dynamic_module(own, str(small)), settings
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)], settings
+
+
+def _attention(settings: Any) -> str:
+    """What the library computes attention with, until packing or an engine sets its own."""
+    return "eager" if settings.model_type in BY_FORMULA else "sdpa"
 
 
 def _set_generation(module: Any, folder: Path) -> None:

@@ -276,12 +276,12 @@ def attend(
                 enable_gqa=own.shape[1] != seen.shape[1],
             )
         else:
-            out = _capped(own, seen, there, mask, scaling, softcap)
+            out = capped(own, seen, there, mask, scaling, softcap)
         found.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).index_select(0, rows.order)[None], None
 
 
-def _capped(
+def capped(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -289,7 +289,18 @@ def _capped(
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """Attention by the formula, with capped scores."""
+    """Attention by the formula, its scores ``softcap * tanh(score / softcap)`` (Gemma 2,
+    arXiv 2408.00118, section 2).
+
+    Args:
+        query: ``[B, H, r, D]``.
+        key: ``[B, K, k, D]``; H is a multiple of K.
+        value: ``[B, K, k, D]``.
+        mask: bool, broadcast to ``[B, H, r, k]``, true where visible; None: all up to itself.
+
+    Returns:
+        ``[B, H, r, D]``.
+    """
     times = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)

@@ -21,15 +21,10 @@ from rlinf.models.base import copy_weights
 from rlinf.seeding import generator
 from tests.contracts.own import parts
 
+TINY = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64}
 SMALL: dict[str, dict[str, Any]] = {
-    "causal_lm": {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64},
-    "causal_lm_critic": {
-        "hidden": 32,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 1,
-        "intermediate": 64,
-    },
+    "causal_lm": TINY,
+    "causal_lm_critic": TINY,
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
 }
 SPECS: dict[str, dict[str, Any]] = {
@@ -47,16 +42,35 @@ def kinds(name: str) -> list[str]:
     return ["discrete"] if name in NUMBERED else ["discrete", "box"]
 
 
-CASES = [(name, kind) for name in parts(policies) for kind in kinds(name)]
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"window": 4},
+    "gemma3_text": {"window": 4},
+    "qwen3_moe": {},
+    "mixtral": {"window": 4},
+    "olmoe": {},
+}
+"""Of language models, beside the first one, with what lets them show what is their own."""
+CASES = [(name, kind, "") for name in parts(policies) for kind in kinds(name)]
+CASES += [
+    (name, "tokens", architecture)
+    for name in policies.names()
+    if "tokens" in kinds(name)
+    for architecture in ARCHITECTURES
+    if name == "causal_lm" or architecture == "gemma2"
+]
 
 
 class Tried:
     """A policy with weights whose preferences are seen."""
 
-    def __init__(self, case: tuple[str, str], folder: Path) -> None:
-        name, self.kind = case
+    def __init__(self, case: tuple[str, str, str], folder: Path) -> None:
+        name, self.kind, architecture = case
         self.cls = policies.get(name)
-        self.options = self.cls.Config(**SMALL.get(name, {}))
+        further = ARCHITECTURES.get(architecture, {})
+        if architecture:
+            further = {"architecture": architecture, **further}
+        self.options = self.cls.Config(**SMALL.get(name, {}), **further)
         self.first, self.folder = folder / "first", folder / "served"
         for each in (self.first, self.folder):
             each.mkdir()
@@ -98,7 +112,7 @@ class Tried:
         return [row[: len(record)] for row, record in zip(rows, records, strict=True)]
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def tried(request: pytest.FixtureRequest, tmp_path: Path) -> Tried:
     return Tried(request.param, tmp_path)
 
