@@ -17,6 +17,7 @@ LANGUAGE_MODEL = "a causal language model"
 ACTS = "actions by one forward pass"
 VALUES = "value estimates"
 DEMONSTRATIONS = "demonstrations"
+HELD_OUT_DEMONSTRATIONS = "held-out demonstrations"
 GROUPS = "several samples of each start (rollout.group_size above 1)"
 
 

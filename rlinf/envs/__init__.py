@@ -10,6 +10,7 @@ environments = Registry(
         "reasoning_gym": "rlinf.envs.reasoning_gym:ReasoningGym",
         "search": "rlinf.envs.search:SearchEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
+        "conversations": "rlinf.envs.conversations:ConversationsEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },
     base="rlinf.envs.base:Environment",

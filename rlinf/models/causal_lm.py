@@ -137,7 +137,9 @@ class CausalLM(Policy):
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        vocabulary = write_character_tokenizer(spec["alphabet"], folder)
+        vocabulary = write_character_tokenizer(
+            spec["alphabet"], folder, spec.get("chat_template"), spec.get("special_tokens", ())
+        )
         settings = settings_of(config, len(vocabulary))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

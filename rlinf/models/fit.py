@@ -129,7 +129,7 @@ def as_published(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     say, where the network has all in one. What others load is that."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = revert_weight_conversion(module, dict(tensors))  # type: ignore[no-untyped-call]
+    found = revert_weight_conversion(module, dict(tensors))
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
