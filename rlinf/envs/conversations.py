@@ -32,7 +32,7 @@ log = logging.getLogger("rlinf")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == "
     "'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}"
-    "{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """ChatML, for small models that the configuration makes."""

@@ -36,6 +36,15 @@ def options(name: str, folder: Path) -> dict[str, Any]:
             rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(first, first + 9)]
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
+    if name == "conversations":
+        for split, first in (("train", 0), ("test", 50)):
+            said = [((n + 1), f"{n}+1=") for n in range(first, first + 9)]
+            rows = [
+                {"messages": [dict(role="user", content=q), dict(role="assistant", content=f"{n}")]}
+                for n, q in said
+            ]
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     # Questions with as few words as there are: the model's tokens are characters.
     generated = {"dataset": "gcd", "settings": {"max_value": 99}, "train_size": 32, "test_size": 8}
     small = {
