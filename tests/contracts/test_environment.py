@@ -38,11 +38,11 @@ def options(name: str, folder: Path) -> dict[str, Any]:
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     if name == "conversations":
         for split, first in (("train", 0), ("test", 50)):
-            said = [((n + 1), f"{n}+1=") for n in range(first, first + 9)]
-            rows = [
-                {"messages": [dict(role="user", content=q), dict(role="assistant", content=f"{n}")]}
-                for n, q in said
-            ]
+            rows = []
+            for n in range(first, first + 9):
+                asked = {"role": "user", "content": f"{n}+1="}
+                said = {"role": "assistant", "content": str(n + 1)}
+                rows.append({"messages": [asked, said]})
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     # Questions with as few words as there are: the model's tokens are characters.
