@@ -7,6 +7,7 @@ policies = Registry(
     {
         "causal_lm": "rlinf.models.causal_lm:CausalLM",
         "causal_lm_critic": "rlinf.models.causal_lm_critic:CausalLMCritic",
+        "qwen2_5_vl": "rlinf.models.qwen2_5_vl:Qwen25VL",
         "mlp": "rlinf.models.mlp:MLPPolicy",
     },
     base="rlinf.models.base:Policy",

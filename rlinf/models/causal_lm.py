@@ -43,6 +43,7 @@ from rlinf.models.logprobs import (
     say_whole,
     token_logprobs,
     uncapped,
+    without,
 )
 from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
 from rlinf.models.tokenizer import write_character_tokenizer
@@ -87,6 +88,8 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares = False, False
+        self._unwritten: tuple[int, ...] = ()
+        """Tokens that it never says."""
         self.packs = getattr(getattr(self.network, "config", None), "model_type", "") in APART
 
     @property
@@ -200,7 +203,10 @@ class CausalLM(Policy):
         mask = pad([np.ones(len(action), np.float32) for action in actions], length)
         steps = {"actions": pad(actions, length), "mask": mask}
         if self._packing:
-            return {**pack(prompts, actions, length, share=self._shares), **steps}
+            keys = [self._told_by(record) for record in records]
+            where = self._positions(records)
+            packed = pack(prompts, actions, length, share=self._shares, keys=keys, where=where)
+            return {**packed, **steps}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
         ]
@@ -210,6 +216,19 @@ class CausalLM(Policy):
             **steps,
         }
 
+    def _told_by(self, record: Record) -> bytes:
+        """What tells its prompt from others."""
+        key: bytes = record.context["prompt"].tobytes()
+        return key
+
+    def _positions(self, records: Sequence[Record]) -> list[np.ndarray] | None:
+        """Where the tokens of each record stand, ``[..., P + T - 1]``; None: one after another."""
+        return None
+
+    def _seen(self, batch: Batch) -> dict[str, Any]:
+        """What the network takes beside tokens."""
+        return {}
+
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         mask = batch["mask"]
         if "places" in batch:
@@ -218,6 +237,7 @@ class CausalLM(Policy):
                 "position_ids": batch["positions"],
                 "logits_to_keep": batch["kept"],
             }
+            inputs |= self._seen(batch)
             if (rows := Rows.of(batch)) is not None:
                 inputs["rows"] = rows
             taken = batch["actions"].flatten()[batch["places"]][None]
@@ -245,7 +265,7 @@ class CausalLM(Policy):
                 return features
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
-        inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": kept}
+        inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": kept, **self._seen(batch)}
         return self._said(inputs, own, batch["actions"], temperature, entropy)
 
     def _said(
@@ -263,6 +283,9 @@ class CausalLM(Policy):
         """
 
         def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if self._unwritten:
+                none = weight.new_zeros(len(weight)) if bias is None else bias
+                bias = without(none, self._unwritten)
             out = head_logprobs(
                 own(hidden).flatten(0, 1),
                 weight,
@@ -276,6 +299,8 @@ class CausalLM(Policy):
             return out.view(*actions.shape, -1)
 
         head, settings = plain_head(self.network), getattr(self.network, "config", None)
+        if settings is not None and hasattr(settings, "get_text_config"):
+            settings = settings.get_text_config()
         large = actions.numel() * getattr(settings, "vocab_size", 0) > WHOLE
         if large and head is None:
             say_whole(getattr(settings, "model_type", ""))
@@ -289,7 +314,8 @@ class CausalLM(Policy):
         values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:
             return out[..., 0], out[..., 1] if entropy else None, values
-        return *token_logprobs(own(out), actions, temperature, entropy), values
+        logits = without(own(out), self._unwritten)
+        return *token_logprobs(logits, actions, temperature, entropy), values
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Logits ``[B, K, V]`` and, of a critic, values ``[B, K]`` of what is kept."""
@@ -304,8 +330,8 @@ class CausalLM(Policy):
         return len(record.context["prompt"]) + len(record)
 
     def shared(self, record: Record) -> tuple[bytes, int]:
-        prompt = record.context["prompt"]
-        return (prompt.tobytes(), len(prompt)) if self._shares else (b"", 0)
+        length = len(record.context["prompt"])
+        return (self._told_by(record), length) if self._shares else (b"", 0)
 
     def blocks(self) -> list[nn.Module]:
         return [block for stack in self.stacks() for block in stack]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.errors import DataError, nearest
-from rlinf.models.fit import check_fit, refuse_unfit, renames, under_prefix
+from rlinf.models.fit import check_fit, network_class, refuse_unfit, renames, under_prefix
 from rlinf.models.folder import check_links
 from rlinf.models.headers import INDEX, read_settings
 from rlinf.models.linear import use_onednn
@@ -143,7 +143,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
     """Class and settings of a checkpoint's network."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     trusted = config.trust_remote_code
@@ -155,7 +155,7 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
         without_dropout(settings)
         if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
             return get_class_from_dynamic_module(own, str(small)), settings
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)], settings
+        return network_class(settings), settings
 
 
 def _attention(settings: Any) -> str:

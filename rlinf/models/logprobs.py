@@ -11,12 +11,14 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from rlinf.models.fit import SEEING
 
 log = logging.getLogger("rlinf")
 WHOLE = 1 << 25
@@ -164,6 +166,17 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
+UNSAID = -1e9
+"""Logit of a token that is never said; finite, for minus infinity times its probability is none."""
+
+
+def without(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits ``[..., V]`` with which some tokens are never said."""
+    if not tokens:
+        return logits
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), UNSAID)
+
+
 HEAD_LAST = {
     *("apertus", "bloom", "codegen", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2"),
     *("gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "hunyuan_v1_dense", "lfm2", "llama"),
@@ -180,7 +193,7 @@ CAPPED = {"gemma2", "gemma3_text"}
 
 def plain_head(module: Any) -> nn.Linear | None:
     """The output head, where it is known what works on the logits after it: at most a cap."""
-    if getattr(module.config, "model_type", None) not in HEAD_LAST | CAPPED:
+    if getattr(module.config, "model_type", None) not in HEAD_LAST | CAPPED | SEEING:
         return None
     head = module.get_output_embeddings()
     return head if isinstance(head, nn.Linear) else None

@@ -25,7 +25,8 @@ def write_character_tokenizer(
     """Write ``tokenizer.json`` and ``tokenizer_config.json``; returns the vocabulary.
 
     Args:
-        special_tokens: of the chat template; the last one ends a turn, and with it a sample.
+        special_tokens: of the chat template, whose last one ends a turn, and with it a sample; or,
+            without a template, others.
     """
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = {
@@ -35,10 +36,8 @@ def write_character_tokenizer(
         for byte in part
     }
     vocabulary = {PAD: 0, EOS: 1}
-    for special in special_tokens:
-        vocabulary[special] = len(vocabulary)
-    for character in sorted(characters):
-        vocabulary[character] = len(vocabulary)
+    for token in (*sorted(characters), *special_tokens):
+        vocabulary[token] = len(vocabulary)
     tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = level
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +46,7 @@ def write_character_tokenizer(
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
-        "eos_token": special_tokens[-1] if special_tokens else EOS,
+        "eos_token": EOS if chat_template is None else special_tokens[-1],
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000,
