@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -255,3 +257,44 @@ def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> No
 def test_sizes_that_cannot_be_are_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Qwen25VL.check(Qwen25VLConfig.model_validate(given), SPEC)
+
+
+RANKS = """
+import sys
+from pathlib import Path
+import torch
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.models.test_qwen2_5_vl import CONFIG, RECORDS, Qwen25VL
+from tests.rlinf.trainers.test_lanes import loss
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+
+def trained(world, load):
+    config = FSDPConfig(device="cpu", token_budget=40, unit_mb=0)
+    made = FSDPTrainer(load(folder, CONFIG), config, OptimizerSection(lr=1e-2, name="sgd"), world)
+    made.step(RECORDS[:5], loss, lr=1e-2)
+    return made
+
+alone = trained(World(), Qwen25VL.load).full_state()
+world = World(rank, 2, meeting=Path(sys.argv[3]) / "group-v.json")
+both = trained(world, Qwen25VL.outline).full_state()
+for name, tensor in alone.items():
+    torch.testing.assert_close(both[name], tensor, rtol=0, atol=1e-5, msg=name)
+print("ok")
+"""
+
+
+def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(folder), rank, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    said = [process.communicate() for process in processes]
+    assert [out for out, _ in said] == ["ok\n"] * 2, said
