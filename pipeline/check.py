@@ -15,7 +15,7 @@ from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.envs.base import Extent
 from rlinf.errors import ConfigError, RlinfError, nearest, require
-from rlinf.fit import DEMONSTRATIONS, GROUPS, LANGUAGE_MODEL, REPLAY
+from rlinf.fit import DEMONSTRATIONS, GROUPS, HELD_OUT_DEMONSTRATIONS, LANGUAGE_MODEL, REPLAY
 from rlinf.interpreters import OF_STAGES, check_interpreter, know, named
 from rlinf.models import policies
 from rlinf.registry import Registry, own_attribute
@@ -231,6 +231,11 @@ def check_fit(config: RunConfig) -> None:
         raise ConfigError(
             f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
             "set it to 0"
+        )
+    if config.warm_start.held_out and HELD_OUT_DEMONSTRATIONS not in offered:
+        raise ConfigError(
+            f"warm_start.held_out: task {config.task.name!r} has no held-out demonstrations to "
+            "take the loss of; set it to 0"
         )
 
 

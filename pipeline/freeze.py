@@ -143,7 +143,9 @@ def _replaced(
 def _with_span(config: RunConfig, iterations: int) -> RunConfig:
     """The configuration with the span of its learning-rate schedule, if it has one."""
     settings = config.optimizer
-    if settings.schedule == "constant" or settings.schedule_iterations is not None:
+    known = settings.schedule == "constant" or settings.schedule_iterations is not None
+    if known or not iterations:
+        # A run without iterations has none to take a span from, until it is given some.
         return config
     made = settings.model_copy(update={"schedule_iterations": iterations})
     return config.model_copy(update={"optimizer": made})

@@ -114,6 +114,8 @@ def find(rows: Sequence[Row], *, needs_groups: bool, iterations: int) -> list[No
         iterations: how many the run will have; a shorter run needs less patience.
     """
     found: list[Notice] = []
+    if not rows:
+        return found
     rules = [rule for rule in LEARNS_NOTHING if needs_groups or not rule.groups]
     causes = [next((rule.kind for rule in rules if rule.holds(row)), "") for row in rows]
     for rule in LEARNS_NOTHING:

@@ -113,11 +113,14 @@ class Console:
     def node_started(self, node: Node) -> None:
         settings = self._run.config.warm_start
         if node.stage == "warm_start" and settings.max_steps:
-            log.info(
-                "warm start: fine-tuning until the held-out score is %g, %d steps at most",
-                settings.stop_at,
-                settings.max_steps,
-            )
+            if settings.scored:
+                log.info(
+                    "warm start: fine-tuning until the held-out score is %g, %d steps at most",
+                    settings.stop_at,
+                    settings.max_steps,
+                )
+            else:
+                log.info("warm start: %d steps of fine-tuning", settings.max_steps)
         if self._bars is not None:
             self._bars.update(
                 self._part, description=node.stage, completed=0, total=None, note="", visible=True
@@ -127,12 +130,15 @@ class Console:
         if node.stage == "evaluate":
             self._score = manifest.metrics["score"]
             log.info("version %d: held-out score %.3f", node.iteration, self._score)
-        elif node.stage == "warm_start" and "score" in manifest.metrics:
-            log.info(
-                "warm start: held-out score %.3f after %d steps",
-                manifest.metrics["score"],
-                manifest.metrics["steps"],
-            )
+        elif node.stage == "warm_start":
+            for name, what in (("score", "score"), ("held_out_loss", "loss")):
+                if name in manifest.metrics:
+                    log.info(
+                        "warm start: held-out %s %.3f after %d steps",
+                        what,
+                        manifest.metrics[name],
+                        manifest.metrics["steps"],
+                    )
 
     def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
         score = metrics.get("reward/score", float("nan"))

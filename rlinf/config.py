@@ -240,10 +240,23 @@ class WarmStartSection(Section):
     max_steps: int = Field(default=0, ge=0)
     batch: int = Field(default=256, gt=0)
     lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate over ``max_steps``, after the warm-up."""
+    lr_warmup: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly."""
+    lr_final: float = Field(default=0.1, ge=0, le=1)
+    """Last learning rate of a falling schedule, as a share of ``lr``."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled from the gradient; of tensors with two dimensions or more."""
     evaluate_every: int = Field(default=25, gt=0)
     """Steps between held-out evaluations."""
+    scored: bool = True
+    """Whether held-out samples are generated and scored then; without it all steps are done."""
     stop_at: float = Field(default=1.0, ge=0, le=1)
     """Stop as soon as the held-out score reaches this."""
+    held_out: int = Field(default=0, ge=0)
+    """Held-out demonstrations whose loss is taken then, of tasks that have some; 0: none."""
 
 
 class EvaluateSection(Section):
@@ -286,7 +299,8 @@ class RunConfig(Section):
 
     run: RunSection
     seed: int = Field(default=0, ge=0, lt=2**32)
-    iterations: int = Field(gt=0)
+    iterations: int = Field(ge=0)
+    """Of reinforcement learning; 0: what the warm start makes is the result."""
     flow: str = "on_policy"
     task: Named
     model: Named

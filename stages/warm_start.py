@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rlinf.data.batch import taken
 from rlinf.data.counted import counted
 from rlinf.data.packing import Span
 from rlinf.data.padding import pad
+from rlinf.data.record import Record
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed
@@ -41,12 +43,16 @@ from stages.parts import (
 
 log = logging.getLogger(__name__)
 
+Row = dict[str, float | None]
+"""Of the curve: a step, its loss, and :data:`MEASURES` where they were taken."""
+MEASURES = ("score", "held_out_loss")
 PROGRESS = "progress"
 """Folder beside the attempts; removed when the stage commits."""
 
 
 def run(ctx: Context) -> None:
-    """Output: policy folder ``weights``; ``extra["curve"]`` has the loss and held-out scores."""
+    """Output: policy folder ``weights``; ``extra["curve"]`` has of each step the loss, and of those
+    that were evaluated the held-out score and loss."""
     start = ctx.data / "start"
     if ctx.world.rank == 0:
         create(ctx, start)
@@ -55,7 +61,7 @@ def run(ctx: Context) -> None:
     if settings.max_steps:
         while not start.is_dir():
             time.sleep(0.05)
-        optimizer = OptimizerSection(lr=settings.lr)
+        optimizer = OptimizerSection(lr=settings.lr, weight_decay=settings.weight_decay)
         with ctx.span("load"):
             trainer = new_trainer(ctx, start, optimizer)
         with ctx.span("fine-tune"):
@@ -71,7 +77,9 @@ def run(ctx: Context) -> None:
         last = ctx.extra["curve"][-1]
         ctx.metric("steps", last["step"])
         ctx.metric("loss", last["loss"])
-        ctx.metric("score", last["score"])
+        for name in MEASURES:
+            if (value := last.get(name)) is not None:
+                ctx.metric(name, value)
 
 
 def create(ctx: Context, folder: Path) -> None:
@@ -88,11 +96,13 @@ def create(ctx: Context, folder: Path) -> None:
         part.rename(folder)
 
 
-def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[dict[str, float | None]]:
+def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
     """Supervised steps until the held-out score reaches ``warm_start.stop_at``.
 
+    The loss is the mean of ``-log p`` over the tokens of a batch that count, in nats.
+
     Raises:
-        ConfigError: the task has no demonstrations.
+        ConfigError: the task has no demonstrations, or none that are held out.
     """
     settings = ctx.config.warm_start
     environment = held_environment(ctx, lambda: start)
@@ -100,7 +110,18 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[dict[str, flo
         raise ConfigError(
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
-    engine = bare_engine(ctx, World())
+    apart = environment.held_out_demonstrations(settings.held_out) if settings.held_out else []
+    if settings.held_out and not apart:
+        raise ConfigError(
+            "warm_start.held_out: this task has no held-out demonstrations; set it to 0"
+        )
+    engine = bare_engine(ctx, World()) if settings.scored else None
+    rates = OptimizerSection(
+        lr=settings.lr,
+        schedule=settings.schedule,
+        lr_warmup=settings.lr_warmup,
+        lr_final=settings.lr_final,
+    )
     curve = load_progress(ctx, trainer)
     known = [row["score"] for row in curve if row["score"] is not None]
     for step in range(len(curve), settings.max_steps):
@@ -113,21 +134,26 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[dict[str, flo
             part = taken(weights, spans, outputs.logprobs.shape[1]).to(outputs.logprobs.device)
             return -(part * outputs.logprobs).sum(), {}
 
-        metrics = trainer.step(records, of_steps(loss), lr=settings.lr)
+        rate = rates.rate(step, settings.max_steps)
+        metrics = trainer.step(records, of_steps(loss), lr=rate)
         due = (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.max_steps
-        score = evaluate(ctx, trainer, environment, engine) if due else None
-        curve.append({"step": step + 1, "loss": metrics["loss"], "score": score})
+        score = evaluate(ctx, trainer, environment, engine) if due and engine else None
+        beyond = held_out_loss(ctx, trainer, apart) if due and apart else None
+        row = {"step": step + 1, "loss": metrics["loss"], "score": score, "held_out_loss": beyond}
+        curve.append(row)
         if due:
             save_progress(ctx, trainer, curve)
         known += [] if score is None else [score]
-        scored = f", held-out score {known[-1]:.3f}" if known else ""
-        ctx.progress(step + 1, settings.max_steps, f"fine-tuning steps{scored}")
+        told = f", held-out score {known[-1]:.3f}" if known else ""
+        if beyond is not None:
+            log.info("warm start: step %d, held-out loss %.4f nats", step + 1, beyond)
+        ctx.progress(step + 1, settings.max_steps, f"fine-tuning steps{told}")
         if score is not None and score >= settings.stop_at:
             break
     return curve
 
 
-def save_progress(ctx: Context, trainer: Trainer, curve: list[dict[str, float | None]]) -> None:
+def save_progress(ctx: Context, trainer: Trainer, curve: list[Row]) -> None:
     """Keep the state of the fine-tuning, so that a requeued job goes on from here."""
     folder = ctx.out / PROGRESS
     step = folder / f"step-{len(curve)}"
@@ -144,7 +170,7 @@ def save_progress(ctx: Context, trainer: Trainer, curve: list[dict[str, float | 
             shutil.rmtree(path, ignore_errors=True)
 
 
-def load_progress(ctx: Context, trainer: Trainer) -> list[dict[str, float | None]]:
+def load_progress(ctx: Context, trainer: Trainer) -> list[Row]:
     """Take up the state of an interrupted attempt; returns its curve, empty when there is none.
 
     A damaged one counts as none: the same steps are done again.
@@ -156,7 +182,7 @@ def load_progress(ctx: Context, trainer: Trainer) -> list[dict[str, float | None
         return []
     if held["key"] != ctx.key:
         return []
-    curve: list[dict[str, float | None]] = held["curve"]
+    curve: list[Row] = held["curve"]
     step = folder / f"step-{len(curve)}"
     files = {name: FileEntry(**entry) for name, entry in held["files"].items()}
     try:
@@ -188,3 +214,17 @@ def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> f
     if ctx.world.size > 1:
         torch.distributed.broadcast(score, 0)
     return float(score)
+
+
+def held_out_loss(ctx: Context, trainer: Trainer, records: Sequence[Record]) -> float:
+    """Mean of ``-log p`` over the tokens of records that count, in nats; the same on every rank."""
+    total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    for row, outputs in trainer.forward(records, 1.0):
+        counts = torch.from_numpy(counted(records[row]))
+        total[0] -= float(outputs.logprobs[counts].double().sum())
+        total[1] += float(counts.sum())
+    if ctx.world.size > 1:
+        # Processes that share a copy of the model say the same: numerator and denominator alike.
+        torch.distributed.all_reduce(total)
+    loss, count = total.tolist()
+    return loss / count

@@ -130,7 +130,20 @@ def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, An
         line = _line("held-out", "warm_start", (score for _, score in warm), "points")
         title = "Score in the warm start, by step"
         found.append(_plot("warm-start", title, "warm_start", [line], linked=False))
-    return found
+    return [*found, *_fine_tuning(data, xs)]
+
+
+def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Loss of each supervised step, and that of held-out demonstrations where it was taken."""
+    if not any(point.get("held_out_loss") is not None for point in data.warm_start):
+        return []
+    xs["warm_start_losses"] = [point["step"] for point in data.warm_start]
+    lines = [
+        _line("training", "warm_start", (p["loss"] for p in data.warm_start), "metric"),
+        _line("held-out", "evaluate", (p.get("held_out_loss") for p in data.warm_start), "points"),
+    ]
+    title = "Loss in the warm start, by step"
+    return [_plot("warm-start-loss", title, "warm_start_losses", lines, linked=False)]
 
 
 def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:

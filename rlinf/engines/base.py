@@ -41,6 +41,9 @@ TOKEN_REQUEST = {
     "sample": Column("int64"),  # number of the sample: with the seed it fixes its randomness
     "prompt": Column("int64", "P"),  # token ids, from the left; what follows prompt_length is void
     "prompt_length": Column("int64"),
+    # Images of the prompts, of engines that offer rlinf.fit.IMAGE_REQUESTS; rlinf.models.images.
+    "pixels": Column("uint8", "I", optional=True),  # filled up with anything
+    "image_sizes": Column("int64", "nd", optional=True),  # height and width; 0 0 is no image
     "turn": Column("int64", optional=True),  # 0 by default: the how manieth request of the sample
     # What there is of samples that another engine gave up; begun_length is below the horizon.
     "begun_length": Column("int64", optional=True),

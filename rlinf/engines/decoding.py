@@ -8,7 +8,7 @@ tokens: what was cached is then computed anew from the tokens so far.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,11 +22,16 @@ from rlinf.data.sampling import Sampling
 from rlinf.engines.base import Hooks, Requests, check_token_request
 from rlinf.engines.cache import KeyValueCache
 from rlinf.engines.sampling import completes, sample
+from rlinf.models.images import PIXELS, SIZES
 from rlinf.seeding import uniforms
 
 COMPACT_BELOW = 0.75
 """Rebuild the batch once this share of its rows, or less, is still unfinished; and let waiting rows
 in once the rest of its places is free."""
+
+
+Images = Mapping[str, np.ndarray]
+"""Of a prompt: the columns of :mod:`rlinf.models.images`."""
 
 
 class Network(Protocol):
@@ -38,8 +43,10 @@ class Network(Protocol):
     """Tokens that end a sample, int64 ``[n]``."""
 
     def read(
-        self, contexts: Sequence[np.ndarray], room: int
+        self, contexts: Sequence[np.ndarray], room: int, images: Sequence[Images | None] = ()
     ) -> tuple[Tensor, KeyValueCache, Tensor]: ...
+
+    def shift(self, images: Sequence[Images | None]) -> Tensor: ...
 
     def forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValueCache
@@ -79,6 +86,14 @@ class Row:
         return steps["prompt"][self.index, : steps["prompt_length"][self.index]]
 
     @property
+    def images(self) -> Images | None:
+        """Those of its prompt."""
+        steps = self.asked.request.steps
+        if SIZES not in steps:
+            return None
+        return {name: steps[name][self.index] for name in (PIXELS, SIZES)}
+
+    @property
     def begun(self) -> int:
         """Tokens that another engine made."""
         lengths = self.asked.request.steps.get("begun_length")
@@ -90,6 +105,7 @@ class Batch:
 
     ``made`` ``[B]`` counts the tokens of a row, ``position`` those of its prompt as well;
     ``tokens`` ``[B, T]`` and ``logprobs`` are what was made, ``versions`` by which weights;
+    ``shift`` ``[B]`` is what images add to the rotary positions behind them;
     ``logits`` ``[B, V]`` say what comes next, ``attend`` which columns of the cache a row sees.
     """
 
@@ -128,7 +144,9 @@ class Batch:
             np.concatenate([row.prompt, line[:count]])
             for row, line, count in zip(self.rows, tokens, made, strict=True)
         ]
-        self.logits, self.cache, self.attend = network.read(contexts, self.room)
+        images = [row.images for row in self.rows]
+        self.logits, self.cache, self.attend = network.read(contexts, self.room, images)
+        self.shift = network.shift(images)
         self.padded = len({len(context) for context in contexts}) > 1
 
     @property
@@ -211,6 +229,7 @@ COLUMNS = (
     "position",
     "limit",
     "running",
+    "shift",
 )
 """Tensors of a batch with a row for each sample, besides those that go with its cache."""
 
@@ -319,7 +338,7 @@ class Decoding:
         batch.attend[:, cache.length] = True
         visible = batch.attend[:, None, None, : cache.length + 1] if batch.padded else None
         batch.logits = network.forward(
-            chosen[:, None], (batch.position - 1)[:, None], visible, cache
+            chosen[:, None], (batch.position - 1 + batch.shift)[:, None], visible, cache
         )
 
     def _choose(self, batch: Batch) -> Tensor:

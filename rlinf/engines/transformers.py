@@ -7,8 +7,9 @@ forward pass that sampled it; and what :mod:`rlinf.engines.decoding` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,13 +22,15 @@ from rlinf.data.record import Record
 from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
 from rlinf.engines.cache import KeyValueCache
-from rlinf.engines.decoding import Decoding
+from rlinf.engines.decoding import Decoding, Images
 from rlinf.engines.fused import FusedStep
-from rlinf.fit import LANGUAGE_MODEL
-from rlinf.models.base import copy_weights
+from rlinf.fit import IMAGE_REQUESTS, LANGUAGE_MODEL
+from rlinf.models.base import Policy, copy_weights
 from rlinf.models.causal_lm import CausalLMConfig, causal_mask, load_tokenizer
 from rlinf.models.device import DeviceName, local_device
+from rlinf.models.images import PIXELS, SIZES, ImageSettings, images_in, sizes_in
 from rlinf.models.loading import load_module, reload_weights, stop_tokens
+from rlinf.models.logprobs import without
 from rlinf.residency import Storages, placed
 
 
@@ -53,10 +56,13 @@ class TransformersEngine(Storages, Engine):
 
     Config = TransformersConfig
     needs = frozenset({LANGUAGE_MODEL})
+    offers = frozenset({IMAGE_REQUESTS})
 
     def __init__(self, config: TransformersConfig, policy: type, policy_config: Any) -> None:
         self._config = config
+        self._policy: type[Policy] = policy
         self._policy_config: CausalLMConfig = policy_config
+        self._images: ImageSettings | None = None
         if config.dtype is not None:
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
@@ -78,6 +84,7 @@ class TransformersEngine(Storages, Engine):
             self._module = placed(module, self.device)
             self._step = FusedStep.of(self._module)
             use_decode_attention(self._module)
+        self._images = self._policy.image_settings(folder)
         tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
         self._tokenizer = tokenizer
         known = set() if self._config.ignore_eos else stop_tokens(self._module, tokenizer)
@@ -113,13 +120,14 @@ class TransformersEngine(Storages, Engine):
         return text
 
     def read(
-        self, contexts: Sequence[np.ndarray], room: int
+        self, contexts: Sequence[np.ndarray], room: int, images: Sequence[Images | None] = ()
     ) -> tuple[Tensor, KeyValueCache, Tensor]:
         """Run each distinct context once, left-padded, then give every row its copy.
 
         Args:
             contexts: token ids of each row.
             room: free columns of the cache.
+            images: of each row, where there are some.
 
         Returns:
             Logits ``[B, V]`` of the next tokens, the cache, and which of its columns each row
@@ -130,21 +138,30 @@ class TransformersEngine(Storages, Engine):
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
         # The length is part of a context: 0, which fills it up, is also an ordinary token.
-        whole = np.zeros((len(contexts), 1 + width), dtype=np.int64)
-        for line, context in zip(whole, contexts, strict=True):
-            line[0], line[1 : 1 + len(context)] = len(context), context
+        # So are its images, told by the first row that has them.
+        whole = np.zeros((len(contexts), 2 + width), dtype=np.int64)
+        known: dict[bytes, int] = {}
+        for i, (line, context) in enumerate(zip(whole, contexts, strict=True)):
+            line[0], line[2 : 2 + len(context)] = len(context), context
+            if images and (own := images[i]) is not None:
+                line[1] = known.setdefault(own[SIZES].tobytes() + own[PIXELS].tobytes(), i)
         distinct, inverse = np.unique(whole, axis=0, return_inverse=True)
         sizes = distinct[:, 0]
         tokens = np.zeros((len(distinct), width), dtype=np.int64)
-        for row, prompt, count in zip(tokens, distinct[:, 1:], sizes.tolist(), strict=True):
+        for row, prompt, count in zip(tokens, distinct[:, 2:], sizes.tolist(), strict=True):
             row[width - count :] = prompt[:count]
         column = torch.arange(width, device=self.device)
         size = torch.from_numpy(sizes).to(self.device)
         seen = column >= (width - size)[:, None]
         positions = (column - (width - size)[:, None]).clamp(min=0)
         cache = KeyValueCache(width + room)
+        if self._images is not None:
+            shown = [images[number] if images else None for number in distinct[:, 1].tolist()]
+            positions, further = self._see(distinct[:, 2:], sizes, shown, width)
+        else:
+            further = {}
         logits = self.forward(
-            torch.from_numpy(tokens).to(self.device), positions, causal_mask(seen), cache
+            torch.from_numpy(tokens).to(self.device), positions, causal_mask(seen), cache, further
         )
         rows = torch.from_numpy(inverse.ravel()).to(self.device)
         cache.select(rows)
@@ -152,17 +169,58 @@ class TransformersEngine(Storages, Engine):
         attend[:, :width] = seen[rows]
         return logits[rows], cache, attend
 
+    def _see(
+        self,
+        contexts: np.ndarray,
+        lengths: np.ndarray,
+        shown: Sequence[Images | None],
+        width: int,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Positions ``[3, n, width]`` of contexts on the left, and their patches.
+
+        Args:
+            contexts: ``[n, width]``, from the left.
+            shown: the images of each.
+        """
+        settings = self._images
+        assert settings is not None
+        positions = np.zeros((3, len(contexts), width), np.int64)
+        pictures, sizes = list[np.ndarray](), list[np.ndarray]()
+        for i, (context, count) in enumerate(zip(contexts, lengths.tolist(), strict=True)):
+            own = shown[i] or {}
+            sizes.append(sizes_in(own))
+            pictures += images_in(own)
+            positions[:, i, width - count :] = settings.positions(context[:count], sizes[-1])
+        further: dict[str, Tensor] = {}
+        if pictures:
+            patches = np.concatenate([settings.patches(image) for image in pictures])
+            further["pixel_values"] = torch.from_numpy(patches).to(self.device)
+            grids = torch.from_numpy(settings.grids(np.concatenate(sizes)))
+            further["image_grid_thw"] = grids.to(self.device)
+        return torch.from_numpy(positions).to(self.device), further
+
+    def shift(self, images: Sequence[Images | None]) -> Tensor:
+        """What the images of each row add to the rotary positions behind them, int64 ``[B]``."""
+        shifts = [
+            0 if own is None or self._images is None else self._images.shift(sizes_in(own))
+            for own in images
+        ]
+        return torch.tensor(shifts, dtype=torch.int64, device=self.device)
+
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         cache: KeyValueCache,
+        further: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Logits ``[B, V]`` float32 after the last of ``tokens`` ``[B, n]``, which join the cache.
 
         Args:
-            positions: of the tokens in their samples, ``[B, n]``.
+            positions: of the tokens in their samples, ``[B, n]``, or of models that read images
+                ``[3, B, n]``.
+            further: what the network takes beside them.
             mask: as the model takes it; None: every row attends to all columns.
         """
         if self._step is not None and tokens.shape[1] == 1 and len(cache):
@@ -178,6 +236,8 @@ class TransformersEngine(Storages, Engine):
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **further,
         )
         cache.advance(tokens.shape[1])
-        return output.logits[:, -1].float()
+        logits = output.logits[:, -1].float()
+        return logits if self._images is None else without(logits, self._images.unwritten)

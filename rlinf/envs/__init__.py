@@ -10,6 +10,8 @@ environments = Registry(
         "reasoning_gym": "rlinf.envs.reasoning_gym:ReasoningGym",
         "search": "rlinf.envs.search:SearchEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
+        "visual_questions": "rlinf.envs.visual_questions:VisualQuestions",
+        "conversations": "rlinf.envs.conversations:ConversationsEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },
     base="rlinf.envs.base:Environment",

@@ -161,5 +161,12 @@ class Environment(Part, ABC):
         """Trajectories of an expert for supervised fine-tuning; none by default."""
         return []
 
+    def held_out_demonstrations(self, count: int) -> list[Record]:
+        """The first ``count`` of what an expert does in the test split, or as many as there are.
+
+        Of tasks that offer :data:`rlinf.fit.HELD_OUT_DEMONSTRATIONS`.
+        """
+        return []
+
     def close(self) -> None:
         """Release simulators and worker processes."""

@@ -33,12 +33,15 @@ def render(
     conversations: Sequence[Sequence[Message]],
     variables: Mapping[str, str],
     key: str,
+    *,
+    answered: bool = False,
 ) -> list[str]:
     """The text of each conversation, up to where the assistant is to answer.
 
     Args:
         variables: further names of the template: ``bos_token`` and the like.
         key: what the user would change, for errors.
+        answered: with the last message nothing is left to answer: the text up to its end.
 
     Raises:
         DataError: the template is malformed, refuses a conversation, or takes too much time or
@@ -52,6 +55,7 @@ def render(
         "variables": dict(variables),
         "conversations": [list(map(dict, messages)) for messages in conversations],
         "limit_s": limit_s,
+        "answered": answered,
     }
     try:
         done = subprocess.run(
@@ -101,7 +105,7 @@ def serve() -> None:
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=not task["answered"],
                 **task["variables"],
             )
             for messages in task["conversations"]

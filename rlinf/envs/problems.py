@@ -58,6 +58,26 @@ def read_problems(
     return problems
 
 
+def read_conversations(path: Path, field: str, key: str) -> list[Problem]:
+    """All conversations of a JSON-lines file; the last message of each is answer and demonstration.
+
+    Raises:
+        DataError: as :func:`read_problems`, or a conversation does not end with the assistant
+            answering the user; names the line.
+    """
+    problems = []
+    for where, item in json_rows(path, key):
+        messages = _messages(_field(item, field, "messages_field", where), where, field)
+        if [m["role"] for m in messages[-2:]] != ["user", "assistant"]:
+            raise DataError(
+                f"{where}: {field!r} does not end with the assistant answering the user, so there "
+                "is no last answer to learn"
+            )
+        last = messages.pop()["content"]
+        problems.append(Problem(tuple(messages), last, where.removeprefix(f"{key}: "), last))
+    return problems
+
+
 def json_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSON-lines file, each with where it stands, for messages.
 

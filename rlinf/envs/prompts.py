@@ -28,6 +28,10 @@ class Prompt:
     info: Mapping[str, Scalar] = field(default_factory=dict, kw_only=True)
     """What else is known of it, for the reward: it is in the ``info`` of every trajectory."""
 
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """What stands beside it in requests and in the context of trajectories (its images)."""
+        return {}
+
     @property
     def given(self) -> str:
         """What the model gets; a task may format the question for it."""
@@ -88,6 +92,7 @@ class PromptEnvironment(TextEnvironment):
         padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
         for line, ids in zip(padded, encoded, strict=True):
             line[: len(ids)] = ids
+        beside = [prompt.columns() for prompt in prompts]
         observations.put(
             Record(
                 Identity(episodes.iteration, int(samples[0]) if len(samples) else 0),
@@ -95,6 +100,7 @@ class PromptEnvironment(TextEnvironment):
                     "sample": samples,
                     "prompt": padded[rows],
                     "prompt_length": lengths[rows],
+                    **{name: column[rows] for name, column in _filled_up(beside).items()},
                     **_so_far([begun[sample] for sample in samples.tolist() if begun]),
                 },
                 info=episodes.settings,
@@ -127,7 +133,7 @@ class PromptEnvironment(TextEnvironment):
                 yield Record(
                     Identity(episodes.iteration, int(sample)),
                     steps=steps,
-                    context={"prompt": encoded[row]},
+                    context={"prompt": encoded[row], **beside[row]},
                     info={
                         **prompts[row].info,
                         "group": int(episodes.starts[row]),
@@ -148,6 +154,18 @@ class PromptEnvironment(TextEnvironment):
         Of tasks that judge by a response and the reference answer; others have a :meth:`score`.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
+
+
+def _filled_up(beside: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Columns of several prompts as one each, zeros behind shorter ones; all have the same."""
+    columns: dict[str, np.ndarray] = {}
+    for name in beside[0] if beside else ():
+        arrays = [row[name] for row in beside]
+        first, length = arrays[0], max(map(len, arrays))
+        columns[name] = np.zeros((len(arrays), length, *first.shape[1:]), first.dtype)
+        for line, array in zip(columns[name], arrays, strict=True):
+            line[: len(array)] = array
+    return columns
 
 
 def _so_far(begun: Sequence[Record]) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import Part
+from rlinf.models.images import ImageSettings
 from rlinf.sharded import local, rows_of
 from rlinf.tensors import State
 
@@ -98,6 +99,11 @@ class Policy(Part, ABC):
     @classmethod
     def processor(cls, folder: Path, config: Any) -> Any:
         """What turns the environment's observations into inputs (a tokenizer); None by default."""
+        return None
+
+    @classmethod
+    def image_settings(cls, folder: Path) -> ImageSettings | None:
+        """How it takes images, of policies that offer :data:`rlinf.fit.VISION`."""
         return None
 
     @classmethod

@@ -20,8 +20,9 @@ from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import ArtifactError, ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
+from rlinf.models.architectures import Architecture, check_sizes, settings_of
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.models.fit import check_weights
+from rlinf.models.fit import as_published, check_weights, renames
 from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
 from rlinf.models.loading import (
     WEIGHTS,
@@ -35,11 +36,14 @@ from rlinf.models.loading import (
 )
 from rlinf.models.logprobs import (
     WHOLE,
+    final_cap,
     head_logprobs,
     plain_head,
     replaced,
     say_whole,
     token_logprobs,
+    uncapped,
+    without,
 )
 from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
 from rlinf.models.tokenizer import write_character_tokenizer
@@ -57,13 +61,18 @@ class CausalLMConfig(Section):
     """Folder in the Hugging Face format; any ``AutoModelForCausalLM``."""
     trust_remote_code: bool = False
     """Run model code that the checkpoint brings along. Off: such a checkpoint is refused."""
-    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
+    architecture: Architecture = "qwen2"
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=4, gt=0)
     heads: int = Field(default=4, gt=0)
     kv_heads: int = Field(default=2, gt=0)
     intermediate: int = Field(default=384, gt=0)
     max_positions: int = Field(default=512, gt=0)
+    window: int | None = Field(default=None, gt=0)
+    """How many tokens a token of a layer with a window sees; null: as the architecture has it."""
+    experts: int | None = Field(default=None, gt=0)
+    """Of each layer of a mixture of experts; null: 4."""
+    experts_per_token: int = Field(default=2, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -79,6 +88,8 @@ class CausalLM(Policy):
         self.module = module
         self._folder = folder
         self._packing, self._shares = False, False
+        self._unwritten: tuple[int, ...] = ()
+        """Tokens that it never says."""
         self.packs = getattr(getattr(self.network, "config", None), "model_type", "") in APART
 
     @property
@@ -107,16 +118,7 @@ class CausalLM(Policy):
                 "model.path: this task brings no alphabet to build a tokenizer from; "
                 "give the folder of a checkpoint, or choose a task that fits model.name"
             )
-        if config.hidden % config.heads or config.heads % config.kv_heads:
-            raise ConfigError(
-                f"model.heads: {config.heads} must divide model.hidden {config.hidden} and be a "
-                f"multiple of model.kv_heads {config.kv_heads}"
-            )
-        if config.hidden // config.heads % 2:
-            raise ConfigError(
-                f"model.heads: model.hidden {config.hidden} / {config.heads} heads makes heads of "
-                f"{config.hidden // config.heads}; rotary positions need an even size"
-            )
+        check_sizes(config)
         return None
 
     @classmethod
@@ -134,26 +136,14 @@ class CausalLM(Policy):
             for path in weight_files(source):
                 shutil.copyfile(path, folder / path.name)
             return
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        vocabulary = write_character_tokenizer(spec["alphabet"], folder)
-        settings = AutoConfig.for_model(
-            config.architecture,
-            vocab_size=len(vocabulary),
-            hidden_size=config.hidden,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.hidden // config.heads,
-            intermediate_size=config.intermediate,
-            max_position_embeddings=config.max_positions,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
+        vocabulary = write_character_tokenizer(
+            spec["alphabet"], folder, spec.get("chat_template"), spec.get("special_tokens", ())
         )
+        settings = settings_of(config, len(vocabulary))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -196,6 +186,8 @@ class CausalLM(Policy):
 
     def save_state(self, folder: Path, state: State) -> None:
         copy_companions(self._folder, folder)
+        if renames(self.network.config, type(self.network)):
+            state = State.of(as_published(self.network, state.whole()))
         tied = getattr(self.network, "_tied_weights_keys", None) or {}
         if not getattr(self.network.config, "tie_word_embeddings", False):
             tied = {}
@@ -211,7 +203,10 @@ class CausalLM(Policy):
         mask = pad([np.ones(len(action), np.float32) for action in actions], length)
         steps = {"actions": pad(actions, length), "mask": mask}
         if self._packing:
-            return {**pack(prompts, actions, length, share=self._shares), **steps}
+            keys = [self._told_by(record) for record in records]
+            where = self._positions(records)
+            packed = pack(prompts, actions, length, share=self._shares, keys=keys, where=where)
+            return {**packed, **steps}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
         ]
@@ -221,6 +216,19 @@ class CausalLM(Policy):
             **steps,
         }
 
+    def _told_by(self, record: Record) -> bytes:
+        """What tells its prompt from others."""
+        key: bytes = record.context["prompt"].tobytes()
+        return key
+
+    def _positions(self, records: Sequence[Record]) -> list[np.ndarray] | None:
+        """Where the tokens of each record stand, ``[..., P + T - 1]``; None: one after another."""
+        return None
+
+    def _seen(self, batch: Batch) -> dict[str, Any]:
+        """What the network takes beside tokens."""
+        return {}
+
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         mask = batch["mask"]
         if "places" in batch:
@@ -229,6 +237,7 @@ class CausalLM(Policy):
                 "position_ids": batch["positions"],
                 "logits_to_keep": batch["kept"],
             }
+            inputs |= self._seen(batch)
             if (rows := Rows.of(batch)) is not None:
                 inputs["rows"] = rows
             taken = batch["actions"].flatten()[batch["places"]][None]
@@ -256,7 +265,7 @@ class CausalLM(Policy):
                 return features
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
-        inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": kept}
+        inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": kept, **self._seen(batch)}
         return self._said(inputs, own, batch["actions"], temperature, entropy)
 
     def _said(
@@ -274,23 +283,39 @@ class CausalLM(Policy):
         """
 
         def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            hidden = own(hidden).flatten(0, 1)
+            if self._unwritten:
+                none = weight.new_zeros(len(weight)) if bias is None else bias
+                bias = without(none, self._unwritten)
             out = head_logprobs(
-                hidden, weight, actions.flatten(), temperature, WHOLE, bias=bias, entropy=entropy
+                own(hidden).flatten(0, 1),
+                weight,
+                actions.flatten(),
+                temperature,
+                WHOLE,
+                bias=bias,
+                cap=cap,
+                entropy=entropy,
             )
             return out.view(*actions.shape, -1)
 
         head, settings = plain_head(self.network), getattr(self.network, "config", None)
+        if settings is not None and hasattr(settings, "get_text_config"):
+            settings = settings.get_text_config()
         large = actions.numel() * getattr(settings, "vocab_size", 0) > WHOLE
         if large and head is None:
             say_whole(getattr(settings, "model_type", ""))
         in_parts = large and head is not None
-        with replaced(head, parts) if head and in_parts else contextlib.nullcontext():
+        cap = final_cap(self.network) if in_parts else None
+        with contextlib.ExitStack() as stack:
+            if head and in_parts:
+                stack.enter_context(uncapped(self.network))
+                stack.enter_context(replaced(head, parts))
             out, values = self._run(inputs)
         values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:
             return out[..., 0], out[..., 1] if entropy else None, values
-        return *token_logprobs(own(out), actions, temperature, entropy), values
+        logits = without(own(out), self._unwritten)
+        return *token_logprobs(logits, actions, temperature, entropy), values
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Logits ``[B, K, V]`` and, of a critic, values ``[B, K]`` of what is kept."""
@@ -305,8 +330,8 @@ class CausalLM(Policy):
         return len(record.context["prompt"]) + len(record)
 
     def shared(self, record: Record) -> tuple[bytes, int]:
-        prompt = record.context["prompt"]
-        return (prompt.tobytes(), len(prompt)) if self._shares else (b"", 0)
+        length = len(record.context["prompt"])
+        return (self._told_by(record), length) if self._shares else (b"", 0)
 
     def blocks(self) -> list[nn.Module]:
         return [block for stack in self.stacks() for block in stack]

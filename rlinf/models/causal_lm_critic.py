@@ -237,6 +237,9 @@ def _own(policy: Any) -> Any:
     """A network like the language model's, with one number in place of the logits."""
     critic, head = copy.deepcopy(policy), _head(policy)
     critic.config.tie_word_embeddings = False
+    # What caps logits would cap values.
+    if hasattr(critic.config, "final_logit_softcapping"):
+        critic.config.final_logit_softcapping = None
     critic.set_output_embeddings(head)
     use_onednn(critic)
     return critic

@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from rlinf.errors import DataError
 
 V = TypeVar("V")
 SHOWN = 3
 """Names in a message; of the others it says how many there are."""
+SEEING = {"qwen2_5_vl"}
+"""Families that read images as well, and have a policy of their own."""
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -120,8 +122,32 @@ def renames(settings: Any, cls: Any) -> bool:
     """Whether checkpoints of a network name tensors otherwise than it does; only loading tells."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    known = get_checkpoint_conversion_mapping(settings.model_type)  # type: ignore[no-untyped-call]
-    return bool(known or getattr(cls, "_checkpoint_conversion_mapping", None))
+    # One that is sharded has a class of its own, derived from that.
+    names = [settings.model_type, *(one.__name__ for one in cls.__mro__)]
+    known = any(get_checkpoint_conversion_mapping(name) for name in names)  # type: ignore[no-untyped-call]
+    return known or bool(getattr(cls, "_checkpoint_conversion_mapping", None))
+
+
+def network_class(settings: Any) -> Any:
+    """The library's class of a configuration's network: a causal language model, or one that sees.
+
+    Raises:
+        KeyError: it has none.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if settings.model_type in SEEING:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+
+
+def as_published(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A network's tensors by the names and shapes that its checkpoints have: one for each expert,
+    say, where the network has all in one. What others load is that."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(module, dict(tensors))
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def under_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:
@@ -142,14 +168,14 @@ def check_weights(folder: Path) -> None:
         DataError: lists what is missing, unexpected or of another shape.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     if "auto_map" in json.loads((folder / "config.json").read_text()):
         return
     stored = stored_shapes(folder)
     try:
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+        cls = network_class(settings)
         if renames(settings, cls):
             return
         with torch.device("meta"):

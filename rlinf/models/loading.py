@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.errors import DataError, nearest
-from rlinf.models.fit import check_fit, refuse_unfit, renames, under_prefix
+from rlinf.models.fit import check_fit, network_class, refuse_unfit, renames, under_prefix
 from rlinf.models.folder import check_links
 from rlinf.models.headers import INDEX, read_settings
 from rlinf.models.linear import use_onednn
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rlinf.models.causal_lm import CausalLMConfig
 
 WEIGHTS = "model.safetensors"
+BY_FORMULA = {"gemma2"}
+"""Families whose attention scores may be capped, which torch's fused attention cannot do."""
 
 
 def load_module(folder: Path, config: CausalLMConfig) -> Any:
@@ -43,7 +45,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
             config=settings,
             state_dict=read_weights(folder),
             dtype=getattr(torch, config.dtype),
-            attn_implementation="sdpa",
+            attn_implementation=_attention(settings),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -72,7 +74,9 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
             return None
         with _parameters_on_meta():
             module = cls._from_config(
-                settings, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+                settings,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=_attention(settings),
             )
         if config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None):
             return None
@@ -139,7 +143,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
     """Class and settings of a checkpoint's network."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     trusted = config.trust_remote_code
@@ -151,7 +155,12 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
         without_dropout(settings)
         if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
             return get_class_from_dynamic_module(own, str(small)), settings
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)], settings
+        return network_class(settings), settings
+
+
+def _attention(settings: Any) -> str:
+    """What the library computes attention with, until packing or an engine sets its own."""
+    return "eager" if settings.model_type in BY_FORMULA else "sdpa"
 
 
 def _set_generation(module: Any, folder: Path) -> None:

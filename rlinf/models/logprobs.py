@@ -8,14 +8,17 @@ backward pass computes them again from the hidden states.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from rlinf.models.fit import SEEING
 
 log = logging.getLogger("rlinf")
 WHOLE = 1 << 25
@@ -45,6 +48,7 @@ def head_logprobs(
     part: int = WHOLE,
     *,
     bias: Tensor | None = None,
+    cap: float | None = None,
     entropy: bool = True,
 ) -> Tensor:
     """The same of ``hidden @ weight.T + bias``, without its ever being whole: ``[N, 2]``.
@@ -55,6 +59,7 @@ def head_logprobs(
         taken: ``[N]``.
         part: logits that exist at a time, at least those of one position.
         bias: ``[V]``.
+        cap: logits are ``cap * tanh(logits / cap)`` (Gemma 2, arXiv 2408.00118, section 2).
         entropy: false: without it, ``[N, 1]``.
 
     Returns:
@@ -62,7 +67,7 @@ def head_logprobs(
     """
     rows = max(1, part // weight.shape[0])
     outputs: Tensor = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, taken, temperature or 1.0, rows, entropy
+        hidden, weight, bias, taken, temperature or 1.0, rows, cap, entropy
     )
     return outputs
 
@@ -77,24 +82,25 @@ class _Head(torch.autograd.Function):
         taken: Tensor,
         temperature: float,
         rows: int,
+        cap: float | None,
         entropy: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         out = torch.empty(len(hidden), 1 + entropy, dtype=wide, device=hidden.device)
         for at in range(0, len(hidden), rows):
             part = slice(at, at + rows)
-            logprobs = _logprobs(hidden[part], weight, bias, temperature)
+            logprobs = _logprobs(_capped(_logits(hidden[part], weight, bias), cap), temperature)
             out[part, 0] = logprobs.gather(-1, taken[part, None])[:, 0]
             if entropy:
                 out[part, 1] = -(logprobs.exp() * logprobs).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, taken, out)
-        ctx.temperature, ctx.rows, ctx.entropy = temperature, rows, entropy
+        ctx.temperature, ctx.rows, ctx.cap, ctx.entropy = temperature, rows, cap, entropy
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """With p = softmax(z / T): d log p_a / dz_j = (1[j = a] - p_j) / T, and of the entropy H
-        dH / dz_j = -p_j (log p_j + H) / T."""
+        dH / dz_j = -p_j (log p_j + H) / T. Where z = c tanh(x / c): dz / dx = 1 - (z / c)^2."""
         (grad,) = grads
         hidden, weight, bias, taken, out = ctx.saved_tensors
         wanted = ctx.needs_input_grad
@@ -106,7 +112,12 @@ class _Head(torch.autograd.Function):
             of_bias = torch.zeros_like(bias, dtype=out.dtype)
         for at in range(0, len(hidden), ctx.rows):
             part = slice(at, at + ctx.rows)
-            logprobs = _logprobs(hidden[part], weight, bias, ctx.temperature)
+            logits = _capped(_logits(hidden[part], weight, bias), ctx.cap)
+            slope = None
+            if ctx.cap is not None:
+                slope = 1 - (logits.to(out.dtype) / ctx.cap).square()
+            logprobs = _logprobs(logits, ctx.temperature)
+            del logits
             chosen = grad[part, :1]
             # In place: -p (g + h (log p + H)), then g more where the token was taken.
             if ctx.entropy:
@@ -117,6 +128,8 @@ class _Head(torch.autograd.Function):
                 logprobs.exp_().mul_(chosen)
             of_logits = logprobs.neg_().scatter_add_(1, taken[part, None], chosen)
             of_logits.div_(ctx.temperature)
+            if slope is not None:
+                of_logits.mul_(slope)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
             of_logits = of_logits.to(hidden.dtype)
@@ -131,17 +144,37 @@ class _Head(torch.autograd.Function):
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(weight.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
-def _logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     logits = hidden @ weight.T
-    return F.log_softmax(_scaled(logits if bias is None else logits.add_(bias), temperature), -1)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Written over, in the type that they have, as networks do."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _logprobs(logits: Tensor, temperature: float) -> Tensor:
+    return F.log_softmax(_scaled(logits, temperature), -1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+UNSAID = -1e9
+"""Logit of a token that is never said; finite, for minus infinity times its probability is none."""
+
+
+def without(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits ``[..., V]`` with which some tokens are never said."""
+    if not tokens:
+        return logits
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), UNSAID)
 
 
 HEAD_LAST = {
@@ -153,13 +186,37 @@ HEAD_LAST = {
 }
 """Families whose logits are what their output head gives: nothing scales or caps them."""
 
+CAPPED = {"gemma2", "gemma3_text"}
+"""Families whose logits are capped after their output head, where their settings say at what
+(``final_logit_softcapping``), and nothing else."""
+
 
 def plain_head(module: Any) -> nn.Linear | None:
-    """The output head, where it is known to be the last to work on the logits."""
-    if getattr(module.config, "model_type", None) not in HEAD_LAST:
+    """The output head, where it is known what works on the logits after it: at most a cap."""
+    if getattr(module.config, "model_type", None) not in HEAD_LAST | CAPPED | SEEING:
         return None
     head = module.get_output_embeddings()
     return head if isinstance(head, nn.Linear) else None
+
+
+def final_cap(module: Any) -> float | None:
+    """At what the logits of a network of :data:`CAPPED` are capped; None: they are not."""
+    known = module.config.model_type in CAPPED
+    return getattr(module.config, "final_logit_softcapping", None) if known else None
+
+
+@contextlib.contextmanager
+def uncapped(module: Any) -> Iterator[None]:
+    """Have a network give what comes from its head as it is."""
+    settings = module.config
+    if final_cap(module) is not None:
+        # Its own alone: other threads compute with copies of the network that share the settings.
+        module.config = copy.copy(settings)
+        module.config.final_logit_softcapping = None
+    try:
+        yield
+    finally:
+        module.config = settings
 
 
 @functools.cache

@@ -122,15 +122,25 @@ class Rows:
 
 
 def pack(
-    prompts: Sequence[np.ndarray], actions: Sequence[np.ndarray], length: int, *, share: bool
+    prompts: Sequence[np.ndarray],
+    actions: Sequence[np.ndarray],
+    length: int,
+    *,
+    share: bool,
+    keys: Sequence[bytes] | None = None,
+    where: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """Model inputs of rows: a prompt and the tokens that answer it, ``length`` of them at most.
 
     Args:
         share: whether a prompt that several rows have stands there once.
+        keys: of each row what its prompt is told by; by default the tokens.
+        where: of each row the positions of its tokens, ``[..., P + T - 1]``; by default they are
+            counted from 0.
 
     Returns:
-        ``tokens`` and ``positions`` ``[1, L]``, of each answer all but its last token; ``kept``
+        ``tokens`` and ``positions`` ``[1, L]`` (``[..., 1, L]``), of each answer all but its last
+        token; ``kept``
         and ``places`` ``[n]``: for each token of an answer where in ``L`` it is predicted, and
         where it stands in ``[B, length]`` laid out flat. With ``share`` also what :class:`Rows`
         holds.
@@ -138,34 +148,38 @@ def pack(
     tokens, positions, spans = list[np.ndarray](), list[np.ndarray](), list[tuple[int, int, int]]()
     size = 0
 
-    def place(row: np.ndarray, before: int, prompt: int) -> int:
-        """Put tokens behind ``before`` others, which stand at ``prompt``; returns where."""
+    def place(number: int, row: np.ndarray, before: int, prompt: int) -> int:
+        """Put tokens of a row behind ``before`` others of it, which stand at ``prompt``; returns
+        where."""
         nonlocal size
         begin, size = size, size + len(row)
         if len(row):
             tokens.append(row)
-            positions.append(np.arange(before, before + len(row)))
+            stop = before + len(row)
+            own = np.arange(before, stop) if where is None else where[number][..., before:stop]
+            positions.append(own)
             spans.append((begin, len(row), prompt if before else -1))
         return begin
 
-    keys = [prompt.tobytes() if share else i for i, prompt in enumerate(prompts)]
-    counts = Counter[object](keys)
+    told = list[object](keys or [prompt.tobytes() for prompt in prompts])
+    told = told if share else list(range(len(prompts)))
+    counts = Counter[object](told)
     first: dict[object, int] = {}
     kept = []
-    for key, prompt, answer in zip(keys, prompts, actions, strict=True):
+    for i, (key, prompt, answer) in enumerate(zip(told, prompts, actions, strict=True)):
         if counts[key] == 1:
-            begin = place(np.concatenate((prompt, answer[:-1])), 0, -1)
+            begin = place(i, np.concatenate((prompt, answer[:-1])), 0, -1)
             kept.append(begin + len(prompt) - 1 + np.arange(len(answer)))
             continue
         if key not in first:
-            first[key] = place(prompt, 0, -1)
-        begin = place(answer[:-1], len(prompt), first[key])
+            first[key] = place(i, prompt, 0, -1)
+        begin = place(i, answer[:-1], len(prompt), first[key])
         own = begin - 1 + np.arange(len(answer))
         own[:1] = first[key] + len(prompt) - 1
         kept.append(own)
     arrays = {
         "tokens": np.concatenate(tokens)[None],
-        "positions": np.concatenate(positions)[None],
+        "positions": np.concatenate(positions, axis=-1)[..., None, :],
         "kept": np.concatenate(kept),
         "places": np.concatenate([i * length + np.arange(len(a)) for i, a in enumerate(actions)]),
     }
@@ -276,12 +290,12 @@ def attend(
                 enable_gqa=own.shape[1] != seen.shape[1],
             )
         else:
-            out = _capped(own, seen, there, mask, scaling, softcap)
+            out = capped(own, seen, there, mask, scaling, softcap)
         found.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).index_select(0, rows.order)[None], None
 
 
-def _capped(
+def capped(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -289,7 +303,18 @@ def _capped(
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """Attention by the formula, with capped scores."""
+    """Attention by the formula, its scores ``softcap * tanh(score / softcap)`` (Gemma 2,
+    arXiv 2408.00118, section 2).
+
+    Args:
+        query: ``[B, H, r, D]``.
+        key: ``[B, K, k, D]``; H is a multiple of K.
+        value: ``[B, K, k, D]``.
+        mask: bool, broadcast to ``[B, H, r, k]``, true where visible; None: all up to itself.
+
+    Returns:
+        ``[B, H, r, D]``.
+    """
     times = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)

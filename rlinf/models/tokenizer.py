@@ -7,6 +7,7 @@ in that form whatever their files say, and so this one comes out the same.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -15,8 +16,18 @@ from tokenizers.models import BPE
 PAD, EOS = "<pad>", "<|endoftext|>"
 
 
-def write_character_tokenizer(alphabet: str, folder: Path) -> dict[str, int]:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``; returns the vocabulary."""
+def write_character_tokenizer(
+    alphabet: str,
+    folder: Path,
+    chat_template: str | None = None,
+    special_tokens: Sequence[str] = (),
+) -> dict[str, int]:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``; returns the vocabulary.
+
+    Args:
+        special_tokens: of the chat template, whose last one ends a turn, and with it a sample; or,
+            without a template, others.
+    """
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = {
         byte
@@ -25,20 +36,22 @@ def write_character_tokenizer(alphabet: str, folder: Path) -> dict[str, int]:
         for byte in part
     }
     vocabulary = {PAD: 0, EOS: 1}
-    for character in sorted(characters):
-        vocabulary[character] = len(vocabulary)
+    for token in (*sorted(characters), *special_tokens):
+        vocabulary[token] = len(vocabulary)
     tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = level
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([PAD, EOS])
+    tokenizer.add_special_tokens([PAD, EOS, *special_tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
-        "eos_token": EOS,
+        "eos_token": EOS if chat_template is None else special_tokens[-1],
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000,
     }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return vocabulary

@@ -18,9 +18,10 @@ from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs import environments
 from rlinf.envs.base import Environment, Episodes
-from rlinf.fit import OBSERVATIONS, STEP_REWARDS
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.fit import OBSERVATIONS, STEP_REWARDS, VISION
+from rlinf.models.causal_lm import CausalLM
 from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.models.qwen2_5_vl import Qwen25VL
 from stages.collect import collect
 
 GROUP = 2
@@ -34,6 +35,15 @@ def options(name: str, folder: Path) -> dict[str, Any]:
     if name == "jsonl":
         for split, first in (("train", 0), ("test", 50)):
             rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(first, first + 9)]
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
+    if name == "conversations":
+        for split, first in (("train", 0), ("test", 50)):
+            rows = []
+            for n in range(first, first + 9):
+                asked = {"role": "user", "content": f"{n}+1="}
+                said = {"role": "assistant", "content": str(n + 1)}
+                rows.append({"messages": [asked, said]})
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     # Questions with as few words as there are: the model's tokens are characters.
@@ -75,10 +85,12 @@ def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, P
         engine: Any = DirectEngine(DirectConfig(), MLPPolicy, small)
         processor = None
     else:
-        tiny = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
-        CausalLM.create(tiny, {"alphabet": spec.get("alphabet", LETTERS)}, 0, folder)
-        engine = TransformersEngine(TransformersConfig(), CausalLM, tiny)
-        processor = CausalLM.processor(folder, tiny)
+        sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64}
+        policy = Qwen25VL if VISION in cls.needs else CausalLM
+        tiny = policy.Config(**sizes)
+        policy.create(tiny, {"alphabet": spec.get("alphabet", LETTERS)}, 0, folder)
+        engine = TransformersEngine(TransformersConfig(), policy, tiny)
+        processor = policy.processor(folder, tiny)
     engine.load(folder, 5)
     environment = cls(config, processor)
 
@@ -98,7 +110,8 @@ def asked(record: Record) -> bytes:
     """What an episode begins with."""
     prompt = record.context.get("prompt")
     first = record.steps["observations"][0] if prompt is None else prompt
-    return np.asarray(first).tobytes()
+    image: bytes = record.context.get("pixels", np.zeros(0, np.uint8)).tobytes()
+    return np.asarray(first).tobytes() + image
 
 
 def test_every_sample_is_there_once_with_what_the_algorithms_need(

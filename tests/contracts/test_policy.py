@@ -12,24 +12,22 @@ import torch
 from torch import Tensor
 
 from rlinf.channels.local import LocalChannel
+from rlinf.data.padding import pad
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
 from rlinf.engines.server import ServerEngine
 from rlinf.fit import ACTS, LANGUAGE_MODEL
 from rlinf.models import policies
 from rlinf.models.base import copy_weights
+from rlinf.models.images import PIXELS, SIZES, columns_of
 from rlinf.seeding import generator
 from tests.contracts.own import parts
 
+TINY = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64}
 SMALL: dict[str, dict[str, Any]] = {
-    "causal_lm": {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64},
-    "causal_lm_critic": {
-        "hidden": 32,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 1,
-        "intermediate": 64,
-    },
+    "causal_lm": TINY,
+    "causal_lm_critic": TINY,
+    "qwen2_5_vl": {**TINY, "hidden": 64, "vision_hidden": 16},
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
     "mlp_q": {"hidden": (8,), "critic_hidden": (8,), "state_value": True},
     "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features": 8},
@@ -61,16 +59,35 @@ def kinds(name: str) -> list[str]:
     return ["discrete"] if name in NUMBERED else ["discrete", "box"]
 
 
-CASES = [(name, kind) for name in parts(policies) for kind in kinds(name)]
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"window": 4},
+    "gemma3_text": {"window": 4},
+    "qwen3_moe": {},
+    "mixtral": {"window": 4},
+    "olmoe": {},
+}
+"""Of language models, beside the first one, with what lets them show what is their own."""
+CASES = [(name, kind, "") for name in parts(policies) for kind in kinds(name)]
+CASES += [
+    (name, "tokens", architecture)
+    for name in policies.names()
+    if "tokens" in kinds(name)
+    for architecture in ARCHITECTURES
+    if name == "causal_lm" or (name == "causal_lm_critic" and architecture == "gemma2")
+]
 
 
 class Tried:
     """A policy with weights whose preferences are seen."""
 
-    def __init__(self, case: tuple[str, str], folder: Path) -> None:
-        name, self.kind = case
+    def __init__(self, case: tuple[str, str, str], folder: Path) -> None:
+        name, self.kind, architecture = case
         self.cls = policies.get(name)
-        self.options = self.cls.Config(**SMALL.get(name, {}))
+        further = ARCHITECTURES.get(architecture, {})
+        if architecture:
+            further = {"architecture": architecture, **further}
+        self.options = self.cls.Config(**SMALL.get(name, {}), **further)
         self.first, self.folder = folder / "first", folder / "served"
         for each in (self.first, self.folder):
             each.mkdir()
@@ -94,7 +111,14 @@ class Tried:
         random = np.random.default_rng(number)
         if self.kind == "tokens":
             prompt, actions = random.integers(2, 14, 3 + number % 4), random.integers(2, 14, 20)
-            return Record(Identity(0, number), {"actions": actions[:steps]}, {"prompt": prompt})
+            context = {"prompt": prompt}
+            if (images := self.cls.image_settings(self.first)) is not None:
+                shape = (images.side * (1 + number % 2), images.side * 2, 3)
+                image = random.integers(0, 256, shape, dtype=np.uint8)
+                seen = np.full(images.tokens(image), images.token)
+                context = {"prompt": np.concatenate([prompt[:2], seen, prompt[2:]])}
+                context |= columns_of([image])
+            return Record(Identity(0, number), {"actions": actions[:steps]}, context)
         seen = random.normal(size=(20, 4)).astype(np.float32)
         done = random.integers(0, 3, 20)
         if self.kind == "box":
@@ -114,7 +138,7 @@ class Tried:
         return [row[: len(record)] for row, record in zip(rows, records, strict=True)]
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def tried(request: pytest.FixtureRequest, tmp_path: Path) -> Tried:
     return Tried(request.param, tmp_path)
 
@@ -146,12 +170,17 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
     cls = next(c for c in known if LANGUAGE_MODEL in c.needs and not issubclass(c, ServerEngine))
     engine = cls(cls.Config(device="cpu"), tried.cls, tried.options)
     engine.load(tried.folder, 0)
-    prompts = [tried.record(number, 0).context["prompt"] for number in range(5)]
+    contexts = [tried.record(number, 0).context for number in range(5)]
+    prompts = [context["prompt"] for context in contexts]
     steps = {
         "sample": np.arange(5),
-        "prompt": np.array([np.pad(prompt, (0, 9 - len(prompt))) for prompt in prompts]),
+        "prompt": pad(prompts, max(map(len, prompts))).numpy(),
         "prompt_length": np.array([len(prompt) for prompt in prompts]),
     }
+    for name in (PIXELS, SIZES):
+        if name in contexts[0]:
+            columns = [context[name] for context in contexts]
+            steps[name] = pad(columns, max(map(len, columns))).numpy()
     channel, records = LocalChannel(), []
     channel.put(Record(Identity(0, 0), steps, info={"horizon": 6, "temperature": temperature}))
     channel.close()
@@ -162,7 +191,7 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
                 "actions": reply.steps["tokens"][i, :length],
                 "logprobs": reply.steps["logprobs"][i, :length],
             }
-            records.append(Record(Identity(0, sample), columns, {"prompt": prompts[sample]}))
+            records.append(Record(Identity(0, sample), columns, contexts[sample]))
     engine.close()
     return records
 
@@ -188,7 +217,9 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
     if tried.kind == "box":
         return
     record = tried.record(1, 1)
-    count = 3 if tried.kind == "discrete" else tried.policy.network.config.vocab_size
+    count = 3
+    if tried.kind == "tokens":
+        count = tried.policy.network.config.get_text_config().vocab_size
     every = []
     for action in range(count):
         steps = {**record.steps, "actions": np.array([action])}

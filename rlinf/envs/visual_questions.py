@@ -1,0 +1,225 @@
+"""Questions about drawn scenes: coloured shapes on a grid, their number, colour and place.
+
+Everything about a scene follows from its random numbers. Held-out questions are told by the scene
+and the question together, so that no training prompt can be one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from rlinf.config import Section
+from rlinf.data.record import Identity, Record
+from rlinf.envs.arithmetic import is_held_out
+from rlinf.envs.base import Episodes, Extent
+from rlinf.envs.prompts import Prompt, PromptEnvironment
+from rlinf.errors import ConfigError
+from rlinf.fit import IMAGE_REQUESTS, VISION
+from rlinf.models.base import Spec
+from rlinf.models.images import ImageSettings, columns_of
+from rlinf.seeding import generator
+
+Kind = Literal["count", "colour", "place"]
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 200, 40),
+}
+SHAPES = ("circle", "square", "triangle")
+BACKGROUND = 245
+ANSWER = re.compile(r"<answer>([^<>]*)</answer>\s*$")
+BEGIN, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+
+
+class VisualQuestionsConfig(Section):
+    """What is drawn and asked."""
+
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    """Of questions; each is as likely."""
+    size: int = Field(default=56, gt=0)
+    """Side of an image, pixels; a model may enlarge it."""
+    cells: int = Field(default=2, gt=0, le=8)
+    """Rows and columns of the grid; a cell holds one shape at most."""
+    most: int = Field(default=4, gt=0)
+    """Shapes of a scene; at least one, and no more than there are cells."""
+    format_credit: float = Field(default=0.1, ge=0, lt=1)
+    """Reward of a wrong answer in the right format, ``<answer>...</answer>`` at the end; a right
+    one has 1."""
+    test_seed: int = Field(default=1234, ge=0)
+    """Seed of the held-out questions; the run's seed does not change them."""
+
+    @field_validator("kinds")
+    @classmethod
+    def _some(cls, value: tuple[Kind, ...]) -> tuple[Kind, ...]:
+        if not value:
+            raise ValueError("name at least one kind of question")
+        return value
+
+
+class Thing(NamedTuple):
+    """A shape in a scene."""
+
+    shape: str
+    colour: str
+    row: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Shapes on a grid."""
+
+    things: tuple[Thing, ...]
+    cells: int
+
+    def drawn(self, size: int) -> np.ndarray:
+        """The image, uint8 ``[size, size, 3]``: each pixel by whether its centre is in a shape."""
+        image = np.full((size, size, 3), BACKGROUND, np.uint8)
+        centres = (np.arange(size) + 0.5) * self.cells / size
+        for thing in self.things:
+            # Within its cell, from -1 to 1; y grows downwards.
+            y = 2 * (centres - thing.row)[:, None] - 1
+            x = 2 * (centres - thing.column)[None, :] - 1
+            inside = {
+                "circle": x**2 + y**2 <= 0.64,
+                "square": np.maximum(abs(x), abs(y)) <= 0.7,
+                "triangle": (y <= 0.75) & (2 * abs(x) <= (y + 0.8)),
+            }[thing.shape]
+            image[inside] = COLOURS[thing.colour]
+        return image
+
+
+@dataclass(frozen=True)
+class VisualPrompt(Prompt):
+    """A question about a scene, with its image as the model takes it."""
+
+    image: np.ndarray
+    tokens: int
+    """That stand for the image."""
+
+    def columns(self) -> Mapping[str, np.ndarray]:
+        return self._columns
+
+    @cached_property
+    def _columns(self) -> dict[str, np.ndarray]:
+        return columns_of([self.image])
+
+    @property
+    def given(self) -> str:
+        return f"{BEGIN}{IMAGE * self.tokens}{END}{self.text}"
+
+
+class VisualQuestions(PromptEnvironment):
+    """See the module. A response ends with ``<answer>WORD</answer>``; anything may stand before."""
+
+    Config = VisualQuestionsConfig
+    config: VisualQuestionsConfig
+    needs = frozenset({VISION, IMAGE_REQUESTS})
+
+    def __init__(self, config: Any, processor: Any) -> None:
+        super().__init__(config, processor)
+        images = getattr(processor, "images", None)
+        if not isinstance(images, ImageSettings):
+            raise ConfigError(
+                "task.name: visual_questions needs a model that reads images, such as "
+                "model.name=qwen2_5_vl"
+            )
+        self._images = images
+
+    @classmethod
+    def describe(cls, config: VisualQuestionsConfig) -> Spec:
+        letters = "abcdefghijklmnopqrstuvwxyz0123456789 ?</>\n"
+        return {"alphabet": letters}
+
+    @classmethod
+    def extent(cls, config: VisualQuestionsConfig, processor: Any) -> Extent:
+        if processor is None:
+            return Extent()
+        made = cls(config, processor)
+        draws = generator(0, "visual_questions", "extent")
+        some = made.contexts([made._draw(draws, "train").given for _ in range(64)])
+        return Extent(longest_prompt=max(map(len, some)))
+
+    def prompts(self, episodes: Episodes) -> Sequence[Prompt]:
+        seed, iteration = episodes.seed, episodes.iteration
+        if episodes.split == "test":
+            seed, iteration = self.config.test_seed, 0
+        address = ("visual_questions", episodes.split, iteration)
+        return [
+            self._draw(generator(seed, *address, int(start)), episodes.split)
+            for start in episodes.starts
+        ]
+
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+        draws = generator(seed, "visual_questions", "demonstration", step)
+        prompts = [self._draw(draws, "train") for _ in range(count)]
+        questions = self.contexts([prompt.given for prompt in prompts])
+        replies = self.encode([f"<answer>{prompt.answer}</answer>" for prompt in prompts])
+        stop = self.tokenizer.eos_token_id
+        return [
+            Record(
+                Identity(step, i),
+                {"actions": np.append(reply, stop)},
+                {"prompt": question, **prompt.columns()},
+            )
+            for i, (question, reply, prompt) in enumerate(
+                zip(questions, replies, prompts, strict=True)
+            )
+        ]
+
+    def grade(self, response: str, answer: str) -> float:
+        found = ANSWER.search(response)
+        if found is None:
+            return 0.0
+        return 1.0 if found[1].strip() == answer else self.config.format_credit
+
+    def _draw(self, draws: np.random.Generator, split: str) -> VisualPrompt:
+        """One question of a split: drawn again until it falls on the right side."""
+        while True:
+            scene = self._scene(draws)
+            asked = self._question(scene, draws)
+            if asked is None or is_held_out(f"{scene}{asked[0]}") != (split == "test"):
+                continue
+            image = self._images.fitted(scene.drawn(self.config.size))
+            return VisualPrompt(*asked, image, self._images.tokens(image))
+
+    def _scene(self, draws: np.random.Generator) -> Scene:
+        cells = self.config.cells
+        count = int(draws.integers(1, min(self.config.most, cells**2) + 1))
+        places = draws.permutation(cells**2)[:count]
+        return Scene(
+            tuple(
+                Thing(
+                    SHAPES[int(draws.integers(len(SHAPES)))],
+                    list(COLOURS)[int(draws.integers(len(COLOURS)))],
+                    int(place) // cells,
+                    int(place) % cells,
+                )
+                for place in places
+            ),
+            cells,
+        )
+
+    def _question(self, scene: Scene, draws: np.random.Generator) -> tuple[str, str] | None:
+        """A question and its answer; None: of such a scene it has no clear one."""
+        kind = self.config.kinds[int(draws.integers(len(self.config.kinds)))]
+        if kind == "count":
+            shape = SHAPES[int(draws.integers(len(SHAPES)))]
+            return f"how many {shape}s?", str(sum(t.shape == shape for t in scene.things))
+        one = scene.things[int(draws.integers(len(scene.things)))]
+        if kind == "colour":
+            alike = [t for t in scene.things if t.shape == one.shape]
+            return (f"what colour is the {one.shape}?", one.colour) if len(alike) == 1 else None
+        named = [t for t in scene.things if (t.shape, t.colour) == (one.shape, one.colour)]
+        if len(named) > 1 or 2 * one.column + 1 == scene.cells:
+            return None
+        side = "left" if 2 * one.column + 1 < scene.cells else "right"
+        return f"is the {one.colour} {one.shape} left or right?", side

@@ -1,0 +1,237 @@
+"""Qwen2.5-VL (arXiv 2502.13923): a language model that reads images, from a folder or small.
+
+A prompt's images are in its record (:mod:`rlinf.models.images`), with as many image tokens in the
+prompt as stand for them. Of several processes that share the weights all call the vision network
+for each micro-batch, or none does: a task's prompts either all have images or none has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+
+from rlinf.data.padding import pad
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError, DataError
+from rlinf.fit import LANGUAGE_MODEL, PROMPTS, VISION
+from rlinf.models.architectures import check_sizes
+from rlinf.models.base import Batch, Spec
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig, check_vocabulary, load_tokenizer
+from rlinf.models.fit import check_weights
+from rlinf.models.headers import check_headers, read_settings
+from rlinf.models.images import PIXELS, PREPROCESSOR, ImageSettings, images_in, sizes_in
+from rlinf.models.loading import check_checkpoint
+from rlinf.models.packed import NAME, attend
+from rlinf.models.tokenizer import write_character_tokenizer
+
+FAMILY = "qwen2_5_vl"
+BEGIN, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+
+
+class Qwen25VLConfig(CausalLMConfig):
+    """``path`` to a checkpoint folder, or the sizes of a new network."""
+
+    vision_hidden: int = Field(default=64, gt=0)
+    vision_layers: int = Field(default=2, gt=0)
+    vision_heads: int = Field(default=2, gt=0)
+    vision_window: int = Field(default=56, gt=0)
+    """Side of the squares within which patches see each other, pixels; in the last layer all do."""
+    patch: int = Field(default=14, gt=0)
+    """Side of a patch, pixels; a token stands for two by two."""
+
+
+class Qwen25VL(CausalLM):
+    """See the module."""
+
+    Config = Qwen25VLConfig
+    needs = frozenset({PROMPTS})
+    offers = frozenset({LANGUAGE_MODEL, VISION})
+
+    def __init__(self, module: nn.Module, folder: Path) -> None:
+        super().__init__(module, folder)
+        self.packs = True
+        self._images = self.image_settings(folder)
+        self._unwritten = self._images.unwritten
+
+    @classmethod
+    def image_settings(cls, folder: Path) -> ImageSettings:
+        return ImageSettings.of(folder, read_settings(folder))
+
+    @classmethod
+    def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
+        if config.path is None:
+            assert isinstance(config, Qwen25VLConfig)
+            if config.architecture != "qwen2":
+                raise ConfigError("model.architecture: qwen2_5_vl has one of its own; leave it out")
+            if config.vision_hidden % (4 * config.vision_heads):
+                raise ConfigError(
+                    f"model.vision_heads: model.vision_hidden {config.vision_hidden} / "
+                    f"{config.vision_heads} heads must be a multiple of 4: rotary positions of two "
+                    "axes"
+                )
+            if config.vision_window % (2 * config.patch):
+                raise ConfigError(
+                    f"model.vision_window: {config.vision_window} is no multiple of two patches of "
+                    f"model.patch={config.patch}"
+                )
+            check_sizes(config)
+            return super().check(config, spec)
+        folder = config.path.expanduser()
+        check_checkpoint(folder, config.trust_remote_code)
+        if (kind := read_settings(folder)["model_type"]) != FAMILY:
+            raise DataError(
+                f"model.path: {folder} is a {kind!r} model; model.name=qwen2_5_vl takes folders of "
+                f"the type {FAMILY!r}, model.name=causal_lm those of language models"
+            )
+        check_headers(folder)
+        tokenizer = cls.processor(folder, config)
+        check_vocabulary(folder, tokenizer)
+        check_weights(folder)
+        return tokenizer
+
+    @classmethod
+    def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
+        """The tokenizer, which has an :class:`ImageSettings` as ``images``."""
+        tokenizer = load_tokenizer(folder, config.trust_remote_code)
+        tokenizer.images = cls.image_settings(folder)
+        return tokenizer
+
+    @classmethod
+    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+        if config.path is not None:
+            super().create(config, spec, seed, folder)
+            return
+        assert isinstance(config, Qwen25VLConfig)
+        cls.check(config, spec)
+        from transformers import Qwen2_5_VLForConditionalGeneration
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        specials = (*spec.get("special_tokens", ()), BEGIN, END, IMAGE, VIDEO)
+        template = spec.get("chat_template")
+        if template is not None:
+            # The last one ends a turn.
+            specials = (BEGIN, END, IMAGE, VIDEO, *spec["special_tokens"])
+        vocabulary = write_character_tokenizer(spec["alphabet"], folder, template, specials)
+        settings = small_settings(config, vocabulary)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made: Any = Qwen2_5_VLForConditionalGeneration
+            module = made._from_config(settings, dtype=torch.float32)
+        module.to(getattr(torch, config.dtype)).save_pretrained(folder)
+        known = ImageSettings(token=0, unwritten=())
+        values = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": config.patch,
+            "merge_size": known.merge,
+            "temporal_patch_size": known.frames,
+            "image_mean": known.mean,
+            "image_std": known.std,
+            "rescale_factor": known.scale,
+            "size": {"shortest_edge": (2 * config.patch) ** 2, "longest_edge": known.most},
+        }
+        (folder / PREPROCESSOR).write_text(json.dumps(values, indent=1))
+
+    def collate(self, records: Sequence[Record]) -> Batch:
+        for record in records:
+            if np.isin(record.steps["actions"][:-1], self._unwritten).any():
+                raise DataError(
+                    f"record {tuple(record.identity)}: an answer holds a token that stands for an "
+                    "image; whoever made it must not say it"
+                )
+        batch = super().collate(records)
+        if not self._packing:
+            rows = [row.T for row in self._positions(records)]
+            batch["positions"] = pad(rows, batch["tokens"].shape[1] - 1).permute(2, 0, 1)
+        seen, images, sizes = set[bytes](), list[np.ndarray](), list[np.ndarray]()
+        for record in records:
+            key = self._told_by(record)
+            if key in seen and self._shares:
+                continue
+            seen.add(key)
+            images += images_in(record.context)
+            sizes.append(sizes_in(record.context))
+        if images:
+            patches = np.concatenate([self._images.patches(image) for image in images])
+            batch["patches"] = torch.from_numpy(patches)
+            batch["grids"] = torch.from_numpy(self._images.grids(np.concatenate(sizes)))
+        return batch
+
+    def _told_by(self, record: Record) -> bytes:
+        pixels = record.context.get(PIXELS)
+        sizes = sizes_in(record.context).tobytes()
+        image = b"" if pixels is None else np.ascontiguousarray(pixels).tobytes()
+        return super()._told_by(record) + sizes + image
+
+    def _positions(self, records: Sequence[Record]) -> list[np.ndarray]:
+        return [
+            self._images.positions(
+                np.concatenate([record.context["prompt"], record.steps["actions"][:-1]]),
+                sizes_in(record.context),
+            )
+            for record in records
+        ]
+
+    def _seen(self, batch: Batch) -> dict[str, Any]:
+        seen: dict[str, Any] = {"position_ids": batch["positions"]}
+        if "patches" in batch:
+            seen |= {"pixel_values": batch["patches"], "image_grid_thw": batch["grids"]}
+        return seen
+
+    def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, attend)
+        # Of the language model alone: the patches of an image see each other in both directions.
+        self.network.model.language_model.set_attn_implementation(NAME)
+        self._packing = self._shares = True
+
+
+def small_settings(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
+    """The ``transformers`` configuration of a new network."""
+    from transformers import Qwen2_5_VLConfig
+
+    half = config.hidden // config.heads // 2
+    space = 3 * half // 8
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(vocabulary),
+            "hidden_size": config.hidden,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "intermediate_size": config.intermediate,
+            "max_position_embeddings": config.max_positions,
+            # Time, height and width share the frequencies as in the published models.
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [half - 2 * space, space, space],
+            },
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": None,
+        },
+        vision_config={
+            "depth": config.vision_layers,
+            "hidden_size": config.vision_hidden,
+            "num_heads": config.vision_heads,
+            "intermediate_size": 2 * config.vision_hidden,
+            "out_hidden_size": config.hidden,
+            "patch_size": config.patch,
+            "window_size": config.vision_window,
+            "fullatt_block_indexes": [config.vision_layers - 1],
+        },
+        image_token_id=vocabulary[IMAGE],
+        video_token_id=vocabulary[VIDEO],
+        vision_start_token_id=vocabulary[BEGIN],
+        vision_end_token_id=vocabulary[END],
+        tie_word_embeddings=True,
+    )

@@ -1,0 +1,122 @@
+"""Fine-tuning on conversations, from a file to weights: all weights, adapters, two processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.commands.experiment import execute
+from pipeline.report.data import read
+from pipeline.report.plots import plots
+from pipeline.run import Run
+from rlinf.artifacts import Manifest, read_manifest
+from tests.conftest import TINY
+
+Compose = Callable[..., dict[str, Any]]
+DATA = Path(__file__).parents[2] / "docs/examples/chat"
+MODEL = [word.removeprefix("++") for word in TINY if "model." in word]
+SMALL = [
+    *MODEL,
+    "model=small",
+    "run.name=sft",
+    f"task.train={DATA / 'train.jsonl'}",
+    f"task.test={DATA / 'test.jsonl'}",
+    "warm_start.max_steps=12",
+    "warm_start.batch=16",
+    "warm_start.lr=1e-2",
+    "warm_start.lr_warmup=2",
+    "warm_start.evaluate_every=6",
+    "warm_start.held_out=12",
+    "rollout.horizon=8",
+    "evaluate.samples=4",
+]
+ADAPTERS = "trainer.lora={rank: 4, alpha: 8}"
+
+
+def tuned(compose: Compose, *words: str, **more: Any) -> tuple[Run, Manifest]:
+    values = {**compose(*SMALL, *words, experiment="chat_sft"), **more}
+    execute(values)
+    run = Run.open(Path(values["run"]["root"]) / "sft")
+    manifest = read_manifest(run.folder / "warm_start")
+    assert manifest is not None
+    return run, manifest
+
+
+def weights(run: Run, manifest: Manifest) -> Path:
+    return run.folder / "warm_start" / manifest.data / "weights"
+
+
+def reckoned(folder: Path, count: int) -> float:
+    """The held-out loss by the library alone: its template, its masks, its network, row by row."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, module = (
+        cls.from_pretrained(folder) for cls in (AutoTokenizer, AutoModelForCausalLM)
+    )
+    total, tokens = 0.0, 0
+    for line in (DATA / "test.jsonl").read_text().splitlines()[:count]:
+        row = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            said = module(input_ids=ids).logits[0].log_softmax(-1)
+        for place, own in enumerate(row["assistant_masks"]):
+            if own:
+                total -= float(said[place - 1, ids[0, place]])
+                tokens += 1
+    return total / tokens
+
+
+@pytest.mark.parametrize("words", [(), (ADAPTERS,)], ids=["full", "lora"])
+def test_held_out_loss_falls_and_is_that_of_the_saved_weights(
+    words: tuple[str, ...], compose: Compose
+) -> None:
+    run, manifest = tuned(compose, *words)
+    curve = manifest.extra["curve"]
+    taken = [row["held_out_loss"] for row in curve if row["held_out_loss"] is not None]
+    assert [row["step"] for row in curve if row["held_out_loss"]] == [6, 12]
+    assert taken[1] < taken[0] < curve[0]["loss"]
+    assert manifest.metrics["held_out_loss"] == taken[1]
+    assert "score" not in manifest.metrics
+    assert taken[1] == pytest.approx(reckoned(weights(run, manifest), 12), abs=1e-5)
+    (plot,) = [
+        plot
+        for group in plots(read(run.folder))["groups"]
+        for plot in group["plots"]
+        if plot["name"] == "warm-start-loss"
+    ]
+    assert [line["label"] for line in plot["series"]] == ["training", "held-out"]
+    assert (run.folder / "report/report.html").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_two_processes_end_as_one_does(compose: Compose, tmp_path: Path) -> None:
+    run, alone = tuned(compose, "warm_start.max_steps=4", "warm_start.evaluate_every=4")
+    run.folder.rename(tmp_path / "alone")
+    plan = {"stages": {"warm_start": {"processes": 2}}}
+    both = tuned(
+        compose,
+        "cluster=local",
+        "warm_start.max_steps=4",
+        "warm_start.evaluate_every=4",
+        plan=plan,
+    )[1]
+    assert both.world == 2
+    for one, other in zip(alone.extra["curve"], both.extra["curve"], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+    assert both.metrics["held_out_loss"] == pytest.approx(alone.metrics["held_out_loss"], abs=1e-4)
+
+
+def test_reinforcement_learning_goes_on_from_it(compose: Compose) -> None:
+    words = ["warm_start.max_steps=2", "rollout.batch=2", "algorithm.drop_equal_groups=false"]
+    tuned(compose, *words)
+    values = compose(*SMALL, *words, "iterations=1", experiment="chat_sft")
+    execute(values)
+    run = Path(values["run"]["root"]) / "sft"
+    assert read_manifest(run / "it/0000/sync") is not None

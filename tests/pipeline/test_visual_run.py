@@ -1,0 +1,89 @@
+"""GRPO on questions about images, from the warm start to the second update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.commands.experiment import checked, execute
+from rlinf.artifacts import Manifest, read_manifest
+from rlinf.channels.file import FileReader
+from rlinf.errors import ConfigError
+from rlinf.models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
+
+Compose = Callable[..., dict[str, Any]]
+SMALL = [
+    "run.name=visual",
+    "iterations=2",
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.intermediate=64",
+    "model.vision_hidden=16",
+    "model.vision_heads=2",
+    "warm_start.max_steps=6",
+    "warm_start.batch=16",
+    "warm_start.lr=1e-2",
+    "rollout.batch=4",
+    "rollout.group_size=4",
+    "rollout.horizon=12",
+    "evaluate.samples=8",
+    "algorithm.drop_equal_groups=false",
+    "algorithm.entropy_bonus=0.1",
+    "optimizer.lr=1e-2",
+]
+
+
+def output(run: Path, *place: str) -> tuple[Manifest, Path]:
+    folder = run.joinpath(*place)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest, folder / manifest.data
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> None:
+    values = compose(*SMALL, experiment="visual_grpo")
+    execute(values)
+    run = Path(values["run"]["root"]) / "visual"
+    config = Qwen25VLConfig(hidden=32)
+    for iteration, folder in ((0, "warm_start"), (1, "it/0000/sync")):
+        _, data = output(run, "it", f"{iteration:04d}", "rollout")
+        records = list(FileReader(data.glob("*.h5")))
+        assert len(records) == 16
+        # Each group has its image, and its samples have it too.
+        images = {int(r.info["group"]): r.context["pixels"].tobytes() for r in records}
+        assert len(set(images.values())) == 4
+        assert all(r.context["pixels"].tobytes() == images[int(r.info["group"])] for r in records)
+        policy = Qwen25VL.load(output(run, folder)[1] / "weights", config)
+        with torch.no_grad():
+            said = policy.evaluate(policy.collate(records), 1.0).logprobs.numpy()
+        for row, record in zip(said, records, strict=True):
+            np.testing.assert_allclose(row[: len(record)], record.steps["logprobs"], atol=1e-5)
+    one, two = (
+        Qwen25VL.load(output(run, "it", f"000{i}", "sync")[1] / "weights", config).module
+        for i in (0, 1)
+    )
+    moved = {
+        name
+        for name, tensor in one.state_dict().items()
+        if not torch.equal(tensor, two.state_dict()[name])
+    }
+    assert any("visual" in name for name in moved)
+    assert any("language_model" in name for name in moved)
+
+
+def test_parts_that_do_not_see_are_refused(compose: Compose) -> None:
+    for words, text in (
+        (["model=small"], "'visual_questions' needs .* images, which no part"),
+        (["engine=vllm"], "'visual_questions' needs an engine that takes images"),
+    ):
+        values = compose(*words, experiment="visual_grpo")
+        with pytest.raises(ConfigError, match=text):
+            checked(values)
