@@ -34,7 +34,8 @@ import aiohttp, asyncio, json, sys, time
 
 async def main():
     asked = json.load(open(sys.argv[2]))
-    connector = aiohttp.UnixConnector(path=sys.argv[1], limit=len(asked))
+    # The server ends connections that wait for some seconds, as these do while the engine has its turn.
+    connector = aiohttp.UnixConnector(path=sys.argv[1], limit=len(asked), force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
         async def ask(route, body):
             async with session.post("http://localhost" + route, json=body) as answer:
