@@ -34,7 +34,7 @@ import aiohttp, asyncio, json, sys, time
 
 async def main():
     asked = json.load(open(sys.argv[2]))
-    # The server ends connections that wait for some seconds, as these do while the engine has its turn.
+    # The server ends connections that wait while the engine has its turn.
     connector = aiohttp.UnixConnector(path=sys.argv[1], limit=len(asked), force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
         async def ask(route, body):
