@@ -7,6 +7,7 @@ rewards = Registry(
     {
         "score": "rlinf.rewards.score:ScoreReward",
         "digits": "rlinf.rewards.digits:DigitsReward",
+        "reward_model": "rlinf.rewards.reward_model:RewardModelReward",
         "environment": "rlinf.rewards.environment:EnvironmentReward",
     },
     base="rlinf.rewards.base:Reward",
