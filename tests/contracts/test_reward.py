@@ -18,6 +18,7 @@ from rlinf.data.record import Identity, Record
 from rlinf.errors import InputError
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Judgement, Resources, Reward
+from tests.rlinf.rewards.chat_server import Reply, chat_server
 from tests.rlinf.rewards.folders import write_reward_model
 
 SCORES = [1.0, 0.0, 0.25, 1.0]
@@ -25,13 +26,23 @@ MASKS: list[list[int] | None] = [None, [1, 1, 0], [0, 1, 0, 1, 0, 0], [1, 0, 0]]
 
 
 @pytest.fixture(scope="module")
-def needed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], dict[str, Any]]]:
+def needed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Callable[[], dict[str, Any]]]]:
     """What those are configured with that have no defaults, by name."""
+
+    def answer(question: str) -> Reply:
+        return Reply(text=f"Score: 0.{len(question)}")
+
+    def judge() -> dict[str, Any]:
+        return {"endpoint": {"url": server.url}, "model": "tiny", "prompt": "{response}"}
 
     def reward_model() -> dict[str, Any]:
         return {"path": write_reward_model(tmp_path_factory.mktemp("reward_model"))}
 
-    return {"reward_model": cache(reward_model)}
+    with chat_server() as server:
+        server.answer = answer
+        yield {"reward_model": cache(reward_model), "judge": judge}
 
 
 @pytest.fixture(params=rewards.names())
