@@ -7,12 +7,13 @@ alone.
 
 from __future__ import annotations
 
-import socket
+import socket as sockets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlinf.engines.legs import Ask, Leg
+from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
 
 
@@ -31,9 +32,9 @@ class SGLangEngine(ServerEngine):
     module = "rlinf_sglang"
     package = "sglang"
 
-    def command(self, model: Path, context: int) -> list[str]:
+    def command(self, model: Path, context: int, socket: Path) -> list[str]:
         config = self._config
-        with socket.socket() as free:
+        with sockets.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]  # nothing listens there; others are chosen from it
         on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
@@ -48,8 +49,8 @@ class SGLangEngine(ServerEngine):
             *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
         ]
 
-    def variables(self) -> Mapping[str, str]:
-        always = {"RLINF_SOCKET": str(self.socket)}
+    def variables(self, socket: Path) -> Mapping[str, str]:
+        always = {"RLINF_SOCKET": str(socket)}
         if self.device.type != "cpu":
             return always
         return {
@@ -83,11 +84,11 @@ class SGLangEngine(ServerEngine):
         logprobs = [entry[0] for entry in about["output_token_logprobs"]]
         return Leg(values["output_ids"], logprobs, about["finish_reason"]["type"])
 
-    def abort(self) -> None:
-        self.process.post("/abort_request", {"abort_all": True})
+    def stop(self, process: ServerProcess) -> None:
+        process.post("/abort_request", {"abort_all": True})
 
-    def update(self, folder: Path, version: int) -> None:
-        self.process.post(
+    def update(self, process: ServerProcess, folder: Path, version: int) -> None:
+        process.post(
             "/update_weights_from_disk",
             {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)},
         )
