@@ -12,7 +12,7 @@ import os
 import shutil
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -44,6 +44,7 @@ from rlinf.models.loading import (
     stop_tokens,
     tensor_files,
 )
+from rlinf.residency import Size
 from rlinf.segments import SHM, segment_name
 from rlinf.tensors import State, save_tensors
 
@@ -106,6 +107,7 @@ class ServerEngine(Engine):
         self.device = local_device(config.device)
         self.stops = frozenset[int]()
         self._folder: Path | None = None
+        self._asleep = False
         self._servers = Replicas(config.replicas, config.imbalance, self._begin, self._ready)
 
     @classmethod
@@ -149,6 +151,23 @@ class ServerEngine(Engine):
 
     def started(self, process: ServerProcess) -> None:
         """A server is up, and nothing was asked yet."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether servers let go of their device's memory between two calls."""
+        return self.device.type != "cpu"
+
+    @abstractmethod
+    def sleep(self, process: ServerProcess) -> None:
+        """Have a server free weights and cache; what was in them is lost."""
+
+    @abstractmethod
+    def wake(self, process: ServerProcess) -> None:
+        """Have a server take memory for both again; :meth:`update` follows."""
+
+    def cache_bytes(self) -> int:
+        """Of a server, for cached keys and values."""
+        return int(self._config.cache_gib * 2**30)
 
     # The engine.
 
@@ -199,8 +218,35 @@ class ServerEngine(Engine):
     ) -> Iterator[Record]:
         return Legs(self, requests, seed, stage, hooks, self.rows(self._config)).replies()
 
+    def size(self) -> dict[str, Size]:
+        """Weights and cache of one server: others have GPUs of their own."""
+        if not self.sleeps or not self._servers.up:
+            return {}
+        weights = sum(t.nbytes for name, t in self._like.items() if name not in self._tied)
+        whole = weights + self.cache_bytes()
+        return {"server": Size(0, whole, 0) if self._asleep else Size(whole, 0, 0)}
+
+    def offload(self, group: str, least: int) -> int:
+        freed = self.size()[group].here
+        if freed:
+            self._servers.settle()
+            self._servers.each(self.sleep)
+            self._asleep = True
+        return freed
+
+    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+        """The weights come from the folder, where they are anyway: no server keeps them twice."""
+        if not self._asleep or not groups:
+            return
+        if filled:
+            self._serve(self.version, update=True)
+        else:
+            self._servers.each(self.wake)
+            self._asleep = False
+
     def close(self) -> None:
         self._servers.close()
+        self._asleep = False
         self.version = -1
         if self._folder is not None:
             self._remove()
@@ -236,6 +282,8 @@ class ServerEngine(Engine):
         """Learn of a network what requests need."""
         config = self._policy_config
         module = outline_module(model, config) or load_module(model, config)
+        text = read_settings(model)
+        self._settings: dict[str, Any] = {**text, **(text.get("text_config") or {})}
         self._like: dict[str, Tensor] = module.state_dict(keep_vars=True)
         seen: dict[int, str] = {}
         self._tied = {n for n, t in self._like.items() if seen.setdefault(id(t), n) != n}
@@ -252,7 +300,11 @@ class ServerEngine(Engine):
         model = self._own_folder() / "model"
         self._context = self._config.context or positions(read_settings(model)) or 4096
 
+        asleep, self._asleep = self._asleep, False
+
         def read(process: ServerProcess) -> None:
+            if asleep:
+                self.wake(process)
             self.update(process, model, version)
 
         self._servers.start(read if update else None)

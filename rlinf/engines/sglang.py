@@ -12,9 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlinf.engines.legs import Ask, Leg
 from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
+
+PARTS = ["kv_cache", "weights"]
+"""Of its memory."""
 
 
 class SGLangConfig(ServerConfig):
@@ -45,6 +50,7 @@ class SGLangEngine(ServerEngine):
             *("--max-total-tokens", str(config.cache_tokens)),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-server-warmup", "--log-level-http", "warning"),
+            *(["--enable-memory-saver"] if self.sleeps else []),
             *(on_cpu if self.device.type == "cpu" else []),
             *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
         ]
@@ -86,6 +92,21 @@ class SGLangEngine(ServerEngine):
 
     def stop(self, process: ServerProcess) -> None:
         process.post("/abort_request", {"abort_all": True})
+
+    def sleep(self, process: ServerProcess) -> None:
+        process.post("/release_memory_occupation", {"tags": PARTS})
+
+    def wake(self, process: ServerProcess) -> None:
+        process.post("/resume_memory_occupation", {"tags": PARTS})
+
+    def cache_bytes(self) -> int:
+        """Of keys and values: 2 x layers x key-value heads x size of a head, for each token."""
+        settings = self._settings
+        heads = settings["num_attention_heads"]
+        size = settings.get("head_dim") or settings["hidden_size"] // heads
+        values = 2 * settings["num_hidden_layers"] * settings.get("num_key_value_heads", heads)
+        width: int = getattr(torch, self._policy_config.dtype).itemsize
+        return int(self._config.cache_tokens * values * size * width)
 
     def update(self, process: ServerProcess, folder: Path, version: int) -> None:
         process.post(

@@ -39,6 +39,7 @@ class VLLMEngine(ServerEngine):
             *("--worker-extension-cls", "rlinf_vllm.Extension"),
             *("--generation-config", "vllm"),  # nothing of a checkpoint's own sampling settings
             *("--enable-scale-out", "--disable-uvicorn-access-log"),
+            *(["--enable-sleep-mode"] if self.sleeps else []),
             *(["--enforce-eager"] if self.device.type == "cpu" else []),
             *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
         ]
@@ -85,6 +86,13 @@ class VLLMEngine(ServerEngine):
 
     def stop(self, process: ServerProcess) -> None:
         process.post("/abort_requests", {"request_ids": []})
+
+    def sleep(self, process: ServerProcess) -> None:
+        # The second level keeps no copy of the weights in the host's memory.
+        process.post("/sleep?level=2&mode=abort")
+
+    def wake(self, process: ServerProcess) -> None:
+        process.post("/wake_up")
 
     def update(self, process: ServerProcess, folder: Path, version: int) -> None:
         _call(process, "rlinf_update", str(folder))

@@ -173,8 +173,6 @@ def new(case: tuple[str, str], folder: Path) -> Tried:
         cls, settings = part(name)
         if served(name):
             need_environment(cls.Config().server_python)
-            while SERVERS:  # one after the other: each takes its memory
-                SERVERS.popitem()[1].close()
         engine = cls(cls.Config(**settings), policy, config)
         assert engine.version == -1
         if served(name):

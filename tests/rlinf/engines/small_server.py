@@ -29,6 +29,7 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 class SmallConfig(ServerConfig):
     server_python: str = sys.executable
     step_s: float = 0.0
+    sleeps: bool = False
 
 
 class SmallEngine(ServerEngine):
@@ -55,6 +56,16 @@ class SmallEngine(ServerEngine):
     def stop(self, process: ServerProcess) -> None:
         process.post("/abort")
 
+    @property
+    def sleeps(self) -> bool:
+        return self._config.sleeps
+
+    def sleep(self, process: ServerProcess) -> None:
+        process.post("/sleep")
+
+    def wake(self, process: ServerProcess) -> None:
+        process.post("/wake")
+
     def update(self, process: ServerProcess, folder: Path, version: int) -> None:
         process.post("/update", {"folder": str(folder)})
 
@@ -71,6 +82,12 @@ class Model:
 
     def load(self, folder: Path) -> None:
         self.module = CausalLM.load(folder, CausalLMConfig()).module.eval()
+
+    @torch.no_grad()
+    def sleep(self) -> None:
+        """Free the weights; computing with them fails then."""
+        for parameter in self.module.parameters():
+            parameter.data = torch.empty(0)
 
     @torch.inference_mode()
     def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +134,8 @@ def serve(socket: str, folder: str, step_s: str) -> None:
                 return
             if self.path == "/update":
                 model.load(Path(body["folder"]))
+            elif self.path == "/sleep":
+                model.sleep()
             elif self.path == "/abort":
                 model.aborted += 1
             self._send(None)

@@ -17,7 +17,7 @@ from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Record
 from rlinf.engines import server as servers
 from rlinf.engines.base import Hooks
-from rlinf.engines.process import ServerError
+from rlinf.engines.process import Gone, ServerError
 from rlinf.engines.server import own_gpu
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
@@ -201,6 +201,40 @@ def test_one_that_does_not_come_up_again_is_done_without(
             engine.load(tried.folder, 3)
     engine.load(tried.folder, 3)
     assert_alike(tried.answers(request), whole, tried)
+
+
+def test_servers_that_sleep_hold_nothing_and_wake_with_their_weights(tmp_path: Path) -> None:
+    """These on a CPU too: they free the weights, and cannot compute without them."""
+    tried = started(tmp_path / "policy", replicas=2, sleeps=True)
+    engine: Any = tried.engine
+    request = grouped(tried, 4, 2, **LONG)
+    try:
+        whole = tried.answers(request)
+        size = engine.size()["server"].here
+        weights = {t.data_ptr(): t.nbytes for t in tried.policy.module.state_dict().values()}
+        assert size == sum(weights.values()) + 2**30
+        assert engine.offload("server", 1) == size
+        assert engine.size()["server"] == (0, size, 0)
+        assert engine.offload("server", 1) == 0
+        asked = {"tokens": [2, 3], "most": 1, "least": 0, "seed": 0, "temperature": 1.0}
+        for process in engine.processes:
+            with pytest.raises(Gone):  # it has nothing to compute with
+                process.post("/generate", {**asked, "stops": []})
+        engine.load(tried.folder, 3)
+        assert_alike(tried.answers(request), whole, tried)
+        engine.offload("server", 1)
+        os.killpg(engine.processes[0].pid, 9)
+        engine.onload(["server"], filled=True)
+        assert engine.size()["server"] == (size, 0, 0)
+        assert_alike(tried.answers(request), whole, tried)
+        engine.offload("server", 1)
+        engine.onload(["server"], filled=False)
+        engine.load_state(tried.policy.module.state_dict().items(), 4)
+        got = tried.answers(request)
+        assert_of_policy(tried, request, got)
+    finally:
+        engine.close()
+    assert engine.size() == {}
 
 
 def test_all_end_at_once_when_it_closes(tmp_path: Path) -> None:

@@ -180,6 +180,22 @@ def test_what_a_server_took_with_it_is_asked_again(tried: Tried) -> None:
 
 
 @pytest.mark.slow
+def test_one_that_slept_answers_as_before(tried: Tried) -> None:
+    """By the calls that free memory on a GPU; on a CPU the servers take them and free nothing."""
+    engine: Any = tried.engine
+    if engine.device.type == "cpu":
+        assert engine.size() == {}
+    request = tried.request(range(6))
+    before = tried.answers(request)
+    (process,) = engine.processes
+    engine.sleep(process)
+    engine.wake(process)
+    engine.update(process, tried.folder, 3)
+    assert_alike(tried.answers(request), before, tried)
+    assert [one.pid for one in engine.processes] == [process.pid]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_ends_with_the_process_that_started_it(name: str, tmp_path: Path) -> None:
     """Whose death runs none of its code; nothing stays in memory."""
