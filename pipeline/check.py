@@ -43,7 +43,8 @@ def check(config: RunConfig) -> None:
     trainer = trainers.get(config.trainer.name)
     trainer_options = config.trainer.options(trainer.Config, "trainer")
     algorithm = make_algorithm(config)
-    reward_class(config)
+    reward, reward_options = reward_class(config)
+    reward.check(reward_options)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.site is not None:
         know(load_site(cluster.site).interpreters)

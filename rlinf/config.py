@@ -288,10 +288,10 @@ TRANSIENT = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
 """Top-level keys that never change a result: they are not part of any identity."""
 
 
-INTERPRETED = frozenset({"task", "engine", "trainer"})
-"""Sections some of whose keys are :data:`INTERPRETERS`."""
-INTERPRETERS = frozenset({"python", "server_python"})
-"""Keys that name the interpreter of processes, which is a path as well."""
+PLACED = frozenset({"task", "engine", "trainer", "reward"})
+"""Sections some of whose keys are :data:`PLACES`."""
+PLACES = frozenset({"python", "server_python", "endpoint"})
+"""Keys that say where something runs: the interpreter of processes, the address of a server."""
 
 
 class RunConfig(Section):
@@ -357,8 +357,8 @@ class RunConfig(Section):
 def semantic(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of a whole configuration changes the result."""
     kept = {key: value for key, value in values.items() if key not in TRANSIENT}
-    for section in INTERPRETED & kept.keys():
-        kept[section] = {k: v for k, v in kept[section].items() if k not in INTERPRETERS}
+    for section in PLACED & kept.keys():
+        kept[section] = {k: v for k, v in kept[section].items() if k not in PLACES}
     return kept
 
 

@@ -31,7 +31,7 @@ from rlinf.trainers import trainers
 from rlinf.trainers.base import Trainer
 from stages.board import keep_newest
 from stages.context import Context
-from stages.layout import stage_folder
+from stages.layout import ANSWERS, stage_folder
 from stages.resident import Evaluated, Trained
 
 LOOK_S = 0.05
@@ -104,7 +104,9 @@ def held_reward(ctx: Context) -> Reward:
     if held.reward is None or held.reward_rank != rank:
         held.reward = None
         cls, options = reward_class(ctx.config)
-        resources = Resources(ctx.world, str(local_device("auto")), residency(ctx))
+        resources = Resources(
+            ctx.world, str(local_device("auto")), residency(ctx), ctx.run / ANSWERS
+        )
         reward: Reward = cls(options, resources)
         held.reward, held.reward_rank = reward, rank
     return held.reward

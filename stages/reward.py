@@ -31,6 +31,10 @@ class Verdict(NamedTuple):
     """``[N]``."""
     kept: np.ndarray
     """Bool ``[N]``: which take part in the update."""
+    troubles: list[str]
+    """Why each was not judged; empty: it was."""
+    judged: np.ndarray
+    """Bool ``[N]``: all but those that were left out as they could not be judged."""
 
 
 def judged(
@@ -49,14 +53,20 @@ def judged(
     scores = list[float]()
     if environment is not None:
         scores = environment.score(trajectories, troubles)
-    rewards = reward.rewards(trajectories, scores)
+    judgements = reward.judgements(trajectories, scores)
+    rewards = [np.asarray(judgement.worth, np.float32) for judgement in judgements]
+    found = [judgement.trouble for judgement in judgements]
+    troubles.update(dict.fromkeys(reward.troubles, 0))
+    troubles.update(filter(None, found))
+    judged = np.array([judgement.kept for judgement in judgements])
     groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
     totals = np.array([steps.sum(dtype=np.float64) for steps in rewards])
     # One without a step that counts has no gradient, and no place in its group's mean.
     kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
     troubles["uncounted"] += int((~kept).sum())
+    kept &= judged
     kept[kept] = algorithm.keep(totals[kept], groups[kept])
-    return Verdict(scores, rewards, totals, groups, kept)
+    return Verdict(scores, rewards, totals, groups, kept, found, judged)
 
 
 def run(ctx: Context) -> None:
@@ -84,31 +94,36 @@ def run(ctx: Context) -> None:
         with ctx.span("score"):
             verdict = judged(reward, algorithm, environment, trajectories, troubles)
         part, rewards, kept = verdict.scores, verdict.rewards, verdict.kept
-        total, group = verdict.totals, verdict.groups
+        total, group, judged_ones = verdict.totals, verdict.groups, verdict.judged
         shown = part or total.tolist()
-        for trajectory, score, steps, counts in zip(
-            trajectories, shown, rewards, kept, strict=True
+        for trajectory, score, steps, counts, trouble in zip(
+            trajectories, shown, rewards, kept, verdict.troubles, strict=True
         ):
             info: dict[str, Scalar] = {
                 "score": float(score),
                 "keep": int(counts),
                 "group": int(trajectory.info["group"]),
             }
+            if reward.troubles:
+                info["trouble"] = trouble
             output.put(Record(trajectory.identity, {"rewards": steps}, info=info))
         scores += part
-        totals.append(total)
-        groups.append(group)
+        # What nobody judged is no part of the mean.
+        totals.append(total[judged_ones])
+        groups.append(group[judged_ones])
         keep.append(kept)
     output.close()
     if not totals:
         return
     every_total, numbers = np.concatenate(totals), np.concatenate(groups)
     spread = [float(every_total[numbers == group].std()) for group in np.unique(numbers)]
-    count = len(every_total)
-    ctx.metric("mean", float(every_total.mean()), weight=count)
-    ctx.metric("std", float(every_total.std()), weight=count)
+    every_kept = np.concatenate(keep)
+    count = len(every_kept)
+    if len(every_total):
+        ctx.metric("mean", float(every_total.mean()), weight=len(every_total))
+        ctx.metric("std", float(every_total.std()), weight=len(every_total))
+        ctx.metric("group_std", float(np.mean(spread)), weight=len(spread))
     if scores:
         ctx.metric("score", float(np.mean(scores)), weight=count)
-    ctx.metric("kept_share", float(np.concatenate(keep).mean()), weight=count)
-    ctx.metric("group_std", float(np.mean(spread)), weight=len(spread))
+    ctx.metric("kept_share", float(every_kept.mean()), weight=count)
     ctx.count(troubles, count, "samples")

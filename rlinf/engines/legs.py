@@ -75,7 +75,7 @@ class Server(Protocol):
         """End all legs under way; each is answered with what there is of it."""
 
     def revive(self) -> None:
-        """Have a server again where it died; raises ServerError where it does not come up."""
+        """Replace what died; raises ServerError where nothing is left and nothing comes up."""
 
     def tail(self) -> str:
         """The end of its log."""
@@ -241,7 +241,7 @@ class Legs:
                 done.append(sample)
         yield from self._replied(done)
         if lost:
-            yield from self._replied(self._interrupt())
+            # Others of what died come back by themselves; what is under way elsewhere goes on.
             self._server.revive()
 
     def _ask_hooks(self) -> Iterator[Record]:

@@ -7,13 +7,19 @@ alone.
 
 from __future__ import annotations
 
-import socket
+import socket as sockets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlinf.engines.legs import Ask, Leg
+from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
+
+PARTS = ["kv_cache", "weights"]
+"""Of its memory."""
 
 
 class SGLangConfig(ServerConfig):
@@ -31,9 +37,9 @@ class SGLangEngine(ServerEngine):
     module = "rlinf_sglang"
     package = "sglang"
 
-    def command(self, model: Path, context: int) -> list[str]:
+    def command(self, model: Path, context: int, socket: Path) -> list[str]:
         config = self._config
-        with socket.socket() as free:
+        with sockets.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]  # nothing listens there; others are chosen from it
         on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
@@ -44,12 +50,13 @@ class SGLangEngine(ServerEngine):
             *("--max-total-tokens", str(config.cache_tokens)),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-server-warmup", "--log-level-http", "warning"),
+            *(["--enable-memory-saver"] if self.sleeps else []),
             *(on_cpu if self.device.type == "cpu" else []),
             *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
         ]
 
-    def variables(self) -> Mapping[str, str]:
-        always = {"RLINF_SOCKET": str(self.socket)}
+    def variables(self, socket: Path) -> Mapping[str, str]:
+        always = {"RLINF_SOCKET": str(socket)}
         if self.device.type != "cpu":
             return always
         return {
@@ -83,11 +90,26 @@ class SGLangEngine(ServerEngine):
         logprobs = [entry[0] for entry in about["output_token_logprobs"]]
         return Leg(values["output_ids"], logprobs, about["finish_reason"]["type"])
 
-    def abort(self) -> None:
-        self.process.post("/abort_request", {"abort_all": True})
+    def stop(self, process: ServerProcess) -> None:
+        process.post("/abort_request", {"abort_all": True})
 
-    def update(self, folder: Path, version: int) -> None:
-        self.process.post(
+    def sleep(self, process: ServerProcess) -> None:
+        process.post("/release_memory_occupation", {"tags": PARTS})
+
+    def wake(self, process: ServerProcess) -> None:
+        process.post("/resume_memory_occupation", {"tags": PARTS})
+
+    def cache_bytes(self) -> int:
+        """Of keys and values: 2 x layers x key-value heads x size of a head, for each token."""
+        settings = self._settings
+        heads = settings["num_attention_heads"]
+        size = settings.get("head_dim") or settings["hidden_size"] // heads
+        values = 2 * settings["num_hidden_layers"] * settings.get("num_key_value_heads", heads)
+        width: int = getattr(torch, self._policy_config.dtype).itemsize
+        return int(self._config.cache_tokens * values * size * width)
+
+    def update(self, process: ServerProcess, folder: Path, version: int) -> None:
+        process.post(
             "/update_weights_from_disk",
             {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)},
         )

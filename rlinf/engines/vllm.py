@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.engines.legs import Ask, Leg
+from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import ServerConfig, ServerEngine
 
 
@@ -28,33 +29,34 @@ class VLLMEngine(ServerEngine):
     package = "vllm"
     module = "vllm.entrypoints.openai.api_server"
 
-    def command(self, model: Path, context: int) -> list[str]:
+    def command(self, model: Path, context: int, socket: Path) -> list[str]:
         config = self._config
         return [
-            *("--model", str(model), "--uds", str(self.socket)),
+            *("--model", str(model), "--uds", str(socket)),
             *("--dtype", self._policy_config.dtype),
             *("--max-model-len", str(context), "--max-num-seqs", str(config.max_rows)),
             *("--kv-cache-memory-bytes", str(int(config.cache_gib * 2**30))),
             *("--worker-extension-cls", "rlinf_vllm.Extension"),
             *("--generation-config", "vllm"),  # nothing of a checkpoint's own sampling settings
             *("--enable-scale-out", "--disable-uvicorn-access-log"),
+            *(["--enable-sleep-mode"] if self.sleeps else []),
             *(["--enforce-eager"] if self.device.type == "cpu" else []),
             *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
         ]
 
-    def variables(self) -> Mapping[str, str]:
+    def variables(self, socket: Path) -> Mapping[str, str]:
         always = {
             "VLLM_SERVER_DEV_MODE": "1",  # for weights, aborting and caches
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension knows the sampler of the first one
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_RPC_BASE_PATH": str(self._folder),
+            "VLLM_RPC_BASE_PATH": str(socket.parent),
         }
         if self.device.type != "cpu":
             return always
         return {**always, "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
-    def started(self) -> None:
-        self._call("rlinf_begin")
+    def started(self, process: ServerProcess) -> None:
+        _call(process, "rlinf_begin")
 
     def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
         sampling = ask.sampling
@@ -82,14 +84,22 @@ class VLLMEngine(ServerEngine):
         end = choice["finish_reason"]
         return Leg(tokens, [entry["logprob"] for entry in content], end)
 
-    def abort(self) -> None:
-        self.process.post("/abort_requests", {"request_ids": []})
+    def stop(self, process: ServerProcess) -> None:
+        process.post("/abort_requests", {"request_ids": []})
 
-    def update(self, folder: Path, version: int) -> None:
-        self._call("rlinf_update", str(folder))
-        self.process.post("/reset_prefix_cache")
-        self.process.post("/update_weight_version", {"new_version": str(version)})
+    def sleep(self, process: ServerProcess) -> None:
+        # The second level keeps no copy of the weights in the host's memory.
+        process.post("/sleep?level=2&mode=abort")
 
-    def _call(self, method: str, *arguments: str) -> None:
-        """Run a method of the worker extension in every worker."""
-        self.process.post("/collective_rpc", {"method": method, "args": list(arguments)})
+    def wake(self, process: ServerProcess) -> None:
+        process.post("/wake_up")
+
+    def update(self, process: ServerProcess, folder: Path, version: int) -> None:
+        _call(process, "rlinf_update", str(folder))
+        process.post("/reset_prefix_cache")
+        process.post("/update_weight_version", {"new_version": str(version)})
+
+
+def _call(process: ServerProcess, method: str, *arguments: str) -> None:
+    """Run a method of the worker extension in every worker of a server."""
+    process.post("/collective_rpc", {"method": method, "args": list(arguments)})

@@ -20,12 +20,12 @@ from pydantic import Field
 
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Extent
-from rlinf.envs.chat import Message, render
 from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Split
 from rlinf.envs.problems import Problem, read_conversations
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import HELD_OUT_DEMONSTRATIONS
 from rlinf.models.base import Spec
+from rlinf.models.chat import Message, render
 from rlinf.seeding import generator
 
 log = logging.getLogger("rlinf")
@@ -193,7 +193,7 @@ class ConversationsEnvironment(ProblemSet):
             counts.append(len(own))
         names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
         before = iter(render(template, begun, names, "model.path"))
-        after = iter(render(template, ended, names, "model.path", answered=True))
+        after = iter(render(template, ended, names, "model.path", answering=False))
         return [
             self._cut(problem, talk, [(next(before), next(after)) for _ in range(count)])
             for problem, talk, count in zip(problems, talks, counts, strict=True)

@@ -27,10 +27,10 @@ from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.envs.base import Episodes
-from rlinf.envs.chat import Message, render
 from rlinf.envs.prompts import TextEnvironment
 from rlinf.errors import DataError, StageError
 from rlinf.fit import PROMPTS, STEP_REWARDS
+from rlinf.models.chat import Message, render
 from rlinf.seeding import generator
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from pydantic import Field, field_validator
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Episodes, Extent
-from rlinf.envs.chat import Message, render
 from rlinf.envs.problems import PROMPT, Problem, shown
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError
+from rlinf.models.chat import Message, render
 from rlinf.seeding import generator
 
 Split = Literal["train", "test"]

@@ -22,7 +22,6 @@ from pydantic import Field, model_validator
 
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Extent
-from rlinf.envs.chat import Message
 from rlinf.envs.corpus import (
     EXTRA,
     Document,
@@ -36,6 +35,7 @@ from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnviro
 from rlinf.errors import ConfigError, DataError, require
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS
 from rlinf.models.base import Spec
+from rlinf.models.chat import Message
 from rlinf.seeding import generator
 
 CALL = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)

@@ -7,6 +7,8 @@ rewards = Registry(
     {
         "score": "rlinf.rewards.score:ScoreReward",
         "digits": "rlinf.rewards.digits:DigitsReward",
+        "judge": "rlinf.rewards.judge:JudgeReward",
+        "reward_model": "rlinf.rewards.reward_model:RewardModelReward",
         "environment": "rlinf.rewards.environment:EnvironmentReward",
     },
     base="rlinf.rewards.base:Reward",

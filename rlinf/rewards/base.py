@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
@@ -36,10 +37,24 @@ class Resources:
     """Stages take turns on the device: a reward that holds tensors on it between two calls is a
     :class:`rlinf.residency.Holder` and asks ``residency.need(self)`` before it computes. None: the
     device is its own."""
+    folder: Path | None = None
+    """Of the run: what is written there is found again when a stage is repeated. It may not be
+    there yet. None: nothing stays."""
 
 
-Judgement = float | np.ndarray
+Worth = float | np.ndarray
 """One number for a whole trajectory, or ``[T]`` one for each of its steps."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is said of one trajectory."""
+
+    worth: Worth
+    kept: bool = True
+    """False: it could not be judged, and takes no part in the update or its group's mean."""
+    trouble: str = ""
+    """Why it was not judged, one of :attr:`Reward.troubles`; empty: it was."""
 
 
 class Reward(Part, ABC):
@@ -49,6 +64,18 @@ class Reward(Part, ABC):
     needs_score: ClassVar[bool] = True
     """Whether the task is to score the trajectories first; if not, :meth:`judge` gets no scores and
     the stage makes no environment."""
+    troubles: ClassVar[tuple[str, ...]] = ()
+    """What may keep a trajectory from being judged: each is a metric of the stage, and written with
+    the record."""
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """See that what the configuration names is there, before a run begins.
+
+        Raises:
+            ConfigError: it is not, or is something else.
+            DataError: a file is missing or malformed.
+        """
 
     def __init__(self, config: Any, resources: Resources) -> None:
         """It is made once in a process and kept: a model is loaded here, or with the first call."""
@@ -56,7 +83,9 @@ class Reward(Part, ABC):
         self.resources = resources
 
     @abstractmethod
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Judgement]:
+    def judge(
+        self, trajectories: Sequence[Record], scores: Sequence[float]
+    ) -> Sequence[Worth | Judgement]:
         """What each trajectory is worth.
 
         Args:
@@ -66,12 +95,21 @@ class Reward(Part, ABC):
 
         Returns:
             For each one number, which goes on its last step that counts, or one for each step; of a
-            step that does not count it goes on the last one before it that does.
+            step that does not count it goes on the last one before it that does. A
+            :class:`Judgement` of one that could not be judged.
         """
 
     @final
     def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        """Rewards per step, float32 ``[T]`` for each trajectory, on steps that count alone.
+        """Rewards per step, float32 ``[T]`` for each trajectory; raises as :meth:`judgements`."""
+        found = self.judgements(trajectories, scores)
+        return [np.asarray(judgement.worth, np.float32) for judgement in found]
+
+    @final
+    def judgements(
+        self, trajectories: Sequence[Record], scores: Sequence[float]
+    ) -> list[Judgement]:
+        """What :meth:`judge` says, worths as float32 ``[T]``, on steps that count alone.
 
         A trajectory without any such step has none to be rewarded for: zeros.
 
@@ -80,34 +118,36 @@ class Reward(Part, ABC):
                 that is not finite; names the sample.
         """
         judged = self.judge(trajectories, scores)
-        name = type(self).__name__
         if len(judged) != len(trajectories):
             raise InputError(
-                f"reward {name}: {len(judged)} rewards for {len(trajectories)} trajectories; give "
-                "one for each"
+                f"reward {type(self).__name__}: {len(judged)} rewards for {len(trajectories)} "
+                "trajectories; give one for each"
             )
-        out = []
-        for trajectory, judgement in zip(trajectories, judged, strict=True):
-            worth, length = np.asarray(judgement, np.float64), len(trajectory)
-            sample = f"sample {trajectory.identity.sample}"
-            if worth.shape not in ((), (length,)):
-                raise InputError(
-                    f"reward {name}: {sample} got rewards of shape {list(worth.shape)}; give one "
-                    f"number, or one for each of its {length} steps"
-                )
-            if not np.isfinite(worth).all():
-                raise InputError(
-                    f"reward {name}: {sample} got {worth[~np.isfinite(worth)].flat[0]}; a reward "
-                    "must be finite, or it makes every weight so"
-                )
-            counts = counted(trajectory)
-            if not counts.any():
-                out.append(np.zeros(length, np.float32))
-                continue
-            if not worth.ndim:
-                worth = np.append(np.zeros(length - 1), worth)
-            out.append(credited(worth, counts))
-        return out
+        found = []
+        for trajectory, said in zip(trajectories, judged, strict=True):
+            judgement = said if isinstance(said, Judgement) else Judgement(said)
+            found.append(replace(judgement, worth=self._per_step(trajectory, judgement.worth)))
+        return found
+
+    def _per_step(self, trajectory: Record, given: Worth) -> np.ndarray:
+        worth, length = np.asarray(given, np.float64), len(trajectory)
+        where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
+        if worth.shape not in ((), (length,)):
+            raise InputError(
+                f"{where} got rewards of shape {list(worth.shape)}; give one number, or one for "
+                f"each of its {length} steps"
+            )
+        if not np.isfinite(worth).all():
+            raise InputError(
+                f"{where} got {worth[~np.isfinite(worth)].flat[0]}; a reward must be finite, or it "
+                "makes every weight so"
+            )
+        counts = counted(trajectory)
+        if not counts.any():
+            return np.zeros(length, np.float32)
+        if not worth.ndim:
+            worth = np.append(np.zeros(length - 1), worth)
+        return credited(worth, counts)
 
     def close(self) -> None:
         """Free devices and end processes of its own."""

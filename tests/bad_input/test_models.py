@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlinf.envs import chat
+from rlinf.models import chat
 from tests.bad_input.door import Base, refused
 
 WEIGHTS = "model.safetensors"

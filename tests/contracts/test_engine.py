@@ -48,13 +48,19 @@ EOS = 1
 Rows = dict[int, dict[str, np.ndarray]]
 
 
+def part(name: str) -> tuple[Any, dict[str, int]]:
+    """The class of a case's engine and how it is configured: ``NAME*2`` is two servers."""
+    name, _, replicas = name.partition("*")
+    return engines.get(name), {"replicas": int(replicas)} if replicas else {}
+
+
 def speaks(name: str) -> bool:
-    return LANGUAGE_MODEL in engines.get(name).needs
+    return LANGUAGE_MODEL in part(name)[0].needs
 
 
 def served(name: str) -> bool:
     """Whether an engine is a server: minutes, so that only a smoke of it is in the usual suite."""
-    return issubclass(engines.get(name), ServerEngine)
+    return issubclass(part(name)[0], ServerEngine)
 
 
 def case(name: str, kind: str) -> Any:
@@ -62,9 +68,10 @@ def case(name: str, kind: str) -> Any:
     return pytest.param((name, kind), marks=marks, id=f"{name}-{kind}")
 
 
+NAMES = [*engines.names(), *(f"{name}*2" for name in engines.names() if served(name))]
 CASES = [
     case(name, kind)
-    for name in engines.names()
+    for name in NAMES
     for kind in (["tokens"] if speaks(name) else ["discrete", "box"])
 ]
 TALKS = [one for one in CASES if one.values[0][1] == "tokens"]
@@ -163,10 +170,10 @@ def new(case: tuple[str, str], folder: Path) -> Tried:
     loaded.save(folder, dict(loaded.module.state_dict()))
     engine = SERVERS.get(name)
     if engine is None:
-        cls = engines.get(name)
+        cls, settings = part(name)
         if served(name):
             need_environment(cls.Config().server_python)
-        engine = cls(cls.Config(), policy, config)
+        engine = cls(cls.Config(**settings), policy, config)
         assert engine.version == -1
         if served(name):
             SERVERS[name] = engine

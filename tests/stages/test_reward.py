@@ -20,9 +20,11 @@ from rlinf.config import Section
 from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.envs import environments
+from rlinf.models.sequence_classifier import load_tokenizer
 from rlinf.rewards.base import Reward
 from stages.context import Context, Input
 from stages.layout import stage_folder
+from tests.rlinf.rewards.folders import write_reward_model
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -107,3 +109,27 @@ def test_the_task_scores_only_for_a_reward_that_asks_for_it(
     assert ctx.resident.environment is None
     assert "score" not in ctx.metrics
     assert ctx.metrics["mean"][0] > 0
+
+
+def test_what_could_not_be_judged_is_counted_and_written(compose: Compose, tmp_path: Path) -> None:
+    """A reward model that takes fewer tokens than some samples have."""
+    folder = tmp_path / "reward_model"
+    folder.mkdir()
+    model = ["reward=reward_model", f"reward.path={write_reward_model(folder)}"]
+    execute(compose("iterations=1", *model, "reward.max_tokens=8", "evaluate.samples=2"))
+    trajectories = records(tmp_path / "tiny", "rollout", "trajectories")
+    given = records(tmp_path / "tiny", "reward", "rewards")
+    (row,) = collect(tmp_path / "tiny")
+    tokenizer = load_tokenizer(folder)
+    longer = {
+        sample
+        for sample, t in trajectories.items()
+        if len(tokenizer(f"{t.info['prompt_text']}{t.info['text']}")["input_ids"]) > 8
+    }
+    assert 0 < len(longer) < len(given), "some are longer, some are not"
+    assert row["reward/too_long"] == len(longer)
+    assert {s for s, record in given.items() if record.info["trouble"]} == longer
+    assert all(not given[sample].info["keep"] for sample in longer)
+    # The mean is of those that were judged.
+    judged = [float(r.steps["rewards"].sum()) for s, r in given.items() if s not in longer]
+    assert row["reward/mean"] == pytest.approx(sum(judged) / len(judged), abs=1e-5)

@@ -164,7 +164,7 @@ def test_what_a_server_took_with_it_is_asked_again(tried: Tried) -> None:
     request = tried.request(range(6), **LONG)
     whole, asked = tried.answers(request), list[int]()
     engine: Any = tried.engine
-    first = engine.process.pid
+    first = engine.processes[0].pid
 
     def gives_up(left: int, of: int) -> bool:
         asked.append(left)
@@ -173,10 +173,26 @@ def test_what_a_server_took_with_it_is_asked_again(tried: Tried) -> None:
         return False
 
     got = tried.answers(request, hooks=Hooks(gives_up=gives_up))
-    assert engine.process.pid != first
+    assert engine.processes[0].pid != first
     for number, row in whole.items():
         np.testing.assert_array_equal(got[number]["tokens"], row["tokens"])
         np.testing.assert_allclose(got[number]["logprobs"], row["logprobs"], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_that_slept_answers_as_before(tried: Tried) -> None:
+    """By the calls that free memory on a GPU; on a CPU the servers take them and free nothing."""
+    engine: Any = tried.engine
+    if engine.device.type == "cpu":
+        assert engine.size() == {}
+    request = tried.request(range(6))
+    before = tried.answers(request)
+    (process,) = engine.processes
+    engine.sleep(process)
+    engine.wake(process)
+    engine.update(process, tried.folder, 3)
+    assert_alike(tried.answers(request), before, tried)
+    assert [one.pid for one in engine.processes] == [process.pid]
 
 
 @pytest.mark.slow
@@ -189,7 +205,7 @@ def test_it_ends_with_the_process_that_started_it(name: str, tmp_path: Path) -> 
         from pathlib import Path
         from tests.contracts.test_engine import new
         tried = new(({name!r}, "tokens"), Path(sys.argv[1]))
-        print(tried.engine.process.pid, flush=True)
+        print(tried.engine.processes[0].pid, flush=True)
         time.sleep(600)
         """
     )

@@ -34,14 +34,14 @@ def render(
     variables: Mapping[str, str],
     key: str,
     *,
-    answered: bool = False,
+    answering: bool = True,
 ) -> list[str]:
     """The text of each conversation, up to where the assistant is to answer.
 
     Args:
         variables: further names of the template: ``bos_token`` and the like.
         key: what the user would change, for errors.
-        answered: with the last message nothing is left to answer: the text up to its end.
+        answering: false: the assistant has answered; the text ends with the last message.
 
     Raises:
         DataError: the template is malformed, refuses a conversation, or takes too much time or
@@ -55,11 +55,11 @@ def render(
         "variables": dict(variables),
         "conversations": [list(map(dict, messages)) for messages in conversations],
         "limit_s": limit_s,
-        "answered": answered,
+        "answering": answering,
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-c", "from rlinf.envs.chat import serve; serve()"],
+            [sys.executable, "-c", "from rlinf.models.chat import serve; serve()"],
             input=json.dumps(task).encode(),
             capture_output=True,
             check=False,
@@ -105,7 +105,7 @@ def serve() -> None:
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=not task["answered"],
+                add_generation_prompt=task["answering"],
                 **task["variables"],
             )
             for messages in task["conversations"]

@@ -1,0 +1,140 @@
+"""Sequence classifiers with one label, of a local folder in the Hugging Face format.
+
+A reward model is one: a network that gives a text one number
+(``AutoModelForSequenceClassification``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from rlinf.errors import DataError
+from rlinf.models.causal_lm import brief, check_vocabulary
+from rlinf.models.fit import check_fit, refuse_unfit, renames, stored_shapes, under_prefix
+from rlinf.models.headers import check_headers
+from rlinf.models.loading import check_checkpoint, read_weights
+
+
+def check_classifier(folder: Path, key: str) -> Any:
+    """See that a folder holds a sequence classifier with one label; its weights are not read.
+
+    Args:
+        key: of the configuration, where the folder stands.
+
+    Returns:
+        Its tokenizer.
+
+    Raises:
+        DataError: it does not: no such folder, no such head, several labels, weights that are not
+            whole, or a tokenizer that is not the model's.
+    """
+    with _said_of(folder, key):
+        check_checkpoint(folder, trust_remote_code=False)
+        check_headers(folder)
+        cls, settings = _network(folder)
+        _check_head(folder, cls, settings)
+        tokenizer = load_tokenizer(folder)
+        check_vocabulary(folder, tokenizer)
+        return tokenizer
+
+
+def load_classifier(folder: Path, dtype: torch.dtype, key: str) -> nn.Module:
+    """The network of a folder that :func:`check_classifier` accepts, on the CPU.
+
+    Called with ``input_ids`` and ``attention_mask`` ``[B, T]`` it gives ``logits`` ``[B, 1]``.
+
+    Raises:
+        DataError: as :func:`check_classifier`, or tensors that are missing or not the network's.
+    """
+    with _said_of(folder, key):
+        cls, settings = _network(folder)
+        # Read here, not by the library, which maps files and would see them change.
+        module, found = cls.from_pretrained(
+            None,
+            config=settings,
+            state_dict=read_weights(folder),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        missing, others = found["missing_keys"], found["unexpected_keys"]
+        refuse_unfit(f"{key}: {folder}", missing, others, found["mismatched_keys"])
+    ready: nn.Module = module.eval().requires_grad_(False)
+    return ready
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; unlike that of a policy it needs no end-of-sequence token.
+
+    Raises:
+        DataError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizer library raises plain Exception
+        raise DataError(f"model.path: {folder}: cannot load a tokenizer ({brief(error)})") from None
+
+
+def _network(folder: Path) -> tuple[Any, Any]:
+    """Class and settings."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
+
+    settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if type(settings) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise DataError(
+            f"model.path: {folder} is of type {settings.model_type!r}, of which transformers knows "
+            "no sequence classifier; give the folder of a reward model"
+        )
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(settings)], settings
+
+
+def _check_head(folder: Path, cls: Any, settings: Any) -> None:
+    with torch.device("meta"):
+        module = cls._from_config(settings)
+    own = module.state_dict()
+    head = sorted(n for n in own if not n.startswith(f"{module.base_model_prefix}."))
+    stored = under_prefix(stored_shapes(folder), module)
+    lacking = [name for name in head if name not in stored]
+    if lacking:
+        raise DataError(
+            f"model.path: {folder} has no head for sequence classification ({lacking[0]} is not in "
+            "its files): it is no reward model; its head would be random numbers"
+        )
+    if settings.num_labels != 1:
+        raise DataError(
+            f"model.path: {folder} has {settings.num_labels} labels (id2label in config.json); a "
+            "reward model has one"
+        )
+    if not renames(settings, cls):
+        check_fit(f"model.path: {folder}", stored, module)
+
+
+@contextlib.contextmanager
+def _said_of(folder: Path, key: str) -> Iterator[None]:
+    """What is wrong with the folder is said of the key it stands under.
+
+    Functions that look at checkpoint folders know one key of that kind.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("model.path", key)) from None
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        raise DataError(f"{key}: {folder}: cannot load the model ({brief(error)})") from None
+    finally:
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,325 @@
+"""A chat model behind an HTTP endpoint with OpenAI's interface (``POST /chat/completions``).
+
+Requests are tried again where that may help, within a budget. Retries wait for a random time below
+a limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
+Architecture Blog, 2015), and at least as long as the server's ``Retry-After`` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import ipaddress
+import json
+import logging
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import Field, model_validator
+
+from rlinf.config import Section
+from rlinf.errors import ConfigError
+from rlinf.private import is_private
+
+log = logging.getLogger(__name__)
+
+KEY = "reward.endpoint"
+ROUTE = "/chat/completions"
+LARGEST_BYTES = 8 << 20
+"""Of an answer; more is none."""
+TRANSIENT = frozenset({408, 409, 425, 429})
+"""Status codes after which the same request may succeed, besides those from 500 on."""
+OF_THE_REQUEST = frozenset({400, 413, 422})
+"""Those that refuse this request, and not every one."""
+BYTES_PER_TOKEN = 4
+"""Where a server does not say how many tokens it took."""
+UNANSWERED, REFUSED, OVER_BUDGET = "unanswered", "refused", "over_budget"
+
+
+class EndpointConfig(Section):
+    """Where a chat model is and how it is asked; none of it changes what is asked."""
+
+    url: str
+    """Such as ``https://host/v1``: what stands before ``/chat/completions``."""
+    key_variable: str | None = None
+    """Environment variable that holds the key."""
+    key_file: Path | None = None
+    """File that holds the key, readable by its owner alone. Without either no key is sent."""
+    allow_http: bool = False
+    """Send texts and key unencrypted to other machines, where the URL says ``http``."""
+    concurrency: int = Field(default=16, gt=0)
+    """Most requests under way at once, of each process of the stage."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """The longest that one request takes, from connecting to the last byte."""
+    retries: int = Field(default=5, ge=0)
+    """Tries after the first one."""
+    backoff_s: float = Field(default=0.5, gt=0)
+    """Longest wait before the second try; doubles with each further one."""
+    longest_wait_s: float = Field(default=60.0, gt=0)
+    """No wait is longer; who is told to wait longer gives up."""
+    max_requests: int | None = Field(default=None, gt=0)
+    """Budget of a run: once so many were sent, tries included, none is sent any more."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """The same in tokens of requests and answers. What is under way may exceed it."""
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> EndpointConfig:
+        parts = _split(self.url)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError(
+                "url holds more than scheme, host and path; a key belongs in key_variable or "
+                "key_file, for a URL is seen in logs and files"
+            )
+        if parts.scheme == "http" and not (self.allow_http or _is_here(parts.hostname or "")):
+            raise ValueError(
+                f"url {self.url} would send texts and key unencrypted; use https, or set "
+                "allow_http=true where the network is trusted"
+            )
+        if self.key_variable is not None and self.key_file is not None:
+            raise ValueError("key_variable and key_file are both given; give one")
+        return self
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a request."""
+
+    text: str | None
+    """None: there is no answer."""
+    trouble: str = ""
+    """Why; :data:`UNANSWERED`, :data:`REFUSED` or :data:`OVER_BUDGET`."""
+    requests: int = 0
+    """That were sent."""
+    tokens: int = 0
+    """Of them and the answer."""
+
+
+def read_key(config: EndpointConfig) -> str | None:
+    """The key to an endpoint.
+
+    Raises:
+        ConfigError: the variable is not set, or the file is missing, empty or readable by others.
+    """
+    key = None
+    if config.key_variable is not None:
+        key = os.environ.get(config.key_variable, "").strip()
+        if not key:
+            raise ConfigError(
+                f"{KEY}.key_variable: the environment has no {config.key_variable}; export it "
+                "where the run is started"
+            )
+    elif config.key_file is not None:
+        path = config.key_file.expanduser()
+        try:
+            with path.open("rb") as file:
+                if not is_private(file.fileno()):
+                    raise ConfigError(
+                        f"{KEY}.key_file: {path} is not yours alone; chmod 600 makes it so"
+                    )
+                key = file.read(1 << 16).decode(errors="replace").strip()
+        except OSError as error:
+            raise ConfigError(f"{KEY}.key_file: cannot read {path}: {error.strerror}") from None
+        if not key:
+            raise ConfigError(f"{KEY}.key_file: {path} is empty")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        # Not shown: it is a key all the same.
+        raise ConfigError(f"{KEY}: the key holds characters that no header may hold")
+    return key
+
+
+class Spent:
+    """What of a budget is used up, by several threads."""
+
+    def __init__(self, config: EndpointConfig) -> None:
+        self._config, self._lock = config, threading.Lock()
+        self.requests = self.tokens = 0
+
+    def begin(self, requests: int, tokens: int) -> None:
+        """So much is known to be used up, by whomever; nothing is under way."""
+        self.requests, self.tokens = max(self.requests, requests), max(self.tokens, tokens)
+
+    def take(self) -> bool:
+        """Whether another request may be sent; it is counted then."""
+        config = self._config
+        with self._lock:
+            over = (config.max_requests is not None and self.requests >= config.max_requests) or (
+                config.max_tokens is not None and self.tokens >= config.max_tokens
+            )
+            self.requests += not over
+            return not over
+
+    def add(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens += tokens
+
+
+class ChatEndpoint:
+    """An endpoint and the key to it; may be asked by several threads."""
+
+    def __init__(self, config: EndpointConfig, spent: Spent) -> None:
+        """
+        Raises:
+            ConfigError: there is no key where one is named.
+        """
+        self._config, self._spent = config, spent
+        self._key = read_key(config)
+        self._parts = _split(config.url)
+        self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
+        self._not_before = 0.0
+
+    def ask(self, model: str, messages: Sequence[Mapping[str, str]], **more: Any) -> Answer:
+        """The answer to a conversation.
+
+        Args:
+            messages: ``role`` and ``content``.
+            more: fields of the request, such as ``temperature``.
+
+        Raises:
+            ConfigError: the endpoint refuses all requests: no such route or model, no such key.
+        """
+        config = self._config
+        body = json.dumps({"model": model, "messages": list(map(dict, messages)), **more})
+        sent, tokens, last = 0, 0, ""
+        for attempt in range(config.retries + 1):
+            time.sleep(max(0.0, self._not_before - time.monotonic()))
+            if not self._spent.take():
+                return Answer(None, OVER_BUDGET, sent, tokens)
+            sent += 1
+            told = None
+            try:
+                status, headers, data = self._post(body)
+                if status == 200:
+                    text, used = _read(data, body)
+                    self._spent.add(used)
+                    return Answer(text, "", sent, tokens + used)
+                last = f"status {status}: {self._shown(data)}"
+                if status in OF_THE_REQUEST:
+                    log.warning("the judge refuses a request (%s)", last)
+                    return Answer(None, REFUSED, sent, tokens)
+                if status not in TRANSIENT and status < 500:
+                    raise ConfigError(f"{KEY}: {config.url} refuses requests with {last}")
+                told = retry_after(headers.get("retry-after"))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                last = self._shown(f"{type(error).__name__}: {error}".encode())
+            if attempt == config.retries or (told is not None and told > config.longest_wait_s):
+                break
+            # No result depends on when a request is sent.
+            limit = min(config.longest_wait_s, config.backoff_s * 2**attempt)
+            if told is not None:
+                self._not_before = max(self._not_before, time.monotonic() + told)
+            time.sleep(max(told or 0.0, random.uniform(0, limit)))
+        log.warning("the judge did not answer %d times, the last time with %s", sent, last)
+        return Answer(None, UNANSWERED, sent, tokens)
+
+    def _post(self, body: str) -> tuple[int, Mapping[str, str], bytes]:
+        config, parts = self._config, self._parts
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        host, port = parts.hostname or "", parts.port
+        if self._tls is not None:
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                host, port, timeout=config.timeout_s, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=config.timeout_s)
+        late, opened = threading.Event(), list[socket.socket]()
+
+        def end() -> None:
+            late.set()
+            # A server that sends a byte now and then never lets the socket's own limit pass.
+            for one in opened:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(config.timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.connect()
+            opened.append(connection.sock)  # it lets go of it before the last byte has come
+            connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
+            response = connection.getresponse()
+            data = response.read(LARGEST_BYTES + 1)
+            if late.is_set():
+                raise TimeoutError
+            if len(data) > LARGEST_BYTES:
+                raise ValueError(f"an answer of more than {LARGEST_BYTES >> 20} MiB")
+            return response.status, {k.lower(): v for k, v in response.headers.items()}, data
+        except (OSError, http.client.HTTPException):
+            if late.is_set():
+                raise TimeoutError(f"no answer within {config.timeout_s:g} s") from None
+            raise
+        finally:
+            timer.cancel()
+            connection.close()
+
+    def _shown(self, data: bytes) -> str:
+        """The begin of what a server said, on one line; some repeat the key they were given."""
+        text = " ".join(data[:2000].decode(errors="replace").split())
+        return (text if self._key is None else text.replace(self._key, "(key)"))[:300]
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds that a ``Retry-After`` header (RFC 9110, 10.2.3) asks for; None: nothing."""
+    if value is None:
+        return None
+    value = value.strip()
+    if value.isascii() and value.isdigit():
+        return float(value[:9])
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _read(data: bytes, body: str) -> tuple[str, int]:
+    """Text and number of tokens of an answer.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        values = json.loads(data)
+        text = values["choices"][0]["message"]["content"]
+        used = (values.get("usage") or {}).get("total_tokens")
+    except (LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError("an answer of another form") from None
+    # A model that was cut off before it said anything says null.
+    text = "" if text is None else text
+    if not isinstance(text, str):
+        raise ValueError("an answer without text")
+    if not isinstance(used, int) or isinstance(used, bool) or used < 0:
+        used = (len(body) + len(text)) // BYTES_PER_TOKEN
+    return text, used
+
+
+def _split(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    try:
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        known = False
+    if not known or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
+        raise ValueError(f"url {url!r} is no address; expected something like https://host/v1")
+    return parts
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine, by its name or number."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

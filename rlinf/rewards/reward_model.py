@@ -1,0 +1,190 @@
+"""A reward model: a sequence classifier with one label, whose number is the reward.
+
+It has a tokenizer of its own, as a rule another one than the policy's. So it is given texts: the
+prompt, and the response as the policy's tokenizer decodes it, put together by the reward model's
+chat template where it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlinf.config import Section
+from rlinf.data.padding import pad
+from rlinf.data.record import Record
+from rlinf.errors import DataError
+from rlinf.fit import PROMPTS
+from rlinf.models.chat import render
+from rlinf.models.device import DeviceName, local_device
+from rlinf.models.headers import positions, read_settings
+from rlinf.models.sequence_classifier import check_classifier, load_classifier
+from rlinf.residency import Storages, placed
+from rlinf.rewards.base import Judgement, Resources, Reward, Worth
+
+KEY = "reward.path"
+TOO_LONG = "too_long"
+
+
+class RewardModelConfig(Section):
+    """``scale * number + offset``."""
+
+    path: Path
+    """Folder of the model in the Hugging Face format, with its tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: DeviceName = "auto"
+    batch_tokens: int = Field(default=16384, gt=0)
+    """Most tokens computed at once, padding included; a longer text is computed alone."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens of prompt and response together; null: as many as the model takes."""
+    too_long: float | Literal["mask"] = "mask"
+    """The reward of a longer one; ``mask``: it takes no part in the update."""
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+class RewardModelReward(Storages, Reward):
+    """See the module."""
+
+    Config = RewardModelConfig
+    needs = frozenset({PROMPTS})
+    needs_score = False
+    troubles = (TOO_LONG,)
+    config: RewardModelConfig
+
+    @classmethod
+    def check(cls, config: RewardModelConfig) -> None:
+        check_classifier(config.path.expanduser(), KEY)
+
+    def __init__(self, config: Any, resources: Resources) -> None:
+        super().__init__(config, resources)
+        own = resources.device if config.device == "auto" else config.device
+        self.device = local_device(own)
+        self._folder: Path = config.path.expanduser()
+        self._module: Any = None
+        self._tokenizer: Any = None
+
+    def resident(self) -> dict[str, list[Tensor]]:
+        if self._module is None:
+            return {}
+        return {"weights": [*self._module.parameters(), *self._module.buffers()]}
+
+    def judge(
+        self, trajectories: Sequence[Record], scores: Sequence[float]
+    ) -> list[Worth | Judgement]:
+        config, module = self.config, self._ready()
+        rows = self._rows(trajectories)
+        most = config.max_tokens or positions(read_settings(self._folder))
+        fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
+        found: list[Worth | Judgement] = [self._unfit()] * len(rows)
+        for batch in batches([len(rows[i]) for i in fit], config.batch_tokens):
+            places = [fit[number] for number in batch]
+            numbers = classify(module, [rows[place] for place in places], self.device)
+            for place, number in zip(places, numbers, strict=True):
+                found[place] = config.scale * number + config.offset
+        return found
+
+    def close(self) -> None:
+        self._module = None
+        self.forget()
+
+    def _unfit(self) -> Judgement:
+        masked = self.config.too_long == "mask"
+        return Judgement(0.0 if masked else float(self.config.too_long), not masked, TOO_LONG)
+
+    def _ready(self) -> Any:
+        """The network, on its device."""
+        residency = self.resources.residency
+        if self._module is None:
+            self._tokenizer = check_classifier(self._folder, KEY)
+            dtype = getattr(torch, self.config.dtype)
+            if residency is not None:
+                residency.clear()
+            self._module = placed(load_classifier(self._folder, dtype, KEY), self.device)
+        if residency is not None:
+            residency.need(self)
+        return self._module
+
+    def _rows(self, trajectories: Sequence[Record]) -> list[list[int]]:
+        """Token ids of prompt and response, one row for each."""
+        pairs = [(str(t.info["prompt_text"]), str(t.info["text"])) for t in trajectories]
+        template = getattr(self._tokenizer, "chat_template", None)
+        if template is None:
+            texts = [prompt + response for prompt, response in pairs]
+        elif isinstance(template, str):
+            texts = render(
+                template,
+                [
+                    [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+                    for prompt, text in pairs
+                ],
+                {str(k): str(v) for k, v in self._tokenizer.special_tokens_map.items()},
+                KEY,
+                answering=False,
+            )
+        else:
+            raise DataError(f"{KEY}: the tokenizer has several chat templates; keep one")
+        # A template writes the special tokens itself.
+        ids = self._tokenizer(texts, add_special_tokens=template is None)["input_ids"]
+        rows: list[list[int]] = [list(map(int, row)) for row in ids]
+        return [row or self._empty() for row in rows]
+
+    def _empty(self) -> list[int]:
+        """In place of a text without tokens: a network says nothing of nothing."""
+        tokenizer = self._tokenizer
+        known = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        return [next((token for token in known if token is not None), 0)]
+
+
+def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Which rows are computed together: like lengths, so that little is padding.
+
+    Args:
+        lengths: of the rows.
+        most: rows times the longest of them in a batch; one row may exceed it alone.
+
+    Yields:
+        Numbers of rows; each row is in one batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    batch: list[int] = []
+    for row in order:
+        # The newest one is the longest.
+        if batch and lengths[row] * (len(batch) + 1) > most:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def classify(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -> list[float]:
+    """The number that a classifier gives each row of token ids, as it would give it alone.
+
+    The library reads a decoder's number at the last token that is not its padding token, and
+    refuses several rows where the model names none: then any other token than the last ones does.
+    """
+    settings = module.config.get_text_config()
+    filler, named = settings.pad_token_id, settings.pad_token_id is not None
+    if not named:
+        ends = {row[-1] for row in rows}
+        filler = next(token for token in range(len(ends) + 1) if token not in ends)
+    length = max(map(len, rows))
+    tokens = pad([np.asarray(row, np.int64) for row in rows], length)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(length)[None] < lengths[:, None]).long()
+    tokens = torch.where(mask.bool(), tokens, filler)
+    try:
+        settings.pad_token_id = filler if named or len(rows) > 1 else None
+        out = module(input_ids=tokens.to(device), attention_mask=mask.to(device))
+    finally:
+        settings.pad_token_id = filler if named else None
+    numbers: list[float] = out.logits[:, 0].float().tolist()
+    return numbers

@@ -1,0 +1,325 @@
+"""A judge's verdicts become rewards; what it does not say is counted and written, and repeated
+stages find what was said before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.config import semantic, validate
+from rlinf.data.record import Identity, Record
+from rlinf.errors import ConfigError, DataError
+from rlinf.rewards.base import Resources
+from rlinf.rewards.judge import JudgeConfig, JudgeReward, VerdictConfig, filled
+from tests.environments import need_environment
+from tests.rlinf.rewards.chat_server import ChatServer, Reply, chat_server
+
+PROMPT = "Q: {prompt} A: {answer} R: {response} {unit} {not a field} {{"
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with chat_server() as state:
+        yield state
+
+
+def trajectories(*texts: str) -> list[Record]:
+    steps = {"actions": np.zeros(2, np.int64)}
+    return [
+        Record(
+            Identity(0, n),
+            steps,
+            info={"prompt_text": "1+1=", "text": text, "answer": "2", "unit": "cm", "group": 0},
+        )
+        for n, text in enumerate(texts)
+    ]
+
+
+def judge(server: ChatServer, folder: Path | None = None, **config: Any) -> JudgeReward:
+    endpoint = {"url": server.url, "backoff_s": 0.01, "retries": 1, **config.pop("endpoint", {})}
+    values = {"endpoint": endpoint, "model": "tiny", "prompt": PROMPT, **config}
+    return JudgeReward(validate(JudgeConfig, values, "reward"), Resources(folder=folder))
+
+
+def said(reward: JudgeReward, *texts: str) -> list[tuple[float, bool, str]]:
+    found = reward.judgements(trajectories(*texts), [])
+    return [(float(np.sum(j.worth)), j.kept, j.trouble) for j in found]
+
+
+def by_length(question: str) -> Reply:
+    """A verdict that follows from the response."""
+    response = question.partition("R: ")[2].partition(" ")[0]
+    return Reply(text=f"It is fine.\nScore: 0.{len(response)}")
+
+
+def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
+    server.answer = by_length
+    reward = judge(server, scale=2.0, offset=1.0, system="Be fair.", more={"seed": 3})
+    found = said(reward, "2", "two", "22", "2")
+    assert [worth for worth, _, _ in found] == pytest.approx([1.2, 1.6, 1.4, 1.2])
+    assert all(kept and not trouble for _, kept, trouble in found)
+    assert len(server.asked) == 3, "equal questions are asked once"
+    first = next(a for a in server.asked if "R: 2 " in a["messages"][1]["content"])
+    assert first == {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "Be fair."},
+            {"role": "user", "content": "Q: 1+1= A: 2 R: 2 cm {not a field} {{"},
+        ],
+        "temperature": 0.0,
+        "max_tokens": 256,
+        "seed": 3,
+    }
+
+
+def test_what_a_response_says_is_no_template() -> None:
+    (trajectory,) = trajectories("{answer} {unit.__class__} {0}")
+    assert filled("{response}|{answer}", trajectory) == "{answer} {unit.__class__} {0}|2"
+
+
+def test_a_field_that_is_not_there_is_named(server: ChatServer) -> None:
+    with pytest.raises(DataError, match=r"reward.prompt: .*\{unti\}; did you mean 'unit'"):
+        said(judge(server, prompt="{response} {unti}"), "2")
+    assert not server.asked
+
+
+@pytest.mark.parametrize(("fallback", "worth", "kept"), [("mask", 0.0, False), (-0.5, -0.5, True)])
+def test_what_is_not_answered_has_the_fallback_and_says_why(
+    server: ChatServer, fallback: Any, worth: float, kept: bool
+) -> None:
+    replies: dict[str, Reply] = {
+        "a": Reply(status=503),
+        "b": Reply(text="I cannot say."),
+        "c": Reply(status=400, body=b"too long"),
+        "d": Reply(),
+    }
+    server.answer = lambda question: replies[question.partition("R: ")[2][0]]
+    found = said(judge(server, fallback=fallback), "a", "b", "c", "d")
+    assert found == [
+        (worth, kept, "unanswered"),
+        (worth, kept, "unreadable"),
+        (worth, kept, "refused"),
+        (1.0, True, ""),
+    ]
+    assert {trouble for _, _, trouble in found} - {""} < set(JudgeReward.troubles)
+
+
+def test_a_repeated_stage_asks_for_nothing_that_was_answered(
+    server: ChatServer, tmp_path: Path
+) -> None:
+    server.answer = by_length
+    first = said(judge(server, tmp_path), "2", "two", "22")
+    asked = len(server.asked)
+    server.answer = lambda question: Reply(text="Score: 1")
+    assert said(judge(server, tmp_path), "22", "2", "two") == [first[2], first[0], first[1]]
+    assert len(server.asked) == asked == 3
+    # Another question is another one: the model, its settings and the prompt are part of it.
+    assert said(judge(server, tmp_path, model="other"), "2") == [(1.0, True, "")]
+    assert said(judge(server, tmp_path, temperature=0.5), "2") == [(1.0, True, "")]
+    assert len(server.asked) == 5
+
+
+def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
+    server: ChatServer, tmp_path: Path
+) -> None:
+    server.answer = lambda question: Reply(status=401) if "R: c" in question else Reply()
+    with pytest.raises(ConfigError, match="status 401"):
+        said(judge(server, tmp_path, endpoint={"concurrency": 1}), "a", "b", "c", "d")
+    server.answer = lambda question: Reply()
+    server.asked.clear()
+    said(judge(server, tmp_path), "a", "b", "c", "d")
+    assert len(server.asked) == 2
+
+
+def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path: Path) -> None:
+    budget = {"max_requests": 3, "concurrency": 1}
+    found = said(judge(server, tmp_path, endpoint=budget), "a", "b")
+    found += said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
+    assert Counter(trouble for _, _, trouble in found) == {"": 5, "over_budget": 2}
+    assert len(server.asked) == 3
+
+
+def test_no_more_requests_are_under_way_than_allowed(server: ChatServer) -> None:
+    server.answer = lambda question: Reply(wait_s=0.1)
+    said(judge(server, endpoint={"concurrency": 3}), *map(str, range(9)))
+    assert server.most == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("Score: 1", 1),
+        ("score: 0.25 ", 0.25),
+        ("I think so.\n**Score: 1**", 1),
+        ("0", 0),
+        ("Score: 0\nOn reflection:\nScore: 1", 1),
+        ("Score: 7", None),
+        ("Score: 1/10", None),
+        ("Score: -1", None),
+        ("of the 3 steps 1 is right", None),
+        ("", None),
+        ("Score: nan", None),
+        ("1e400", None),
+    ],
+)
+def test_a_number_counts_on_a_line_of_its_own_within_its_range(
+    text: str, verdict: float | None
+) -> None:
+    assert VerdictConfig().read(text) == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("Verdict: CORRECT", 1),
+        ("Verdict: incorrect", 0),
+        ("not correct", None),
+        ("Verdict: maybe", None),
+    ],
+)
+def test_words_count_as_they_are_given(text: str, verdict: float | None) -> None:
+    config = VerdictConfig(
+        pattern=r"(?i)verdict:\s*(\w+)", words={"correct": 1.0, "incorrect": 0.0}
+    )
+    assert config.read(text) == verdict
+
+
+@given(st.text(max_size=60))
+def test_any_answer_is_a_verdict_in_range_or_none(text: str) -> None:
+    for config in (VerdictConfig(), VerdictConfig(pattern=r"(\S+)", least=-5, most=5)):
+        verdict = config.read(text)
+        assert verdict is None or config.least <= verdict <= config.most
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"prompt": "{prompt}"}, r"reward.prompt: does not contain \{response\}"),
+        ({"verdict": {"pattern": "("}}, "reward.verdict.pattern: is no regular expression"),
+        ({"verdict": {"pattern": "a"}}, "reward.verdict.pattern: has 0 groups"),
+        ({"verdict": {"pattern": "(a)(b)"}}, "reward.verdict.pattern: has 2 groups"),
+        ({"verdict": {"least": 1.0}}, "reward.verdict: least 1 is not below most 1"),
+        ({"verdict": {"words": {"yes": 2.0}}}, "reward.verdict: words.yes 2 is not within"),
+        ({"more": {"model": "x"}}, "reward.more: holds model"),
+        ({"fallback": "drop"}, "reward.fallback"),
+        ({"fall_back": 0.0}, "'fallback'"),
+        ({"endpoint": {"url": "http://far/v1"}}, "reward.endpoint: url"),
+    ],
+)
+def test_impossible_settings_are_refused(values: dict[str, Any], where: str) -> None:
+    whole = {"endpoint": {"url": "https://host/v1"}, "model": "m", "prompt": "{response}"}
+    with pytest.raises(ConfigError, match=where):
+        validate(JudgeConfig, {**whole, **values}, "reward")
+
+
+def test_where_the_judge_runs_changes_no_result() -> None:
+    def reward(url: str, model: str) -> dict[str, Any]:
+        return {"reward": {"name": "judge", "endpoint": {"url": url}, "model": model}}
+
+    assert semantic(reward("https://a/v1", "m")) == semantic(reward("https://b/v1", "m"))
+    assert semantic(reward("https://a/v1", "m")) != semantic(reward("https://a/v1", "n"))
+
+
+def test_a_run_counts_and_records_what_was_not_judged(
+    server: ChatServer, compose: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """From the configuration group to the metrics; then the stage is made again, for nothing."""
+    from pipeline.commands.experiment import execute
+    from pipeline.metrics import collect
+    from tests.stages.test_reward import records
+
+    lock, seen = threading.Lock(), list[str]()
+
+    def answer(question: str) -> Reply:
+        with lock:
+            seen.append(question)
+            return Reply(text=f"Score: {len(seen) % 2}" if len(seen) > 3 else "Who knows")
+
+    server.answer = answer
+    words = ["reward=judge", f"reward.endpoint.url={server.url}", "reward.model=tiny"]
+    execute(compose("iterations=1", *words, "evaluate.samples=2"))
+    (row,) = collect(tmp_path / "tiny")
+    given = records(tmp_path / "tiny", "reward", "rewards")
+    troubles = Counter(str(record.info["trouble"]) for record in given.values())
+    assert row["reward/unreadable"] == troubles["unreadable"] >= 3
+    assert row["reward/unanswered"] == row["reward/refused"] == row["reward/over_budget"] == 0
+    assert all(not r.info["keep"] for r in given.values() if r.info["trouble"])
+    assert len(seen) == len(set(seen)), "no question was asked twice"
+    (path,) = (tmp_path / "tiny" / "answers").iterdir()
+    assert len(path.read_text().splitlines()) == len(seen)
+
+
+@pytest.mark.slow
+def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
+    """Its random model writes digits and signs; what it says is the verdict all the same."""
+    from rlinf.engines.process import ServerProcess
+    from rlinf.models.causal_lm import CausalLM
+    from rlinf.segments import segment_name
+    from tests.contracts.test_engine import TOKENS
+
+    python = need_environment("vllm")
+    model = tmp_path / "model"
+    model.mkdir()
+    CausalLM.create(TOKENS, {"alphabet": "0123456789+= "}, 0, model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = ServerProcess(
+        python,
+        "vllm.entrypoints.openai.api_server",
+        [
+            *("--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1"),
+            *("--port", str(port), "--dtype", "float32", "--max-model-len", "256"),
+            *("--kv-cache-memory-bytes", str(2**28), "--enforce-eager", "--max-num-seqs", "8"),
+        ],
+        {
+            "TMPDIR": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": os.fspath(tmp_path) if len(str(tmp_path)) < 60 else "/tmp",
+        },
+        tmp_path / segment_name(),
+        tmp_path / "log",
+        60.0,
+    )
+    try:
+        while True:
+            assert process.alive, process.tail()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.2)
+        config = {
+            "endpoint": {"url": f"http://127.0.0.1:{port}/v1", "retries": 20},
+            "model": "tiny",
+            "prompt": "{prompt}{response}",
+            "max_tokens": 12,
+            "verdict": {"pattern": r"(\d)", "least": 0.0, "most": 9.0},
+        }
+        made = validate(JudgeConfig, config, "reward")
+        texts = ["2", "3", "1+1", "22=", "0"]
+        first = said(JudgeReward(made, Resources(folder=tmp_path / "a")), *texts)
+        assert sum(not trouble for _, _, trouble in first) >= 3, process.tail()
+        assert all(trouble in ("", "unreadable") for _, _, trouble in first)
+        # Greedy: asked anew, without the answers, it says the same.
+        assert said(JudgeReward(made, Resources(folder=tmp_path / "b")), *texts) == first
+        lines = (tmp_path / "a").glob("*.jsonl")
+        assert all(json.loads(x)["tokens"] > 0 for p in lines for x in p.read_text().splitlines())
+    finally:
+        process.close()
