@@ -47,7 +47,7 @@ REGISTRIES: Mapping[str, Registry] = {
     "trainer": trainers,
 }
 """Sections of the configuration that name a class, and where its module is found."""
-READERS = frozenset({"task", "reward"})
+READERS = frozenset({"task", "reward", "algorithm"})
 """Sections whose files count by what is in them; a model's folder is kept with the run."""
 FILE = "file:"
 CARRIERS = (
