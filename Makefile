@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-slow test-browser browser test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-slow test-browser browser renderer test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,10 +64,10 @@ demo: install  ## Warm-start and train the arithmetic model, then say where the 
 	@echo "five to twelve minutes on two cores; interrupt it at any time, the same command goes on"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
-test: install browser envs  ## The suite, on a real Slurm brought up for it
+test: install browser renderer envs  ## The suite, on a real Slurm brought up for it
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
 
-test-slow: install envs  ## What the suite leaves out: minutes each, or variants of what it has
+test-slow: install renderer envs  ## What the suite leaves out: minutes each, or variants of what it has
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
 
 chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
@@ -79,6 +79,11 @@ test-browser: install browser  ## The report in a real browser
 browser:  ## Install Chromium, which those tests need, if it is missing (root; Debian's packages)
 	@command -v chromedriver >/dev/null || { export DEBIAN_FRONTEND=noninteractive; \
 	  need="apt-get install -q -y --no-install-recommends chromium chromium-driver fonts-dejavu-core"; \
+	  $$need >/dev/null || { apt-get -q update && $$need >/dev/null; }; }
+
+renderer:  ## Install Mesa's EGL, which simulators render with where there is no GPU, if it is missing (root)
+	@ldconfig -p | grep -q libEGL_mesa || { export DEBIAN_FRONTEND=noninteractive; \
+	  need="apt-get install -q -y --no-install-recommends libegl1 libegl-mesa0 libgl1-mesa-dri"; \
 	  $$need >/dev/null || { apt-get -q update && $$need >/dev/null; }; }
 
 test-fast: install  ## Without a cluster and without slow tests
