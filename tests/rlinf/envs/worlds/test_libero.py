@@ -18,6 +18,7 @@ from rlinf.envs.processes import Process
 from rlinf.envs.worlds import libero
 from rlinf.errors import ConfigError
 from rlinf.interpreters import interpreter
+from tests.environments import need_environment
 
 BOWL: dict[str, Any] = {
     "world": "libero",
@@ -30,16 +31,13 @@ BOWL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def made() -> None:
-    try:
-        interpreter("libero", "task.python")
-    except ConfigError as error:
-        pytest.skip(str(error))
+    need_environment("libero")
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
+def process(made: None) -> Iterator[Process]:
     with contextlib.closing(simulator_process(GymConfig.model_validate(BOWL))) as found:
         yield found
 

@@ -21,6 +21,7 @@ from rlinf.errors import ConfigError, InputError
 from rlinf.interpreters import interpreter
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
+from tests.environments import need_environment
 
 REACH = {
     "world": "metaworld",
@@ -34,14 +35,11 @@ REACH = {
 
 @pytest.fixture(autouse=True)
 def made() -> None:
-    try:
-        interpreter("metaworld", "task.python")
-    except ConfigError as error:
-        pytest.skip(str(error))
+    need_environment("metaworld")
 
 
 @pytest.fixture
-def process() -> Iterator[Process]:
+def process(made: None) -> Iterator[Process]:
     python = interpreter("metaworld", "task.python")
     values = {"id": "reach-v3", "kwargs": {}}
     with contextlib.closing(Process(f"{maker.__file__}:make", values, python, 60)) as found:
