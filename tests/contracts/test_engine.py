@@ -48,10 +48,11 @@ EOS = 1
 Rows = dict[int, dict[str, np.ndarray]]
 
 
-def part(name: str) -> tuple[Any, dict[str, int]]:
+def part(name: str) -> tuple[Any, dict[str, Any]]:
     """The class of a case's engine and how it is configured: ``NAME*2`` is two servers."""
     name, _, replicas = name.partition("*")
-    return engines.get(name), {"replicas": int(replicas)} if replicas else {}
+    settings = {"replicas": int(replicas), "cache_gib": 0.25} if replicas else {}
+    return engines.get(name), settings
 
 
 def speaks(name: str) -> bool:
