@@ -43,7 +43,7 @@ TOKEN_REQUEST = {
     "prompt_length": Column("int64"),
     # Images of the prompts, of engines that offer rlinf.fit.IMAGE_REQUESTS; rlinf.models.images.
     "pixels": Column("uint8", "I", optional=True),  # filled up with anything
-    "image_sizes": Column("int64", "nd", optional=True),  # height and width; 0 0 is no image
+    "image_sizes": Column("int64", "KD", optional=True),  # height and width; 0 0 is no image
     "turn": Column("int64", optional=True),  # 0 by default: the how manieth request of the sample
     # What there is of samples that another engine gave up; begun_length is below the horizon.
     "begun_length": Column("int64", optional=True),

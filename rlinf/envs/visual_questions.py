@@ -19,6 +19,7 @@ from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.arithmetic import is_held_out
 from rlinf.envs.base import Episodes, Extent
+from rlinf.envs.chat import render
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError
 from rlinf.fit import IMAGE_REQUESTS, VISION
@@ -50,6 +51,8 @@ class VisualQuestionsConfig(Section):
     """Rows and columns of the grid; a cell holds one shape at most."""
     most: int = Field(default=4, gt=0)
     """Shapes of a scene; at least one, and no more than there are cells."""
+    instruction: str = ""
+    """Stands behind each question; a pretrained model has to be told the format."""
     format_credit: float = Field(default=0.1, ge=0, lt=1)
     """Reward of a wrong answer in the right format, ``<answer>...</answer>`` at the end; a right
     one has 1."""
@@ -137,7 +140,7 @@ class VisualQuestions(PromptEnvironment):
     @classmethod
     def describe(cls, config: VisualQuestionsConfig) -> Spec:
         letters = "abcdefghijklmnopqrstuvwxyz0123456789 ?</>\n"
-        return {"alphabet": letters}
+        return {"alphabet": "".join(sorted({*letters, *config.instruction}))}
 
     @classmethod
     def extent(cls, config: VisualQuestionsConfig, processor: Any) -> Extent:
@@ -174,6 +177,16 @@ class VisualQuestions(PromptEnvironment):
                 zip(questions, replies, prompts, strict=True)
             )
         ]
+
+    def contexts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of prompts, as turns of a user where the tokenizer has a chat template."""
+        texts = [text + self.config.instruction for text in texts]
+        template = getattr(self.tokenizer, "chat_template", None)
+        if isinstance(template, str):
+            names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
+            talks = [[{"role": "user", "content": text}] for text in texts]
+            texts = render(template, talks, names, "model.path")
+        return super().contexts(texts)
 
     def grade(self, response: str, answer: str) -> float:
         found = ANSWER.search(response)

@@ -10,7 +10,7 @@ from tests.bad_input.door import GONE, Base, refused
 
 VALUES: dict[str, list[Any]] = {
     "seed": [-1, 2**32, 1.5, True, "0", None, []],
-    "iterations": [0, -3, 2.5, True, "10", None, "many"],
+    "iterations": [-1, -3, 2.5, True, "10", None, "many"],
     "flow": ["off_policy", 3],
     "run.name": ["", "../escape", "a/b", 7, None, "-x", ".hidden"],
     "run.root": [5, None],

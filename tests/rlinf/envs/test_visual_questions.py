@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,18 @@ def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> No
     positions = processor.images.positions(ids, np.array([[84, 84]]))
     # The image begins at 1; what stands behind it is further than its last row and column.
     assert positions[:, [9, 10]].tolist() == [[1, 4], [3, 4], [3, 4]]
+
+
+def test_a_chat_template_puts_the_question_into_a_turn(processor: Any) -> None:
+    made = task(processor, instruction=" think first")
+    (prompt,) = asked(made, count=1)
+    (plain,) = made.contexts([prompt.given])
+    assert processor.decode(plain[-5:]) == "first"
+    other = copy.deepcopy(processor)
+    other.images = processor.images
+    other.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    (turn,) = task(other, instruction=" think first").contexts([prompt.given])
+    assert turn.tolist() == [*processor.encode("user\n"), *plain, *processor.encode("\n")]
 
 
 def test_the_same_numbers_give_the_same_bytes_and_others_do_not(processor: Any) -> None:
