@@ -19,11 +19,11 @@ from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.arithmetic import is_held_out
 from rlinf.envs.base import Episodes, Extent
-from rlinf.envs.chat import render
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError
 from rlinf.fit import IMAGE_REQUESTS, VISION
 from rlinf.models.base import Spec
+from rlinf.models.chat import render
 from rlinf.models.images import ImageSettings, columns_of
 from rlinf.seeding import generator
 
