@@ -3,7 +3,8 @@
 A row is an experiment of this repository and the same method of Stable-Baselines3 (Raffin et al.,
 2021) with the same networks, batch, rates and steps, where that is installed (``pip install
 --no-deps stable-baselines3``). Runs stay in ``runs/learning``: one that was cut off goes on, one
-that is finished is read; what Stable-Baselines3 did is kept in ``learning.json`` with the curves.
+that is finished is read. What Stable-Baselines3 did is kept in ``learning.json`` alone; it begins
+anew where it is not complete.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import numpy as np
 from pipeline.commands.results import Results
 from pipeline.report.colours import COLOURS
 from rlinf import tree
+from rlinf.artifacts import write_atomic
 
 CURVES = Path(__file__).parent / "learning.json"
 RUNS = tree.ROOT / "runs" / "learning"
@@ -57,8 +60,12 @@ ROWS = {
 }
 
 
-def ours(row: Compared, seed: int) -> list[dict[str, float]]:
-    """The curve of the run of a seed: ``steps`` and ``score`` of each evaluation."""
+Point = dict[str, float]
+"""``steps`` and ``score`` of an evaluation."""
+
+
+def ours(row: Compared, seed: int) -> Iterator[Point]:
+    """The curve of the run of a seed."""
     name = f"{row.experiment}-{seed}"
     subprocess.run(
         [
@@ -71,13 +78,11 @@ def ours(row: Compared, seed: int) -> list[dict[str, float]]:
     run = Results.of(RUNS / name)
     rows = run.metrics()
     steps = np.cumsum([0, *(row["rollout/steps"] for row in rows)])
-    return [
-        {"steps": float(steps[int(found["version"])]), "score": float(found["score"])}
-        for found in run.evaluations()
-    ]
+    for found in run.evaluations():
+        yield {"steps": float(steps[int(found["version"])]), "score": float(found["score"])}
 
 
-def theirs(row: Compared, seed: int) -> list[dict[str, float]]:
+def theirs(row: Compared, seed: int) -> Iterator[Point]:
     """The same of Stable-Baselines3, on one thread."""
     import gymnasium
     import stable_baselines3
@@ -88,15 +93,12 @@ def theirs(row: Compared, seed: int) -> list[dict[str, float]]:
     env, held_out = gymnasium.make(row.env), gymnasium.make(row.env)
     made = getattr(stable_baselines3, row.method)
     model = made("MlpPolicy", env, seed=seed, device="cpu", **row.settings)
-    curve = []
     for steps in range(0, row.steps + 1, row.every):
         if steps:
             model.learn(row.every, reset_num_timesteps=steps == row.every)
         held_out.reset(seed=10_000)
         score, _ = evaluate_policy(model, held_out, EPISODES, warn=False)
-        curve.append({"steps": float(steps), "score": float(np.mean(score))})
-        sys.stdout.write(f"{row.method} of Stable-Baselines3, {steps} steps: {score:.1f}\n")
-    return curve
+        yield {"steps": float(steps), "score": float(np.mean(score))}
 
 
 def main() -> int:
@@ -107,20 +109,34 @@ def main() -> int:
     parser.add_argument("--only", choices=("ours", "theirs"))
     asked = parser.parse_args()
     row = ROWS[asked.name]
-    known = json.loads(CURVES.read_text()) if CURVES.exists() else {}
-    found = known.setdefault(asked.name, {}).setdefault(str(asked.seed), {})
     for name, measure in (("ours", ours), ("theirs", theirs)):
-        if asked.only not in (None, name) or name in found:
+        done = curves().get(asked.name, {}).get(str(asked.seed), {}).get(name, {"curve": []})
+        if asked.only not in (None, name) or any(p["steps"] >= row.steps for p in done["curve"]):
             continue
         if name == "theirs" and importlib.util.find_spec("stable_baselines3") is None:
             sys.stdout.write("stable_baselines3 is not installed: its curve is left out\n")
             continue
         start = time.monotonic()
-        curve = measure(row, asked.seed)
-        found[name] = {"curve": curve, "minutes": round((time.monotonic() - start) / 60, 1)}
-        CURVES.write_text(json.dumps(known, indent=1) + "\n")
-    draw(asked.name, known[asked.name])
+        curve: list[Point] = []
+        for point in measure(row, asked.seed):
+            curve.append(point)
+            sys.stdout.write(f"{name}: {point['steps']:.0f} steps, score {point['score']:.1f}\n")
+            sys.stdout.flush()
+            # Written as it comes, beside what another process may have measured meanwhile.
+            known = curves()
+            minutes = round((time.monotonic() - start) / 60, 1)
+            seeds = known.setdefault(asked.name, {}).setdefault(str(asked.seed), {})
+            seeds[name] = {"curve": curve, "minutes": minutes}
+            write_atomic(CURVES, json.dumps(known, indent=1) + "\n")
+    if asked.name in curves():
+        draw(asked.name, curves()[asked.name])
     return 0
+
+
+def curves() -> dict[str, Any]:
+    """What was measured so far: by row, seed, and whose it is."""
+    known: dict[str, Any] = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    return known
 
 
 def draw(name: str, seeds: dict[str, Any]) -> None:

@@ -141,16 +141,15 @@ class Console:
                     )
 
     def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
-        score = metrics.get("reward/score", float("nan"))
+        # A flow without rewards, which learns from a data set, has none.
+        score = metrics.get("reward/score")
+        said = "" if score is None else f"score {score:.3f}"
         if self._bars is not None:
             held_out = "" if self._score is None else f", held-out {self._score:.3f}"
-            self._bars.update(
-                self._whole, completed=iteration + 1, note=f"score {score:.3f}{held_out}"
-            )
+            self._bars.update(self._whole, completed=iteration + 1, note=f"{said}{held_out}")
         else:
-            log.info(
-                "iteration %d of %d: score %.3f", iteration + 1, self._run.config.iterations, score
-            )
+            total = self._run.config.iterations
+            log.info("iteration %d of %d: %s", iteration + 1, total, said or "done")
 
 
 class Trackers:

@@ -224,7 +224,8 @@ off_policy = Flow(
             loads="trainer",
             whole=True,
         ),
-        "sync": on_policy.stages["sync"],
+        # By the one process that has the trainer.
+        "sync": replace(on_policy.stages["sync"], whole=True),
     },
     evaluate=on_policy.evaluate,
     needs=frozenset({REPLAYS}),
@@ -241,7 +242,8 @@ offline = Flow(
             loads="trainer",
             whole=True,
         ),
-        "sync": on_policy.stages["sync"],
+        # By the one process that has the trainer.
+        "sync": replace(on_policy.stages["sync"], whole=True),
     },
     evaluate=replace(on_policy.evaluate, like="train"),
     needs=frozenset({REPLAYS}),

@@ -70,6 +70,31 @@ def test_a_run_goes_on_to_the_same_bytes(compose: Compose, tmp_path: Path) -> No
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
 
 
+STAGES = ["rollout", "reward", "train"]
+PLANS = {
+    "apart": [
+        {"stages": STAGES[:1], "gpus": {"local": 1}},
+        {"stages": STAGES[1:], "gpus": {"local": 1}},
+    ],
+    "two_ranks": [{"stages": STAGES, "gpus": {"local": 2}}],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_pools_end_with_the_same_bytes(compose: Compose, tmp_path: Path, name: str) -> None:
+    """In two pools, and in one of two processes, of which one learns."""
+    execute(sac(compose, "here", "iterations=2"))
+    pools = {"grain": "segment", "pools": PLANS[name]}
+    execute(sac(compose, "pools", "iterations=2", "cluster=local") | {"plan": pools})
+    found, wanted = (contents(tmp_path / run) for run in ("pools", "here"))
+    assert found.keys() == wanted.keys()
+    # Two processes write what they collected into a file each.
+    same = [stage for stage in wanted if stage.rpartition("/")[2] in ("replay", "train", "sync")]
+    assert len(same) == 6
+    assert {stage: found[stage] for stage in same} == {stage: wanted[stage] for stage in same}
+    assert rows_of(tmp_path / "pools") == rows_of(tmp_path / "here")
+
+
 def test_a_damaged_buffer_ends_the_run_with_what_to_do(compose: Compose, tmp_path: Path) -> None:
     execute(sac(compose, "one", "iterations=1"))
     state = tmp_path / "one" / FOLDER / "replay.json"

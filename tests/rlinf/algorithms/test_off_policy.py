@@ -244,6 +244,25 @@ def test_targets_follow_the_critics_and_only_groups_that_learn_change(tmp_path: 
         torch.testing.assert_close(tensor, old[name] + 0.25 * (new[name] - old[name]))
 
 
+def test_a_step_is_that_of_adam_on_the_loss_with_a_rate_for_each_group(tmp_path: Path) -> None:
+    policy, batch, rates = policy_of(tmp_path), batch_of(), {"policy": 1e-2, "critic": 1e-3}
+    rates |= {"value": 1.0, "temperature": 0.1}
+    settings = OptimizerSection(clip_grad=1e6)
+    trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), settings, World())
+    Learner(trainer, rates).steps([batch], made("sac").loss)
+    plain = policy_of(tmp_path)
+    groups = [
+        {"params": [parameter], "lr": rates[plain.group(name)]}
+        for name, parameter in plain.module.named_parameters()
+        if parameter.requires_grad
+    ]
+    adam = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=0)
+    made("sac").loss(plain, batch)[0].backward()  # type: ignore[no-untyped-call]
+    adam.step()
+    for name, tensor in policy.module.state_dict().items():
+        torch.testing.assert_close(tensor, plain.module.state_dict()[name], msg=name)
+
+
 def test_half_of_each_batch_is_of_the_prior_transitions(tmp_path: Path) -> None:
     import h5py
 
