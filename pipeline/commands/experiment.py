@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.commands.driver_job import refuse_beside_job
-from pipeline.commands.stop import Stopping
+from pipeline.commands.stop import Stopping, cancel_jobs
 from pipeline.driver import Driver, Executor, InProcess, Listener
 from pipeline.flow import Graph
 from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
@@ -33,6 +34,8 @@ from rlinf.errors import (
 )
 from slurm.signals import StopFlag
 from stages.resident import Resident
+
+log = logging.getLogger("rlinf")
 
 
 def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
@@ -205,6 +208,11 @@ def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -
         listeners: list[Listener] = [console, Notices(run), Trackers(run)]
         try:
             Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
+            idle = isinstance(executor, PoolExecutor) and not executor.begun
+            if idle and cluster.launcher == "slurm" and not offline:
+                # All was done before: pools of a driver that died at the end still wait for one.
+                for line in cancel_jobs(run.folder):
+                    log.info("left by another driver: %s", line)
         except KeyboardInterrupt:
             raise Interrupted(
                 f"interrupted; {executor.remains}, and all that was committed stays. "

@@ -62,15 +62,22 @@ def stop(folder: Path) -> list[str]:
         SlurmError: it has jobs, and Slurm does not answer.
     """
     run = Run.open(folder)
-    said = _stop_driver(run)
-    jobs = dict(_jobs(run.folder))
+    return [*_stop_driver(run), *cancel_jobs(run.folder)]
+
+
+def cancel_jobs(run: Path) -> list[str]:
+    """Cancel what stages and pools of a run that nobody drives have in the queue.
+
+    Raises:
+        SlurmError: there is some, and Slurm does not answer.
+    """
+    jobs = dict(_jobs(run))
     client = SlurmClient()
     queue = client.queue() if jobs else {}
     there = {i: name for i, name in jobs.items() if i in queue and queue[i].state.active}
     client.cancel(list(there))
-    said += [f"job {identity} ({name}) cancelled" for identity, name in sorted(there.items())]
-    (run.folder / POOLS / STATUS).unlink(missing_ok=True)
-    return said
+    (run / POOLS / STATUS).unlink(missing_ok=True)
+    return [f"job {identity} ({name}) cancelled" for identity, name in sorted(there.items())]
 
 
 def _stop_driver(run: Run) -> list[str]:

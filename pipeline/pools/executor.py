@@ -80,6 +80,7 @@ class PoolExecutor:
     live: bool = True
     """Stages may start before their inputs are committed."""
     remains: str = "its pools were stopped"
+    begun: bool = False  # there was work for the pools
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
@@ -99,6 +100,7 @@ class PoolExecutor:
 
     def _begin(self) -> None:
         """Call the pools in: not before there is work, nor while another driver has the run."""
+        self.begun = True
         (self.run.folder / POOLS).mkdir(exist_ok=True)
         self._controller = Controller(self.run.folder / CHANNELS, interface=self.cluster.listens_on)
         self._renewal.open()

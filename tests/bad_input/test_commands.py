@@ -20,7 +20,7 @@ Words = list[str]
 LINES: list[tuple[str, Words, Words]] = [
     ("experiment", ["experiment=nope"], ["experiment=nope", "arithmetic_grpo"]),
     ("near", ["experiment=arithmetic_grop"], ["did you mean 'arithmetic_grpo'"]),
-    ("algorithm", ["algorithm=sac"], ["algorithm=sac", "ppo"]),
+    ("algorithm", ["algorithm=trpo"], ["algorithm=trpo", "grpo"]),
     ("task", ["task=arithmetics"], ["task=arithmetics", "did you mean 'arithmetic'"]),
     ("model", ["model=smal"], ["model=smal", "did you mean 'small'"]),
     ("engine", ["engine=tgi"], ["engine=tgi", "transformers"]),
@@ -39,7 +39,7 @@ LINES: list[tuple[str, Words, Words]] = [
     ("launcher", ["hydra/launcher=submitit_slurm"], ["hydra/launcher", "-m"]),
     ("missing", ["experiment=jsonl_grpo"], ["must be given"]),
     ("both", ["--redo", "--keep"], ["--redo", "--keep"]),
-    ("sweep", ["-m", "algorithm=grpo,sac"], ["algorithm=sac"]),
+    ("sweep", ["-m", "algorithm=grpo,trpo"], ["algorithm=trpo"]),
     ("sweep-value", ["-m", "rollout.batch=4,0"], ["rollout.batch"]),
 ]
 SHOWN = 8

@@ -40,7 +40,7 @@ VALUES: dict[str, list[Any]] = {
     "retention.every": [-1, True],
     "retention.trajectories": [0, True],
     "device_memory_gib": [0, -1, True, "8", "8GB"],
-    "algorithm.name": ["gpro", "sac", 3, None],
+    "algorithm.name": ["gpro", "trpo", 3, None],
     "optimizer.lr": [0, -1e-4, "1e-4", True, None, float("inf")],
     "optimizer.name": ["adam", True],
     "optimizer.group_lr": [{"policy": 0}, {"policy": "1"}, 1e-3],
@@ -200,7 +200,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("direct-text", "arithmetic", DIRECT, ["engine.name: 'direct'", "here fit", "transformers"]),
     ("mlp-text", "arithmetic", MLP, ["model.name: 'mlp' needs observation", "causal_lm"]),
     ("mlp-direct-text", "arithmetic", {**MLP, **DIRECT}, ["model.name: 'mlp'"]),
-    ("lm-simulator", "cartpole", LANGUAGE, ["model.name: 'causal_lm'", "fits: mlp"]),
+    ("lm-simulator", "cartpole", LANGUAGE, ["model.name: 'causal_lm'", "fits: cnn, mlp"]),
     ("decoding-simulator", "cartpole", DECODING, ["engine.name: 'transformers'", "direct"]),
     (
         "digits-simulator",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from launchers.backlog import NOTE
 from launchers.submitit import SubmititLauncher
 from pipeline.commands.experiment import prepare
 from pipeline.driver import Driver
@@ -52,6 +54,17 @@ def test_a_preempted_pool_has_a_successor_at_once(cluster: Path, tmp_path: Path)
     assert contents(run) == contents(tmp_path / "reference" / "tiny")
     assert sorted(p.name for p in (run / POOLS / "0").glob("[0-9]*")) == ["0", "1"]
     assert shown("sacct", "-n", "-X", "-D", "-j", job, "-o", "jobid") == [job], "one life"
+    # A driver that dies after the last commit leaves a pool; the next one has nothing to do.
+    (left,) = shown("sbatch", "--parsable", "-p", "cpu", "-o", "/dev/null", "--wrap", "sleep 600")
+    note = run / POOLS / "0" / "1" / NOTE
+    note.write_text(json.dumps({**json.loads(note.read_text()), "id": left}))
+    try:
+        again = start_driver(call, log)
+        assert again.wait(timeout=60) == 0, log.read_text()
+        assert not shown("squeue", "-j", left, "-t", "R,PD", "-o", "%A")
+    finally:
+        subprocess.run(["scancel", left], check=True)
+    assert f"left by another driver: job {left}" in log.read_text()
 
 
 def test_a_pool_whose_job_is_held_ends_the_run_and_stays_in_the_queue(
