@@ -102,7 +102,7 @@ def turns(engine: Any, place: Path) -> list[float]:
     bodies = [engine.body(Sample(asked, i).ask("rollout")) for i in range(COUNT)]
     (place / "bodies").write_text(json.dumps(bodies))
     python = interpreter(engine._config.server_python, "engine.server_python")
-    command = [python, "-c", CLIENT, str(engine.socket), str(place / "bodies")]
+    command = [python, "-c", CLIENT, str(engine._own_folder() / "http-0"), str(place / "bodies")]
     ratios = []
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
