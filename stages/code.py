@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlinf import tree
 from rlinf.algorithms import algorithms
-from rlinf.config import RunConfig, digest
+from rlinf.config import PLACES, RunConfig, digest
 from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.errors import CodeError
@@ -251,7 +251,7 @@ def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
     """
     for section in READERS.intersection(sections):
         for key, value in (getattr(config, section).model_extra or {}).items():
-            if isinstance(value, str) and _is_file(value):
+            if key not in PLACES and isinstance(value, str) and _is_file(value):
                 yield f"{FILE}{section}.{key}"
 
 

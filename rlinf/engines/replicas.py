@@ -168,7 +168,7 @@ class Replicas:
         with self._lock:
             coming = list(self._coming.values())
         for process in coming:
-            process.close()  # who waits for it hears that it ended
+            process.close()  # a thread that waits for it hears that it ended
         self.settle()
         self._bury()
         for process in self.up:

@@ -66,7 +66,7 @@ class EndpointConfig(Section):
     backoff_s: float = Field(default=0.5, gt=0)
     """Longest wait before the second try; doubles with each further one."""
     longest_wait_s: float = Field(default=60.0, gt=0)
-    """No wait is longer; who is told to wait longer gives up."""
+    """No wait is longer; a request that is told to wait longer is given up."""
     max_requests: int | None = Field(default=None, gt=0)
     """Budget of a run: once so many were sent, tries included, none is sent any more."""
     max_tokens: int | None = Field(default=None, gt=0)

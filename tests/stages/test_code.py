@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,12 @@ def test_what_is_in_a_data_file_counts_where_the_file_lies_does_not(
     assert after.differing(before) == ["file:task.train"]
     (tmp_path / "moved").mkdir()
     assert Code.of(run_with_files(compose, tmp_path / "moved")) == before
+
+
+def test_an_interpreter_is_no_data_file(compose: Compose) -> None:
+    values = compose()
+    values["task"] = {"name": "gym", "id": "CartPole-v1", "python": sys.executable}
+    assert Code.of(validate(RunConfig, values)).files == {}
 
 
 def test_a_stage_whose_data_file_was_edited_meanwhile_is_refused(
