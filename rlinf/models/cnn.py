@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,12 +79,6 @@ class CNNPolicy(MLPPolicy):
                     f"task.images.{name}: {size[0]} x {size[1]} is too small for model.name=cnn, "
                     f"which needs {SMALLEST} at least"
                 )
-
-    @classmethod
-    def create(cls, config: MLPConfig, spec: Spec, seed: int, folder: Path) -> None:
-        assert isinstance(config, CNNConfig)
-        cls.check(config, spec)
-        super().create(config, spec, seed, folder)
 
     def collate(self, records: Sequence[Record]) -> Batch:
         """As of the base, and ``images.NAME``, uint8 ``[B, T, H, W, 3]``."""

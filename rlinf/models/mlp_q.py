@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlinf.checked import read_text
 from rlinf.config import Section
-from rlinf.data.padding import pad
-from rlinf.data.record import Record
 from rlinf.data.transitions import row_type
-from rlinf.errors import ConfigError, DataError
+from rlinf.errors import ConfigError
 from rlinf.fit import ACTION_VALUES, ACTS, OBSERVATIONS
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.base import Batch, Spec, StepOutputs
 from rlinf.models.ensemble import Ensemble, Norm
-from rlinf.models.fit import check_fit
 from rlinf.models.squashed import EDGE, log_density, squash, unsquash
-from rlinf.tensors import load_tensors
+from rlinf.models.vectors import VectorPolicy
 
-WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 LOG_STD_RANGE = (-20.0, 2.0)
 
 
@@ -87,18 +78,18 @@ class QNetworks(nn.Module):
         torch._foreach_lerp_(own, [*self.critics.parameters()], rate)
 
 
-class MLPQPolicy(Policy):
+class MLPQPolicy(VectorPolicy):
     """See the module. Log-probabilities are those of the squashed action."""
 
     Config = MLPQConfig
     needs = frozenset({OBSERVATIONS})
     offers = frozenset({ACTS, ACTION_VALUES})
     groups = ("policy", "critic", "value", "temperature")
-    stepwise = True
+    Network = QNetworks
     module: QNetworks
 
     def __init__(self, module: QNetworks, settings: dict[str, Any]) -> None:
-        self.module, self.settings = module, settings
+        super().__init__(module, settings)
         self.scale = float(settings["action_scale"])
         self.size = int(settings["action"]["size"])
 
@@ -109,45 +100,6 @@ class MLPQPolicy(Policy):
                 "model.name: mlp_q chooses vectors (task.action.kind box), not one of "
                 f"{spec['action']['size']} numbers; use model=mlp, or another task"
             )
-
-    @classmethod
-    def create(cls, config: MLPQConfig, spec: Spec, seed: int, folder: Path) -> None:
-        cls.check(config, spec)
-        settings = {**spec, **config.model_dump(mode="json")}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = QNetworks(settings)
-        cls(module, settings).save(folder, dict(module.state_dict()))
-
-    @classmethod
-    def load(cls, folder: Path, config: MLPQConfig) -> MLPQPolicy:
-        """Read a policy folder; its own ``config.json`` says what the networks are.
-
-        Raises:
-            DataError: files are missing, damaged, or do not belong together.
-        """
-        try:
-            settings = json.loads(read_text(folder / SETTINGS))
-            module = QNetworks(settings)
-            tensors = load_tensors(folder / WEIGHTS)
-            check_fit(str(folder), {name: t.shape for name, t in tensors.items()}, module)
-            module.load_state_dict(tensors)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            raise DataError(f"{folder}: not a policy folder ({error})") from None
-        return cls(module, settings)
-
-    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        (folder / SETTINGS).write_text(json.dumps(self.settings, indent=1, sort_keys=True))
-        save_file({k: v.contiguous() for k, v in sorted(tensors.items())}, folder / WEIGHTS)
-
-    def collate(self, records: Sequence[Record]) -> Batch:
-        """``observations`` ``[B, T, D]``, ``actions`` ``[B, T, A]``, ``mask``."""
-        length = max(len(record) for record in records)
-        return {
-            "observations": pad([r.steps["observations"] for r in records], length),
-            "actions": pad([r.steps["actions"] for r in records], length),
-            "mask": pad([np.ones(len(r), np.float32) for r in records], length),
-        }
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """As every policy; the entropy is estimated by the action taken, as minus its log-prob."""
