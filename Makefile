@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints.txt
-EXTRAS := slurm,sims,math,reasoning,search,gguf,peft,dev
+EXTRAS := slurm,sims,video,lerobot,math,reasoning,search,gguf,peft,dev
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread per process: more make small models slower, and waiting threads must not spin.
@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-slow test-browser browser renderer test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-slow test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,7 +64,7 @@ demo: install  ## Warm-start and train the arithmetic model, then say where the 
 	@echo "five to twelve minutes on two cores; interrupt it at any time, the same command goes on"
 	$(BIN)/python -m rlinf.launch experiment=arithmetic_grpo $(ARGS)
 
-test: install browser renderer envs  ## The suite, on a real Slurm brought up for it
+test: install browser renderer vulkan envs  ## The suite, on a real Slurm brought up for it
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_BROWSER=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) $(PARALLEL) tests -m 'not slow and not chaos' $(ARGS)
 
 test-slow: install renderer envs  ## What the suite leaves out: minutes each, or variants of what it has
@@ -85,6 +85,21 @@ renderer:  ## Install Mesa's EGL, which simulators render with where there is no
 	@ldconfig -p | grep -q libEGL_mesa || { export DEBIAN_FRONTEND=noninteractive; \
 	  need="apt-get install -q -y --no-install-recommends libegl1 libegl-mesa0 libgl1-mesa-dri"; \
 	  $$need >/dev/null || { apt-get -q update && $$need >/dev/null; }; }
+
+# Debian 12's own Mesa is too old for SAPIEN; that of its backports is unpacked apart from the system.
+VULKAN := $(ENVS)/vulkan
+MESA := mesa-vulkan-drivers libdrm2 libdrm-amdgpu1 libdrm-common
+vulkan:  ## Unpack Mesa's Vulkan in software, for ManiSkill where there is no GPU, beside the environments
+	@test -f $(VULKAN)/lvp.json || { set -e; mkdir -p $(VULKAN)/apt/lists/partial $(VULKAN)/apt/archives/partial; \
+	  cd $(VULKAN)/apt; key=/usr/share/keyrings/debian-archive-keyring.gpg; \
+	  echo "deb [signed-by=$$key] http://deb.debian.org/debian bookworm-backports main" > sources.list; \
+	  own="-q -o Dir::Etc::sourcelist=$$PWD/sources.list -o Dir::Etc::sourceparts=/dev/null \
+	    -o Dir::State::lists=$$PWD/lists -o Dir::Cache=$$PWD -o APT::Sandbox::User=root"; \
+	  apt-get $$own update >/dev/null; apt-get $$own download $(MESA) >/dev/null; \
+	  for file in *.deb; do dpkg -x $$file ..; done; cd ..; rm -r apt; \
+	  sed "s#libvulkan_lvp.so#$$PWD/usr/lib/x86_64-linux-gnu/libvulkan_lvp.so#" \
+	    usr/share/vulkan/icd.d/lvp_icd.json > lvp.json; }
+	@echo "export VK_ICD_FILENAMES=$(VULKAN)/lvp.json LD_LIBRARY_PATH=$(VULKAN)/usr/lib/x86_64-linux-gnu"
 
 test-fast: install  ## Without a cluster and without slow tests
 	$(PYTEST) tests -m 'not cluster and not slow and not chaos' $(ARGS)

@@ -86,6 +86,15 @@ ROWS = {
     "cartpole_wall_s": "demo",
     "embodied_overlap": "embodied",
     "embodied_balance": "embodied",
+    "env_vs_gym": "environments",
+    "env_vs_gym_rendered": "environments",
+    "env_steps_per_s": "environments",
+    "gym_sync_steps_per_s": "environments",
+    "gym_async_steps_per_s": "environments",
+    "ppo_vs_sb3": "ppo_vs_sb3",
+    "ppo_steps_per_s": "ppo_vs_sb3",
+    "sb3_steps_per_s": "ppo_vs_sb3",
+    "embodied_records_ratio": "embodied_records",
     "noncompute_share": "pools",
     "segment_vs_stage": "pools",
     "segment_iteration_s": "pools",
@@ -145,22 +154,27 @@ def main() -> int:
     wanted = parser.parse_args().name
     modules = [ROWS[wanted]] if wanted else list(dict.fromkeys(ROWS.values()))
     console = Console()
-    known: dict[str, Any] = {}
-    if RESULTS.exists():
-        known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
     here = machine()
     for module in modules:
         console.print(f"measuring {module} ...")
         start = time.monotonic()
         rows: list[Row] = importlib.import_module(f"benchmarks.{module}").measure()
-        for row in rows:
-            known[row.name] = {**asdict(row), "machine": here}
         console.print(f"  {time.monotonic() - start:.0f} s")
         # Written as they come: a later row that fails must not lose the earlier ones.
-        content = {"rows": [known[name] for name in ROWS if name in known]}
-        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(table([row_of(values) for values in known.values()]))
+        kept = keep({row.name: {**asdict(row), "machine": here} for row in rows})
+    console.print(table([row_of(values) for values in kept]))
     return 0
+
+
+def keep(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put measured rows in ``results.json`` in place of their former ones; gives all there are."""
+    known: dict[str, Any] = {}
+    if RESULTS.exists():
+        known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    known.update(rows)
+    kept = [known[name] for name in ROWS if name in known]
+    RESULTS.write_text(json.dumps({"rows": kept}, indent=1) + "\n")
+    return kept
 
 
 def row_of(values: dict[str, Any]) -> Row:

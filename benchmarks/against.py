@@ -3,7 +3,8 @@
 ``OTHER`` is a checkout of another commit with an environment of its own (``make install``). Each
 round measures a row in both, one after the other, the first of them changing from round to round,
 so that a machine that gets slower does so for both. What came out is kept in ``against.json``,
-which a second call adds to, and printed as ratios, above 1 where this checkout is better.
+which a second call adds to, and printed as ratios, above 1 where this checkout is better; the last
+round's rows of this checkout come into ``results.json`` too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.__main__ import keep
 from rlinf import tree
 
 KEPT = Path(__file__).with_name("against.json")
@@ -92,6 +94,7 @@ def main() -> None:
                     }
                 )
             KEPT.write_text(json.dumps({"points": points}, indent=1) + "\n")
+            keep(rows["here"])
             console.print(f"{row}, round {number + 1} of {asked.rounds}")
     table = Table("row", "rounds", f"here over {commit}, median", "each")
     for name, each in sorted(ratios([p for p in points if p["commit"] == commit]).items()):

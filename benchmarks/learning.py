@@ -1,10 +1,11 @@
-"""``make bench-learning NAME=row``: learning curves, beside those of Stable-Baselines3.
+"""``make bench-learning NAME=row``: what an algorithm learns, seed by seed.
 
-A row is an experiment of this repository and the same method of Stable-Baselines3 (Raffin et al.,
-2021) with the same networks, batch, rates and steps, where that is installed (``pip install
---no-deps stable-baselines3``). Runs stay in ``runs/learning``: one that was cut off goes on, one
-that is finished is read. What Stable-Baselines3 did is kept in ``learning.json`` alone; it begins
-anew where it is not complete.
+A row is an experiment of this repository with overrides, the score that it is to reach, and for
+some the same method of Stable-Baselines3 (Raffin et al., 2021) with the same networks, batch, rates
+and steps, where that is installed (``pip install --no-deps stable-baselines3``). Runs stay in
+``runs/learning``: one that was cut off goes on, one that is finished is read. What
+Stable-Baselines3 did is kept in ``learning.json`` alone; it begins anew where it is not complete.
+``docs/learning.md`` has the table of what is in that file, and a picture of every row.
 """
 
 from __future__ import annotations
@@ -14,89 +15,110 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import h5py
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.combinations import ALGORITHMS, COLUMNS, refusal
+from benchmarks.learning_rows import COLLECTED, ROWS
 from pipeline.commands.results import Results
 from pipeline.report.colours import COLOURS
 from rlinf import tree
 from rlinf.artifacts import write_atomic
+from rlinf.data.transitions import FIELDS, row_type
+from rlinf.replay.buffer import ROWS as REPLAYED
+from rlinf.replay.buffer import STATE
+from rlinf.replay.prior import VECTORS
 
 CURVES = Path(__file__).parent / "learning.json"
 RUNS = tree.ROOT / "runs" / "learning"
 IMAGES = tree.ROOT / "docs" / "images"
+PAGE = tree.ROOT / "docs" / "learning.md"
+BEGIN, END = "<!-- begin: {} of python -m benchmarks.learning -->", "<!-- end: {} -->"
 EPISODES = 10
-"""Of an evaluation, each from a start that no training has."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One row: an experiment, and what is the same of Stable-Baselines3."""
-
-    experiment: str
-    env: str
-    method: str
-    steps: int
-    every: int
-    """Steps between evaluations."""
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-ROWS = {
-    "double_pendulum_sac": Compared(
-        experiment="double_pendulum_sac",
-        env="InvertedDoublePendulum-v5",
-        method="SAC",
-        steps=30_000,
-        every=5_000,
-        settings={"learning_starts": 500, "batch_size": 256, "learning_rate": 3e-4},
-    ),
-}
+"""Of an evaluation of Stable-Baselines3, each from a start that no training has."""
 
 
 Point = dict[str, float]
 """``steps`` and ``score`` of an evaluation."""
+Known = dict[str, Any]
+"""What was measured so far: by row, seed, and whose it is."""
 
 
-def ours(row: Compared, seed: int) -> Iterator[Point]:
+def words_of(name: str, seed: int, prior: Path) -> list[str]:
+    """The command line of a row's run, behind ``rlinf run``.
+
+    Args:
+        prior: where the prior data are, of rows that have some.
+    """
+    row = ROWS[name]
+    known = [f"algorithm.prior={prior}"] if row.prior else []
+    place = [f"seed={seed}", f"run.name={name}-{seed}", f"run.root={RUNS}"]
+    return [f"experiment={row.experiment}", *row.words, *known, *place]
+
+
+def ours(name: str, seed: int) -> Iterator[Point]:
     """The curve of the run of a seed."""
-    name = f"{row.experiment}-{seed}"
-    subprocess.run(
-        [
-            *(Path(sys.executable).with_name("rlinf"), "run", f"experiment={row.experiment}"),
-            *(f"seed={seed}", f"run.name={name}", f"run.root={RUNS}"),
-        ],
-        cwd=tree.ROOT,
-        check=True,
-    )
-    run = Results.of(RUNS / name)
-    rows = run.metrics()
-    steps = np.cumsum([0, *(row["rollout/steps"] for row in rows)])
+    row = ROWS[name]
+    prior = RUNS / f"prior-{row.prior}.hdf5"
+    if row.prior and not prior.exists():
+        write_prior(RUNS / f"{COLLECTED}-0", prior, row.prior)
+    rlinf = Path(sys.executable).with_name("rlinf")
+    subprocess.run([rlinf, "run", *words_of(name, seed, prior)], cwd=tree.ROOT, check=True)
+    run = Results.of(RUNS / f"{name}-{seed}")
+    steps = np.cumsum([0, *(metrics[row.counted] for metrics in run.metrics())])
     for found in run.evaluations():
         yield {"steps": float(steps[int(found["version"])]), "score": float(found["score"])}
 
 
-def theirs(row: Compared, seed: int) -> Iterator[Point]:
+def write_prior(run: Path, path: Path, newest: int) -> None:
+    """So many transitions that a run has collected last, in order, as one file of columns.
+
+    Raises:
+        SystemExit: the run is not there.
+    """
+    if not (run / "replay" / STATE).exists():
+        raise SystemExit(f"no transitions in {run}: make bench-learning NAME={COLLECTED} first")
+    count = json.loads((run / "replay" / STATE).read_text())["appends"][-1][2]
+    task = Results.of(run).config.task.model_extra or {}
+    rows = np.fromfile(
+        run / "replay" / REPLAYED, row_type(task["observation"], task["action"]["size"]), count
+    )
+    with h5py.File(part := path.with_suffix(".part"), "w") as file:
+        for column in rows.dtype.names or ():
+            file[column] = rows[column][-newest:]
+    part.rename(path)
+
+
+def theirs(name: str, seed: int) -> Iterator[Point]:
     """The same of Stable-Baselines3, on one thread."""
-    import gymnasium
     import stable_baselines3
     import torch
+    from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecNormalize, sync_envs_normalization
 
+    row = ROWS[name].theirs
+    assert row is not None
     torch.set_num_threads(1)
-    env, held_out = gymnasium.make(row.env), gymnasium.make(row.env)
+    env, held_out = make_vec_env(row.env, row.environments), make_vec_env(row.env)
+    if row.standardised:
+        env = VecNormalize(env, norm_reward=False)
+        held_out = VecNormalize(held_out, norm_reward=False, training=False)
     made = getattr(stable_baselines3, row.method)
     model = made("MlpPolicy", env, seed=seed, device="cpu", **row.settings)
     for steps in range(0, row.steps + 1, row.every):
         if steps:
             model.learn(row.every, reset_num_timesteps=steps == row.every)
-        held_out.reset(seed=10_000)
+        if row.standardised:
+            sync_envs_normalization(model.env, held_out)
+        held_out.seed(10_000)
         score, _ = evaluate_policy(model, held_out, EPISODES, warn=False)
         yield {"steps": float(steps), "score": float(np.mean(score))}
 
@@ -104,55 +126,143 @@ def theirs(row: Compared, seed: int) -> Iterator[Point]:
 def main() -> int:
     """Measure one row; what is known of it already is not measured again."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning")
-    parser.add_argument("--name", choices=sorted(ROWS), required=True)
+    parser.add_argument("--name", choices=sorted(ROWS), help="without it tables alone are made")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("ours", "theirs"))
     asked = parser.parse_args()
-    row = ROWS[asked.name]
-    for name, measure in (("ours", ours), ("theirs", theirs)):
-        done = curves().get(asked.name, {}).get(str(asked.seed), {}).get(name, {"curve": []})
-        if asked.only not in (None, name) or any(p["steps"] >= row.steps for p in done["curve"]):
-            continue
-        if name == "theirs" and importlib.util.find_spec("stable_baselines3") is None:
-            sys.stdout.write("stable_baselines3 is not installed: its curve is left out\n")
-            continue
-        start = time.monotonic()
-        curve: list[Point] = []
-        for point in measure(row, asked.seed):
-            curve.append(point)
-            sys.stdout.write(f"{name}: {point['steps']:.0f} steps, score {point['score']:.1f}\n")
-            sys.stdout.flush()
-            # Written as it comes, beside what another process may have measured meanwhile.
-            known = curves()
-            minutes = round((time.monotonic() - start) / 60, 1)
-            seeds = known.setdefault(asked.name, {}).setdefault(str(asked.seed), {})
-            seeds[name] = {"curve": curve, "minutes": minutes}
-            write_atomic(CURVES, json.dumps(known, indent=1) + "\n")
-    if asked.name in curves():
-        draw(asked.name, curves()[asked.name])
+    if asked.name:
+        for whose in ("ours", "theirs") if asked.only is None else (asked.only,):
+            measure(asked.name, asked.seed, whose)
+        draw(asked.name, curves().get(asked.name, {}))
+    put("rows", table(curves()))
+    if not asked.name:
+        put("combinations", matrix(curves()))
     return 0
 
 
-def curves() -> dict[str, Any]:
-    """What was measured so far: by row, seed, and whose it is."""
-    known: dict[str, Any] = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+def put(part: str, text: str) -> None:
+    """Replace a part of the page that this module writes."""
+    begin, end = BEGIN.format(part), END.format(part)
+    before, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
+def measure(name: str, seed: int, whose: str) -> None:
+    """A curve, if it is not there yet."""
+    if whose == "theirs" and ROWS[name].theirs is None:
+        return
+    if curves().get(name, {}).get(str(seed), {}).get(whose, {}).get("complete"):
+        return
+    if whose == "theirs" and importlib.util.find_spec("stable_baselines3") is None:
+        sys.stdout.write("stable_baselines3 is not installed: its curve is left out\n")
+        return
+    start, curve = time.monotonic(), list[Point]()
+    for point in (ours if whose == "ours" else theirs)(name, seed):
+        curve.append(point)
+        sys.stdout.write(f"{whose}: {point['steps']:.0f} steps, score {point['score']:.4g}\n")
+        sys.stdout.flush()
+        keep(name, seed, whose, curve, start, complete=False)
+    keep(name, seed, whose, curve, start, complete=True)
+
+
+def keep(
+    name: str, seed: int, whose: str, curve: list[Point], start: float, *, complete: bool
+) -> None:
+    """Write a curve as it comes, beside what another process may have measured meanwhile."""
+    known = curves()
+    minutes = round((time.monotonic() - start) / 60, 1)
+    seeds = known.setdefault(name, {}).setdefault(str(seed), {})
+    seeds[whose] = {"curve": curve, "minutes": minutes, "complete": complete}
+    write_atomic(CURVES, json.dumps(known, indent=1) + "\n")
+
+
+def curves() -> Known:
+    """What was measured so far."""
+    known: Known = json.loads(CURVES.read_text()) if CURVES.exists() else {}
     return known
 
 
+def table(known: Known) -> str:
+    """A line for each row that was measured, in Markdown: what every seed reached, and when."""
+    lines = [
+        "| method | task | row | goal | last score of each seed | goal reached after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in ROWS.items():
+        seeds = sorted(known.get(name, {}).items())
+        runs = [found["ours"] for _, found in seeds if "ours" in found]
+        begin = f"| {row.method} | {row.task} | `{name}` | {row.goal:g} |"
+        if not runs:
+            lines.append(f"{begin} not measured | |")
+            continue
+        last, first = [], []
+        for run in runs:
+            cut = "" if run.get("complete") else " (cut off)"
+            last.append(f"{run['curve'][-1]['score']:.4g}{cut}")
+            reached = [p["steps"] for p in run["curve"] if p["score"] >= row.goal]
+            first.append(f"{reached[0]:,.0f}" if reached else "not reached")
+        when = ", ".join(first) + (f" {row.unit}" if any(f[0].isdigit() for f in first) else "")
+        lines.append(f"{begin} {', '.join(last)} | {when} |")
+    return "\n".join(lines)
+
+
+def matrix(known: Known) -> str:
+    """Algorithms by policies, in Markdown: what was learned, what runs, what cannot be."""
+    lines = [
+        "| `algorithm=` | " + " | ".join(column.title for column in COLUMNS.values()) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        # What is refused does not depend on what the transitions are.
+        prior = Path(folder) / "prior.hdf5"
+        with h5py.File(prior, "w") as file:
+            for column in FIELDS:
+                file[column] = np.zeros((1, 1) if column in VECTORS else 1)
+        for algorithm in ALGORITHMS:
+            cells = [
+                "no" if refusal(algorithm, column, prior) else cell(algorithm, column, known)
+                for column in COLUMNS
+            ]
+            lines.append(f"| `{algorithm}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(algorithm: str, column: str, known: Known) -> str:
+    """The last scores of the rows of a combination, mean over seeds, or that it runs."""
+    said = []
+    for name, row in ROWS.items():
+        if (row.algorithm, row.column) != (algorithm, column):
+            continue
+        seeds = [
+            found["ours"]["curve"] for found in known.get(name, {}).values() if "ours" in found
+        ]
+        if not seeds:
+            continue
+        reached = all(any(p["score"] >= row.goal for p in curve) for curve in seeds)
+        mean = np.mean([curve[-1]["score"] for curve in seeds])
+        word = "learns" if reached else "goal not reached"
+        said.append(f"{word}: {row.task} {mean:.4g}")
+    return "; ".join(said) or "runs"
+
+
 def draw(name: str, seeds: dict[str, Any]) -> None:
-    """Every curve of a row, ours and theirs."""
+    """Every curve of a row, ours and theirs, and the goal."""
+    row = ROWS[name]
     figure, axis = plt.subplots(figsize=(7, 3.6))
     labels = {"ours": "rlinf", "theirs": "Stable-Baselines3"}
     colours = {"ours": COLOURS["train"], "theirs": COLOURS["rollout"]}
+    styles = ("-", "--", ":", "-.")
     for seed, found in sorted(seeds.items()):
-        for who, measured in found.items():
+        for whose, measured in found.items():
             steps = [point["steps"] for point in measured["curve"]]
             scores = [point["score"] for point in measured["curve"]]
-            label = f"{labels[who]}, seed {seed}"
-            axis.plot(steps, scores, "o-", ms=3, color=colours[who], label=label)
-    axis.set_xlabel("environment steps")
-    axis.set_ylabel(f"return of {EPISODES} held-out episodes")
-    axis.legend(frameon=False)
+            label, style = f"{labels[whose]}, seed {seed}", styles[int(seed) % len(styles)]
+            axis.plot(steps, scores, f"o{style}", ms=3, color=colours[whose], label=label)
+    axis.axhline(row.goal, color="0.6", lw=1, label=f"goal {row.goal:g}")
+    axis.set_xlabel(row.unit)
+    axis.set_ylabel("held-out score")
+    axis.set_title(f"{row.method}, {row.task}", fontsize=10)
+    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(IMAGES / f"learning-{name.replace('_', '-')}.png", dpi=120)
     plt.close(figure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from pipeline.launch import ClusterConfig
@@ -15,8 +16,16 @@ from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.envs.base import Extent
 from rlinf.errors import ConfigError, RlinfError, nearest, require
-from rlinf.fit import DEMONSTRATIONS, GROUPS, HELD_OUT_DEMONSTRATIONS, LANGUAGE_MODEL, REPLAY
-from rlinf.interpreters import OF_STAGES, check_interpreter, know, named
+from rlinf.fit import (
+    DEMONSTRATIONS,
+    GROUPS,
+    HELD_OUT_DEMONSTRATIONS,
+    LANGUAGE_MODEL,
+    REPLAY,
+    REPLAYS,
+    STALE,
+)
+from rlinf.interpreters import OF_STAGES, check_interpreter, know, missing_modules, named
 from rlinf.models import policies
 from rlinf.registry import Registry, own_attribute
 from rlinf.rewards import rewards
@@ -51,11 +60,14 @@ def check(config: RunConfig) -> None:
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}")
     simulates = environment.modules(task_options)
-    check_interpreters(config, cluster, simulates, trainer.packages(trainer_options))
+    generates = engine.packages(engine_options)
+    check_interpreters(config, cluster, simulates, generates, trainer.packages(trainer_options))
+    check_warm_start(config, generates)
     for key, (name, modules) in engine.interpreters(engine_options).items():
         check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")
     check_refills(config)
+    check_videos(config, environment.films(task_options))
     check_fit(config)
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
@@ -75,6 +87,8 @@ def check(config: RunConfig) -> None:
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
             check_device(getattr(options, "device", "auto"), f"{section}.device")
+    if config.warm_start.max_steps:
+        environment.check_demonstrations(task_options)
     processor = policy.check(model_options, environment.describe(task_options))
     extent = environment.extent(task_options, processor)
     check_extent(config, extent, policy.positions(model_options))
@@ -84,30 +98,73 @@ def check_interpreters(
     config: RunConfig,
     cluster: ClusterConfig,
     simulates: tuple[str, ...],
+    generates: tuple[str, ...],
     trains: tuple[str, ...],
 ) -> None:
     """See that interpreters which are named are there and have what runs under them.
 
     Args:
         simulates: modules that the simulator processes import.
+        generates: optional packages of the engine.
         trains: optional packages of the trainer.
 
     Raises:
         ConfigError: one is not, has not, or would have to run stages of the driver's process.
         MissingPackageError: no interpreter is named, and the own one lacks an optional package.
     """
-    trainer = (*OF_STAGES, *trains)
-    for section, modules in (("task", simulates), ("engine", OF_STAGES), ("trainer", trainer)):
+    for section, modules in (("task", simulates), ("engine", generates), ("trainer", trains)):
+        stages = section != "task"
         if (name := named(config, section)) is None:
-            for package in trains if section == "trainer" else ():
-                require(package, package, f"trainer={config.trainer.name}")
+            for package in modules if stages else ():
+                require(package, package, f"{section}={getattr(config, section).name}")
             continue
-        check_interpreter(name, f"{section}.python", modules)
-        if section != "task" and cluster.launcher == "inprocess":
+        check_interpreter(name, f"{section}.python", (*(OF_STAGES if stages else ()), *modules))
+        if stages and cluster.launcher == "inprocess":
             raise ConfigError(
                 f"{section}.python: stages run in the driver's own process with "
                 "cluster.launcher=inprocess; choose cluster=local or cluster=slurm"
             )
+
+
+def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
+    """See that the warm start, which trains, can generate where its samples are scored.
+
+    Args:
+        generates: optional packages of the engine.
+
+    Raises:
+        ConfigError: the interpreter that it runs under lacks one.
+    """
+    if not (generates and config.warm_start.max_steps and config.warm_start.scored):
+        return
+    name = named(config, "trainer")
+    if name is None:
+        lacking = [package for package in generates if find_spec(package) is None]
+    else:
+        lacking = missing_modules(name, "trainer.python", generates)
+    if lacking:
+        raise ConfigError(
+            f"warm_start.scored: the process that trains generates the held-out samples, and its "
+            f"interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; set "
+            f"trainer.python={named(config, 'engine') or 'one that has it'}, or "
+            "warm_start.scored=false"
+        )
+
+
+def check_videos(config: RunConfig, films: tuple[str, ...]) -> None:
+    """See that there is something to film held-out episodes by, where that is wanted.
+
+    Raises:
+        ConfigError: no camera.
+        MissingPackageError: PyAV is not installed.
+    """
+    if config.evaluate.videos:
+        if not films:
+            raise ConfigError(
+                f"evaluate.videos: task {config.task.name!r} has no cameras; set task.video "
+                "({CAMERA: [HEIGHT, WIDTH]}), or evaluate.videos=0"
+            )
+        require("av", "video", "evaluate.videos")
 
 
 def check_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
@@ -168,6 +225,11 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             trainer = trainers.get(config.trainer.name)
             options = config.trainer.options(trainer.Config, "trainer")
             trainer.check(options, policy_class(config)[1], config.optimizer, layout, key)
+            if spec.whole and REPLAYS in plan.flow.needs and not plan.alone(stage):
+                raise ConfigError(
+                    f"plan.stages.{stage}: {job.nodes * job.processes} processes, but one process "
+                    f"learns from transitions (flow={config.flow}); leave out nodes and processes"
+                )
         if not layout.split():
             continue
         if loads is None or spec.whole:
@@ -215,6 +277,9 @@ def check_fit(config: RunConfig) -> None:
     offered |= flow.offers
     if config.rollout.group_size > 1:
         offered.add(GROUPS)
+    sources = (source for stage in flow.table.values() for source in stage.inputs.values())
+    if config.rollout.staleness and any(source.lags for source in sources):
+        offered.add(STALE)
     for part in parts:
         missing = part.registry.get(part.name).needs - offered
         if missing:

@@ -162,7 +162,8 @@ class RolloutSection(Section):
     group_size: int = Field(default=1, gt=0)
     """Samples per start; group-relative advantages compare them."""
     horizon: int = Field(gt=0)
-    """Most steps one sample may take: new tokens, or environment steps per iteration."""
+    """Most steps one sample may take: new tokens, or environment steps per iteration; where a
+    policy acts by chunks, so many chunks."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     sampling: SamplingSection = SamplingSection()
@@ -271,6 +272,11 @@ class EvaluateSection(Section):
     temperature: float = Field(default=0.0, ge=0)
     sampling: SamplingSection | None = None
     """That of the rollout by default."""
+    videos: int = Field(default=0, ge=0)
+    """Held-out episodes, the first ones, of which each camera's video is written beside the
+    trajectories; of simulators with cameras (``task.images``, ``task.video``)."""
+    video_fps: int = Field(default=20, gt=0)
+    """Steps of a second of these."""
 
 
 class RetentionSection(Section):

@@ -21,8 +21,11 @@ VALUES = "value estimates"
 DEMONSTRATIONS = "demonstrations"
 ACTION_VALUES = "values of actions"
 REPLAY = "transitions to replay (flow=off_policy, or flow=offline)"
-REPLAYS = "an algorithm that learns from transitions (sac, crossq, rlpd, iql)"
+REPLAYS = "an algorithm that learns from transitions (sac, crossq, rlpd, iql, bc)"
+WITHOUT_ROLLOUTS = "a flow that collects nothing (flow=offline)"
+IMITATION = "a loss of imitating actions"
 HELD_OUT_DEMONSTRATIONS = "held-out demonstrations"
+STALE = "rollouts that go on during updates (rollout.staleness above 0, and a flow that has them)"
 GROUPS = "several samples of each start (rollout.group_size above 1)"
 
 

@@ -72,6 +72,17 @@ def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:
     Raises:
         ConfigError: it is not, does not run, or lacks one.
     """
+    if missing := missing_modules(name, key, modules):
+        path = interpreter(name, key)
+        raise ConfigError(f"{key}: {path} lacks the package {missing[0]}; install it there")
+
+
+def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
+    """Those of some modules that an interpreter does not find.
+
+    Raises:
+        ConfigError: it is not there, or does not run.
+    """
     path = interpreter(name, key)
     program = (
         "import importlib.util as u, sys; "
@@ -88,5 +99,4 @@ def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{key}: {path} does not run as a Python interpreter ({error})") from None
-    if missing := done.stdout.split():
-        raise ConfigError(f"{key}: {path} lacks the package {missing[0]}; install it there")
+    return done.stdout.split()

@@ -250,9 +250,18 @@ def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
     Classes are not imported for it, so any text that is the path of a file counts as one.
     """
     for section in READERS.intersection(sections):
-        for key, value in (getattr(config, section).model_extra or {}).items():
-            if key not in PLACES and isinstance(value, str) and _is_file(value):
+        for key, text in _texts(getattr(config, section).model_extra or {}):
+            if key not in PLACES and _is_file(text):
                 yield f"{FILE}{section}.{key}"
+
+
+def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Texts by key, those of mappings within by keys with dots."""
+    for key, value in values.items():
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", text) for inner, text in _texts(value))
 
 
 def _is_file(text: str) -> bool:
@@ -264,7 +273,7 @@ def _is_file(text: str) -> bool:
 
 def _path_of(config: RunConfig, name: str) -> Path:
     section, _, key = name.removeprefix(FILE).partition(".")
-    return Path(getattr(config, section).model_extra[key]).expanduser()
+    return Path(dict(_texts(getattr(config, section).model_extra))[key]).expanduser()
 
 
 def _content(path: Path) -> str:

@@ -29,7 +29,9 @@ from stages.turns import Aside, Turn
 T = TypeVar("T")
 COMMIT_LOOK_S = 0.02
 BRIEF_S = 0.002
-"""Waits shorter than this are not recorded."""
+"""Waits shorter than this are not recorded, nor what is shorter between two equal spans."""
+SHORT_S = 0.05
+"""Of many equal spans in a row, those that are shorter are one."""
 WAIT = "wait"
 PAUSES = frozenset({WAIT, "offload", "onload"})
 """Spans in which a stage computes nothing: it waits, or moves things from and to its device."""
@@ -343,7 +345,15 @@ class Context:
                 self.took(WAIT, start)
 
     def took(self, name: str, start: float) -> None:
-        """A part of the stage that began at ``start`` ends now."""
+        """A part of the stage that began at ``start`` ends now.
+
+        A short one goes on with the last one, where that had its name and ended just before.
+        """
+        if self.spans and time.time() - start < SHORT_S:
+            last = self.spans[-1]
+            if last["name"] == name and 0 <= start - last["end"] < BRIEF_S:
+                last["end"] = time.time()
+                return
         self.spans.append(
             {
                 "name": name,

@@ -11,10 +11,12 @@ import numpy as np
 from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.base import Engine
-from rlinf.envs.base import Environment, Episodes
+from rlinf.envs.base import VIDEO, Environment, Episodes
 from stages.collect import collect
 from stages.context import Context
-from stages.parts import held_engine, speaking_environment
+from stages.layout import VIDEOS
+from stages.parts import environment_class, held_engine, speaking_environment
+from stages.videos import without, write_videos
 
 
 def run(ctx: Context) -> None:
@@ -28,10 +30,22 @@ def run(ctx: Context) -> None:
     starts = ctx.world.mine(ctx.config.evaluate.samples)
     counts = Counter[str]()
     with ctx.span("generate"):
-        trajectories, scores = held_out(ctx, environment, engine, starts, counts)
+        filmed = ctx.config.evaluate.videos
+        trajectories, scores = held_out(ctx, environment, engine, starts, counts, filmed=filmed)
+    settings, films = ctx.config.evaluate, environment.films(environment_class(ctx.config)[1])
+    if settings.videos:
+        with ctx.span("videos"):
+            write_videos(
+                ctx.data / VIDEOS,
+                trajectories,
+                films,
+                most=settings.videos,
+                fps=settings.video_fps,
+            )
+    unseen = [name for name in films if name.startswith(VIDEO)]
     output = ctx.writer("trajectories")
     for trajectory in trajectories:
-        output.put(trajectory)
+        output.put(without(trajectory, unseen))
     output.close()
     if trajectories:
         ctx.metric("score", float(np.mean(scores)), weight=len(scores))
@@ -48,8 +62,14 @@ def held_out(
     engine: Engine,
     starts: Sequence[int],
     counts: Counter[str],
+    *,
+    filmed: int = 0,
 ) -> tuple[list[Record], list[float]]:
-    """Trajectories and scores of held-out starts; always the same ones, whatever the seed."""
+    """Trajectories and scores of held-out starts; always the same ones, whatever the seed.
+
+    Args:
+        filmed: see :class:`rlinf.envs.base.Episodes`.
+    """
     episodes = Episodes(
         seed=0,
         iteration=0,
@@ -59,6 +79,7 @@ def held_out(
         group_size=1,
         horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,
+        filmed=filmed,
         sampling=(ctx.config.evaluate.sampling or ctx.config.rollout.sampling).settings(),
     )
     trajectories = []

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlinf.config import RunConfig
-from rlinf.fit import REPLAY, REPLAYS
+from rlinf.fit import REPLAY, REPLAYS, WITHOUT_ROLLOUTS
 from rlinf.registry import Registry
 
 EVALUATE = "evaluate"
@@ -247,7 +247,7 @@ offline = Flow(
     },
     evaluate=replace(on_policy.evaluate, like="train"),
     needs=frozenset({REPLAYS}),
-    offers=frozenset({REPLAY}),
+    offers=frozenset({REPLAY, WITHOUT_ROLLOUTS}),
 )
 """Learn from transitions that were there before (``algorithm.prior``), and publish."""
 

@@ -14,12 +14,14 @@ def run(ctx: Context) -> None:
     """Inputs ``trajectories``, ``initial`` and ``weights``; output channel ``logprobs``."""
     algorithm = make_algorithm(ctx.config)
     output = ctx.writer("logprobs")
-    recompute = algorithm.needs_old_logprobs or algorithm.needs_values
     temperature = ctx.config.rollout.temperature
     gaps: list[np.ndarray] = []
     for samples in ctx.parts():
         trajectories = ctx.records("trajectories", samples)
         columns: dict[int, dict[str, np.ndarray]] = {}
+        # Values that came with the steps are those that advantages are made of.
+        valued = any("values" in trajectory.steps for trajectory in trajectories)
+        recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not valued)
         if recompute:
             trainer = held_policy(ctx)
             with ctx.span("forward"):

@@ -60,6 +60,7 @@ class StageLearner(Learner):
             seed=config.seed,
             temperature=config.rollout.temperature,
             gap_limit=gap_limit(config),
+            staleness=config.rollout.staleness,
         )
         self._ctx = ctx
         self.metric("lr", settings.rate(ctx.iteration, span))

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.shares import step_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
 from rlinf.channels.world import World
 from rlinf.config import OptimizerSection
@@ -110,7 +109,8 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
         raise ConfigError(
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
-    apart = environment.held_out_demonstrations(settings.held_out) if settings.held_out else []
+    shown = environment.held_out_demonstrations(settings.held_out) if settings.held_out else []
+    apart = [trainer.policy.demonstrated(record, ctx.config.seed) for record in shown]
     if settings.held_out and not apart:
         raise ConfigError(
             "warm_start.held_out: this task has no held-out demonstrations; set it to 0"
@@ -125,10 +125,11 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
     curve = load_progress(ctx, trainer)
     known = [row["score"] for row in curve if row["score"] is not None]
     for step in range(len(curve), settings.max_steps):
-        records = environment.demonstrations(ctx.config.seed, step, settings.batch)
+        shown = environment.demonstrations(ctx.config.seed, step, settings.batch)
+        records = [trainer.policy.demonstrated(record, ctx.config.seed) for record in shown]
         length = max(len(record) for record in records)
-        mask = pad([counted(record).astype(np.float32) for record in records], length)
-        weights = step_weights(mask, "token_mean")
+        counts = pad([counts_of(record) for record in records], length)
+        weights = counts / counts.sum().clamp(min=1)
 
         def loss(outputs: StepOutputs, spans: list[Span], weights: Tensor = weights) -> Loss:
             part = taken(weights, spans, outputs.logprobs.shape[1]).to(outputs.logprobs.device)
@@ -151,6 +152,15 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
         if score is not None and score >= settings.stop_at:
             break
     return curve
+
+
+def counts_of(record: Record) -> np.ndarray:
+    """1 where a token counts, float32 ``[T]``, or ``[T, ...]`` where a step is several choices."""
+    counts = counted(record).astype(np.float32)
+    if "submask" in record.steps:
+        submask = np.asarray(record.steps["submask"], np.float32)
+        counts = counts.reshape(-1, *[1] * (submask.ndim - 1)) * submask
+    return counts
 
 
 def save_progress(ctx: Context, trainer: Trainer, curve: list[Row]) -> None:
@@ -220,8 +230,8 @@ def held_out_loss(ctx: Context, trainer: Trainer, records: Sequence[Record]) -> 
     """Mean of ``-log p`` over the tokens of records that count, in nats; the same on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for row, outputs in trainer.forward(records, 1.0):
-        counts = torch.from_numpy(counted(records[row]))
-        total[0] -= float(outputs.logprobs[counts].double().sum())
+        counts = torch.from_numpy(counts_of(records[row]))
+        total[0] -= float((counts * outputs.logprobs).double().sum())
         total[1] += float(counts.sum())
     if ctx.world.size > 1:
         # Processes that share a copy of the model say the same: numerator and denominator alike.

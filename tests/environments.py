@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from rlinf.errors import ConfigError
-from rlinf.interpreters import interpreter
+from rlinf.interpreters import FOLDER, interpreter
 
 
 def need_environment(name: str) -> str:
@@ -22,3 +23,15 @@ def need_environment(name: str) -> str:
         if os.environ.get("RLINF_REQUIRE_ENVS"):
             raise
         pytest.skip(str(error))
+
+
+def need_vulkan(patch: pytest.MonkeyPatch) -> None:
+    """Have simulators find Mesa's Vulkan in software, where ``make vulkan`` has unpacked it; skips
+    the test otherwise."""
+    folder = Path(os.environ.get(FOLDER, "~/.cache/rlinf/envs")).expanduser() / "vulkan"
+    if not (folder / "lvp.json").is_file():
+        if os.environ.get("RLINF_REQUIRE_ENVS"):
+            raise FileNotFoundError(f"{folder}/lvp.json; make vulkan unpacks it")
+        pytest.skip(f"there is no {folder}; make vulkan unpacks it")
+    patch.setenv("VK_ICD_FILENAMES", str(folder / "lvp.json"))
+    patch.setenv("LD_LIBRARY_PATH", str(folder / "usr" / "lib" / "x86_64-linux-gnu"))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rlinf import __version__, machine, tree
-from rlinf.errors import RlinfError, told_of_exhaustion
+from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion
 
 app = typer.Typer(
     help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
@@ -194,6 +194,35 @@ def export(
 
 
 @app.command()
+def demonstrations(
+    source: Annotated[
+        Path, typer.Argument(help="A data set of LeRobot, or a folder of trajectories-*.h5")
+    ],
+    to: Annotated[Path, typer.Argument(help="New folder")],
+    solved: Annotated[
+        bool, typer.Option("--solved", help="Of LeRobot: every episode solved its task")
+    ] = False,
+    fps: Annotated[int, typer.Option(min=1, help="For LeRobot: steps of a second")] = 20,
+    task: Annotated[str, typer.Option(help="For LeRobot: what was to be done")] = "",
+    png: Annotated[
+        bool, typer.Option("--png", help="For LeRobot: pictures without a loss, not as videos")
+    ] = False,
+    intervened: Annotated[
+        bool,
+        typer.Option("--intervened", help="Of trajectories: those episodes that a person acted in"),
+    ] = False,
+) -> None:
+    """Write demonstrations of LeRobot's format as trajectories, or trajectories in that format; or,
+    with --intervened, of trajectories the episodes that a person acted in, for algorithm.prior."""
+    from pipeline.commands.demonstrations import take_helped, transfer
+
+    if intervened:
+        typer.echo(take_helped(source, to))
+    else:
+        typer.echo(transfer(source, to, fps=fps, task=task, png=png, solved=solved))
+
+
+@app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="A .gguf file, or a package that carries one")],
     to: Annotated[Path, typer.Argument(help="New folder for the model")],
@@ -207,14 +236,24 @@ def convert(
 
 @app.command()
 def doctor(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="With --env: keys of the task, task.KEY=VALUE")
+    ] = None,
     folder: Annotated[
         Path, typer.Option(help="Where runs are kept; must be visible on every node")
     ] = Path("runs"),
+    env: Annotated[
+        str | None,
+        typer.Option(help="Check instead what the simulator of task=NAME lacks on this machine"),
+    ] = None,
 ) -> None:
     """Check Slurm, the run directory's filesystem, Python on the nodes, and packages."""
-    from pipeline.commands.doctor import examine
+    from pipeline.commands import doctor, findings, simulators
 
-    raise typer.Exit(examine(folder))
+    if overrides and env is None:
+        raise ConfigError(f"{overrides[0]}: keys are for the simulator of --env NAME; add that")
+    found = doctor.findings(folder) if env is None else simulators.findings(env, overrides or ())
+    raise typer.Exit(findings.show(found))
 
 
 @app.command()

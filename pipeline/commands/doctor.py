@@ -10,14 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.table import Table
-from rich.text import Text
-
-from pipeline.terminal import terminal
+from pipeline.commands.findings import Finding
 from rlinf.errors import RlinfError
 from slurm.client import Partition, SlurmClient
 
@@ -37,28 +33,6 @@ PACKAGES = {
 SLOW_FSYNC_S = 0.2
 LATE_S = 5.0
 PROBE_S = 60.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table."""
-
-    level: Literal["ok", "warn", "fail"]
-    what: str
-    detail: str
-
-
-def examine(folder: Path) -> int:
-    """Run all checks and print them as they come; 0 when none failed."""
-    console = terminal()
-    table = Table(title="rlinf doctor", title_justify="left", show_header=False)
-    failed = False
-    for finding in findings(folder):
-        colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
-        table.add_row(Text(finding.level, style=colour), finding.what, finding.detail)
-        failed |= finding.level == "fail"
-    console.print(table)
-    return int(failed)
 
 
 def findings(folder: Path) -> Iterator[Finding]:

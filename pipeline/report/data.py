@@ -19,6 +19,7 @@ from pipeline.report.transcripts import Sample, kept, samples_of
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
 from stages.flow import flow_of
+from stages.layout import VIDEOS, stage_folder
 
 
 @dataclass
@@ -34,6 +35,8 @@ class ReportData:
     stages: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     """Of the iterations whose trajectories are on disk."""
+    videos: dict[int, list[Path]] = field(default_factory=dict)
+    """Of held-out episodes by version of the weights, as paths in the run directory."""
 
     @property
     def scores(self) -> list[tuple[int, float]]:
@@ -106,6 +109,9 @@ def read(folder: Path) -> ReportData:
             data.manifests.append(manifest)
             scores = {f"evaluate/{name}": value for name, value in manifest.metrics.items()}
             data.evaluated.append({"version": version, **scores})
+            folder = stage_folder(run.folder, "evaluate", version) / manifest.data / VIDEOS
+            if films := sorted(folder.glob("*.mp4")):
+                data.videos[version] = [film.relative_to(run.folder) for film in films]
     generated = claimed(run.folder)
     for manifest in data.manifests:
         more = generated[manifest.iteration] if manifest.stage == "rollout" else []

@@ -72,6 +72,7 @@ def html(data: ReportData) -> str:
         idle=idle_rows,
         idle_stages={stage for row in idle_rows for stage in row.stages},
         iterations=len(data.rows),
+        videos=data.videos,
         predicted=compare(data.run) if plan else [],
         facts=facts(
             {} if record is None else record.model_dump(), data.run.config.seed, data.manifests

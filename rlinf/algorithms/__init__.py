@@ -8,6 +8,7 @@ algorithms = Registry(
         "grpo": "rlinf.algorithms.grpo:GRPO",
         "dapo": "rlinf.algorithms.grpo:DAPO",
         "ppo": "rlinf.algorithms.ppo:PPO",
+        "async_ppo": "rlinf.algorithms.async_ppo:AsyncPPO",
         "reinforce_plus_plus": "rlinf.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
         "reinforce_plus_plus_baseline": (
             "rlinf.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline"
@@ -16,6 +17,7 @@ algorithms = Registry(
         "sac": "rlinf.algorithms.sac:SAC",
         "crossq": "rlinf.algorithms.crossq:CrossQ",
         "rlpd": "rlinf.algorithms.rlpd:RLPD",
+        "bc": "rlinf.algorithms.bc:BC",
         "iql": "rlinf.algorithms.iql:IQL",
     },
     base="rlinf.algorithms.base:Algorithm",

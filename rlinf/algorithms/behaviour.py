@@ -98,14 +98,32 @@ def engine_metrics(totals: dict[str, float]) -> dict[str, float]:
     return {name: totals[key] / steps for name, key in names.items()}
 
 
-def same_version(trajectories: list[Record], version: int) -> Tensor:
-    """``[N, T]`` 1 where a step was chosen by the weights of ``version``."""
+def lags(trajectories: list[Record], version: int) -> Tensor:
+    """How many updates the weights that chose a step are behind ``version``: ``[N, T]`` float32."""
     return pad(
         [
-            np.asarray(record.steps["versions"] == version, np.float32)
+            np.asarray(version - record.steps["versions"], np.float32)
             if "versions" in record.steps
-            else np.full(len(record), record.info["policy_version"] == version, np.float32)
+            else np.full(len(record), version - int(record.info["policy_version"]), np.float32)
             for record in trajectories
         ],
         max(len(record) for record in trajectories),
     )
+
+
+def anchors(lag: Tensor, done: float) -> Tensor:
+    """Where the policy before an update lies between the one that collected a step (0) and the one
+    in training (1), counted in versions (A-3PO, arXiv 2512.06547): ``[N, T]``.
+
+    Args:
+        lag: ``[N, T]``, of :func:`lags`.
+        done: how much of the update is done, in [0, 1). Before its first step the policy in
+            training is that before the update.
+    """
+    return lag / (lag + done) if done else torch.ones_like(lag)
+
+
+def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, anchor: Tensor) -> Tensor:
+    """Log-probabilities of the policy before the update, without a pass of their own: on the line
+    from those of the policy that collected a step to those of the one in training. No gradient."""
+    return rollout_logprobs + anchor * (logprobs.detach() - rollout_logprobs)

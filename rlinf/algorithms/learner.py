@@ -33,6 +33,7 @@ class Learner:
         seed: int = 0,
         temperature: float = 1.0,
         gap_limit: float = float("inf"),
+        staleness: int | None = None,
     ) -> None:
         """
         Args:
@@ -42,10 +43,12 @@ class Learner:
             temperature: that the samples were drawn at.
             gap_limit: largest mean difference, nats, between log-probabilities of engine and
                 trainer under equal weights.
+            staleness: most updates that the weights which chose a step may be behind; None: any.
         """
         self._trainer, self.rates = trainer, dict(rates)
         self.iteration, self.seed = iteration, seed
         self.temperature, self.gap_limit = temperature, gap_limit
+        self.staleness = staleness
         self.updates = 0
         """Optimizer steps so far."""
         self._said: dict[str, list[float]] = defaultdict(list)

@@ -160,11 +160,8 @@ class OffPolicy(Algorithm):
         """
         path = self.config.prior
         before = Held(np.zeros(0, policy.rows)) if path is None else prior.load(path)
-        for source in (online, before):
-            wrong = misfit(policy.rows, source.dtype) if len(source) else None
-            if wrong is not None:
-                place = "algorithm.prior" if source is before else "trajectories"
-                raise DataError(f"{place}: {path or ''} does not fit the policy; {wrong}")
+        fitting(policy, online, "trajectories")
+        fitting(policy, before, f"algorithm.prior: {path}")
         return online, before
 
     def _shares(self, sources: tuple[Transitions, Transitions]) -> tuple[int, int]:
@@ -174,6 +171,17 @@ class OffPolicy(Algorithm):
             return (size, 0) if len(sources[0]) else (0, size)
         before = round(self.config.prior_share * size)
         return size - before, before
+
+
+def fitting(policy: Any, source: Transitions, where: str) -> None:
+    """See that a policy can learn from transitions.
+
+    Raises:
+        DataError: they are of another type; names the field.
+    """
+    wrong = misfit(policy.rows, source.dtype) if len(source) else None
+    if wrong is not None:
+        raise DataError(f"{where}: does not fit the policy; {wrong}")
 
 
 def tensors_of(rows: np.ndarray) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from rlinf.algorithms.behaviour import (
     behaviour_ratio,
     behaviour_weights,
     engine_gap,
+    interpolated,
 )
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import Level, by_unit
@@ -42,10 +43,12 @@ class PolicyGradientConfig(Section):
     """Passes over one iteration's batch."""
     minibatches: int = Field(default=1, gt=0)
     """Optimizer steps per pass."""
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    old_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
     """Denominator of the ratio: of the policy before the update under the training stack, or taken
     from the engine. The inference stage computes it where the update has several steps; before the
-    first one the update's own forward pass gives the same."""
+    first one the update's own forward pass gives the same. ``interpolate`` spares that stage: what
+    the policy before the update says is estimated from what the engine's and the one in training
+    say (:func:`rlinf.algorithms.behaviour.anchors`)."""
     behaviour_weight_cap: float | None = Field(default=None, gt=0)
     """Weight each step by how likely the policy before the update is to do what the policy that
     collected it did, at most this; null: all weigh the same. For stale or inexact rollouts:
@@ -112,7 +115,7 @@ class PolicyGradientConfig(Section):
         if self.old_logprobs == "rollout":
             raise ValueError(
                 "behaviour_weight_cap compares recomputed log-probabilities with those of the "
-                "rollout; it needs old_logprobs: recompute"
+                "rollout; it needs old_logprobs: recompute, or interpolate"
             )
         return self
 
@@ -200,6 +203,10 @@ class PolicyGradient(Algorithm):
         outputs, batch, weights = by_unit(outputs, batch, weights, self.config.logprob_level)
         if self.config.old_logprobs == "recompute" and self.one_step:
             batch = replace(batch, old_logprobs=outputs.logprobs.detach())
+        elif batch.anchor is not None:
+            theirs = batch.require("rollout_logprobs")
+            old = interpolated(outputs.logprobs, theirs, batch.anchor)
+            batch = replace(batch, old_logprobs=old)
         loss, metrics = self.loss(outputs, batch, weights)
         return loss, {**metrics, **engine_gap(outputs.logprobs, batch)}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from rlinf.algorithms.behaviour import engine_metrics, same_version
+from rlinf.algorithms.behaviour import anchors, engine_metrics, lags
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.levels import at_level
 from rlinf.algorithms.losses import KLEstimator, kl_estimate
@@ -111,12 +111,18 @@ class _Update:
         *,
         entropy: bool,
     ) -> None:
-        learner = self._learner
+        learner, config = self._learner, self._algorithm.config
         places, share = self._trained(batch, chosen, weights)
         chosen, weights = [chosen[place] for place in places], weights[places]
-        if not learner.updates and batch.rollout_logprobs is not None:
-            fresh = same_version([sample.trajectory for sample in samples], learner.iteration)
-            batch = replace(batch, fresh=batch.mask * fresh)
+        first, interpolate = not learner.updates, config.old_logprobs == "interpolate"
+        if (first or interpolate) and batch.rollout_logprobs is not None:
+            lag = lags([sample.trajectory for sample in samples], learner.iteration)
+            if first:
+                self._bound(lag, batch.mask)
+                batch = replace(batch, fresh=batch.mask * (lag == 0))
+            if interpolate:
+                done = learner.updates / (config.epochs * config.minibatches)
+                batch = replace(batch, anchor=anchors(lag, done))
 
         def loss(policy: Policy, inputs: Batch, spans: list[Span]) -> Loss:
             length, device = inputs["mask"].shape[1], inputs["mask"].device
@@ -142,6 +148,28 @@ class _Update:
             together=[[row] for row in range(len(chosen))] if whole else None,
         )
 
+    def _bound(self, lag: Tensor, mask: Tensor) -> None:
+        """Say how far behind the steps are that count, ``[N, T]``.
+
+        Raises:
+            InputError: some are further than ``rollout.staleness`` allows, or of weights to come.
+        """
+        learner, counts = self._learner, mask > 0
+        limit = learner.staleness
+        if limit is None or not counts.any():
+            return
+        found = lag[counts]
+        if not 0 <= float(found.min()) <= float(found.max()) <= limit:
+            wrong = found.min() if found.min() < 0 else found.max()
+            raise InputError(
+                f"iteration {learner.iteration + 1}: steps were chosen by version "
+                f"{learner.iteration - int(wrong)} of the weights, and version {learner.iteration} "
+                f"is to be updated; rollout.staleness allows {limit} updates between them. Look at "
+                "the flow's inputs and the engine's version, or raise rollout.staleness"
+            )
+        if limit:
+            learner.metric("staleness", float(found.mean()))
+
     def _trained(
         self, batch: StepBatch, chosen: list[int], weights: Tensor
     ) -> tuple[list[int], float]:
@@ -150,6 +178,8 @@ class _Update:
         The others would add nothing to the gradient. Metrics are means over those that are.
         """
         learns = ~self._algorithm.idle(batch)[chosen]
+        if bool(learns.all()):
+            return list(range(len(chosen))), 1.0
         places = learns.nonzero()[:, 0].tolist() or [0]
         share = float(weights[places].sum() / weights.sum().clamp(min=1e-30))
         return places, share if len(places) < len(chosen) and share > 0 else 1.0

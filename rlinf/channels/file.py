@@ -217,13 +217,33 @@ def _large(record: Record) -> list[str]:
 def _write_rows(path: Path, file: h5py.File, columns: dict[str, list[np.ndarray]]) -> None:
     with _writing(rows_of(path)) as target, h5py.File(target, "w", libver="earliest") as rows:
         for name, arrays in columns.items():
-            column = _concatenate(arrays, name)
-            rows[name] = column
-            size = _block(column.dtype, column.shape)
-            sums = [_sum(column[k : k + size]) for k in range(0, len(column), size)]
+            _check_alike(arrays, name)
+            kind, shape = arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:])
+            size = _block(kind, shape)
+            column, sums, at = rows.create_dataset(name, shape, kind), [], 0
+            for block in _blocks(arrays, size):
+                column[at : at + len(block)] = block
+                sums.append(_sum(block))
+                at += len(block)
             data = file.create_dataset(f"steps/rows/{name}", data=np.array(sums, dtype=np.uint64))
-            data.attrs["shape"], data.attrs["dtype"] = column.shape, column.dtype.str
+            data.attrs["shape"], data.attrs["dtype"] = shape, kind.str
             data.attrs["block"] = size
+
+
+def _blocks(arrays: Sequence[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Arrays one after the other, by ``size`` rows: there is never a second copy of them all."""
+    waiting, count = list[np.ndarray](), 0
+    for array in arrays:
+        start = 0
+        while start < len(array):
+            part = array[start : start + size - count]
+            waiting.append(part)
+            start, count = start + len(part), count + len(part)
+            if count == size:
+                yield np.concatenate(waiting)
+                waiting, count = [], 0
+    if waiting:
+        yield np.concatenate(waiting)
 
 
 class _Rows:
@@ -323,9 +343,13 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _concatenate(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
+def _check_alike(arrays: Sequence[np.ndarray], name: str) -> None:
     if len({(array.dtype, array.shape[1:]) for array in arrays}) > 1:
         raise ValueError(f"column {name!r}: dtype and trailing shape must not change")
+
+
+def _concatenate(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
+    _check_alike(arrays, name)
     return np.concatenate(arrays)
 
 

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from rlinf.config import Section, validate
 from rlinf.data.packing import balance
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, StageError
 
 SHARES, LAYOUT = "RLINF_SHARES", "RLINF_LAYOUT"
 GROUP = "RLINF_GROUP"
@@ -185,12 +185,19 @@ class World:
         """Form the default process group (NCCL on GPUs, Gloo on CPUs) unless it exists.
 
         Raises:
-            StageError: not all processes came to the meeting in time.
+            StageError: not all processes came to the meeting in time, or what this process computes
+                with has formed one of other processes.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import HashStore, Store
 
         if dist.is_initialized():
+            if dist.get_world_size() != self.size:
+                raise StageError(
+                    f"this process is in a process group of {dist.get_world_size()}, and its stage "
+                    f"has {self.size} processes: an engine that forms its own group cannot be in "
+                    "one process with a trainer; give each a pool of its own in the plan"
+                )
             return
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         store: Store | None = None

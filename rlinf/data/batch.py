@@ -14,6 +14,7 @@ from rlinf.data.counted import counted
 from rlinf.data.packing import Span
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
+from rlinf.data.transitions import INTERVENED
 from rlinf.errors import InputError
 
 
@@ -63,6 +64,9 @@ class StepBatch:
     """``[N, T, ...]`` 1 where a choice of a step counts; None: all do."""
     units: Tensor | None = None
     """``[N, T]`` or ``[N, T, K]`` 1 where what the loss compares counts."""
+    anchor: Tensor | None = None
+    """``[N, T]`` where ``old_logprobs`` lie between those of the policy that collected a step (0)
+    and those of the one in training (1), if they are interpolated."""
     fresh: Tensor | None = None
     """``[N, T]`` 1 where a step counts and was chosen by the weights that are to be updated; in
     the first update of an iteration."""
@@ -96,9 +100,10 @@ def taken(column: Tensor, spans: Sequence[Span], length: int) -> Tensor:
 
     Of ``[N]`` the given samples: ``[B]``.
     """
+    if column.ndim == 1 or all(s.start == 0 and s.stop == length for s in spans):
+        chosen = column[[span.row for span in spans]]
+        return chosen if column.ndim == 1 else chosen[:, :length]
     rows, start, stop = torch.tensor(spans).T
-    if column.ndim == 1:
-        return column[rows]
     places = start[:, None] + torch.arange(length)
     inside = places < stop[:, None]
     values = column[rows[:, None], places.clamp(max=column.shape[1] - 1)]
@@ -148,6 +153,12 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         found = column(source, name)
         return torch.zeros(len(rows), length) if found is None else found
 
+    for trajectory in trajectories:
+        if np.asarray(trajectory.steps.get(INTERVENED, False)).any():
+            raise InputError(
+                f"{trajectory.identity}: a person acted in it, and this algorithm learns from what "
+                "the policy chose itself; choose one that learns from transitions (sac, rlpd, ...)"
+            )
     # Row by row: one trajectory may have a mask where another, all of whose steps count, has none.
     mask = pad([counted(trajectory).astype(np.float32) for trajectory in trajectories], length)
     rewards = optional(1, "rewards")

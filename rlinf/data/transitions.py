@@ -19,6 +19,10 @@ from rlinf.errors import InputError
 CUT_STEPS, CUT_OBSERVATIONS = "cut_steps", "cut_observations"
 """Context of a trajectory: the steps ``[K]`` after which it was cut off, in order, and what was
 seen then ``[K, D]``."""
+INTERVENED, PERFORMED = "intervened", "performed"
+"""Step columns of a trajectory in which a person may have acted in the place of the policy: where
+that was so, uint8 ``[T]`` (of chunks ``[T, H]``), and the actions that were carried out.
+``actions`` are always the policy's, to which its log-probabilities belong."""
 FIELDS = ("observations", "actions", "rewards", "next_observations", "terminated", "truncated")
 
 
@@ -85,8 +89,18 @@ def misfit(own: np.dtype, other: np.dtype) -> str | None:
     return None
 
 
+def carried_out(trajectory: Record) -> np.ndarray:
+    """The actions of a trajectory, a person's where a person acted: ``[T, ...]``."""
+    actions = np.asarray(trajectory.steps["actions"])
+    if INTERVENED not in trajectory.steps:
+        return actions
+    acted = np.asarray(trajectory.steps[INTERVENED]) != 0
+    acted = acted.reshape(*acted.shape, *[1] * (actions.ndim - acted.ndim))
+    return np.where(acted, trajectory.steps[PERFORMED], actions).astype(actions.dtype)
+
+
 def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
-    """The steps of a trajectory that count, with what was seen after each.
+    """The steps of a trajectory that count, with what was done and what was seen after each.
 
     Args:
         trajectory: steps ``observations`` ``[T, D]``, ``actions`` ``[T, A]`` or ``[T]``,
@@ -110,7 +124,7 @@ def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
             "trajectories that a simulator gave (task.name=gym)"
         )
     seen, length = np.asarray(steps["observations"], np.float32), len(trajectory)
-    actions = np.asarray(steps["actions"], np.float32).reshape(length, -1)
+    actions = carried_out(trajectory).astype(np.float32).reshape(length, -1)
     if seen.ndim != 2:
         raise InputError(
             f"{trajectory.identity}: observations {seen.shape} of a trajectory; expected vectors"

@@ -9,6 +9,7 @@ engines = Registry(
         "direct": "rlinf.engines.direct:DirectEngine",
         "sglang": "rlinf.engines.sglang:SGLangEngine",
         "vllm": "rlinf.engines.vllm:VLLMEngine",
+        "vllm_in_process": "rlinf.engines.vllm_in_process:VLLMInProcess",
     },
     base="rlinf.engines.base:Engine",
 )

@@ -181,6 +181,12 @@ class Engine(Part, ABC):
         that must be there."""
         return {}
 
+    @classmethod
+    def packages(cls, config: Any) -> tuple[str, ...]:
+        """Optional packages that the process of the stage imports for it; extras of their names
+        install them."""
+        return ()
+
     @abstractmethod
     def load(self, folder: Path, version: int) -> None:
         """Serve the weights in a policy folder from now on; after :meth:`close` too."""

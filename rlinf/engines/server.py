@@ -12,86 +12,55 @@ import os
 import shutil
 import weakref
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from rlinf.checked import copy_file
-from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
+from rlinf.engines.base import NO_HOOKS, Hooks, Requests
+from rlinf.engines.concurrent import Concurrent
+from rlinf.engines.divided import GPUS, Copy, check_heads, own_gpus
+from rlinf.engines.external import ExternalConfig, ExternalEngine, fitting
 from rlinf.engines.inside import start
 from rlinf.engines.legs import Ask, Leg, Legs
 from rlinf.engines.process import Gone, ServerError, ServerProcess
 from rlinf.engines.replicas import Replicas
-from rlinf.errors import ConfigError, DataError
-from rlinf.fit import LANGUAGE_MODEL
 from rlinf.interpreters import interpreter
 from rlinf.models.base import misfit
-from rlinf.models.causal_lm import CausalLMConfig, load_tokenizer
-from rlinf.models.device import DeviceName, local_device
-from rlinf.models.headers import positions, read_settings
-from rlinf.models.loading import (
-    WEIGHTS,
-    companions,
-    copy_companions,
-    load_module,
-    outline_module,
-    stop_tokens,
-    tensor_files,
-)
+from rlinf.models.loading import WEIGHTS, companions, copy_companions, tensor_files
 from rlinf.residency import Size
 from rlinf.segments import SHM, segment_name
 from rlinf.tensors import State, save_tensors
 
 INSIDE = Path(start.__file__).parent
 """What servers import of this package; its folder is on their module search path."""
-GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-class ServerConfig(Section):
-    """What engines with a server have in common."""
+class ServerConfig(ExternalConfig):
+    """What engines with a server have in common; what is said of one holds for each server."""
 
     server_python: str
     """The interpreter of the server: a path, or an environment of ``make env``."""
-    python: str | None = None
-    """The interpreter of the stages that ask it; see :mod:`rlinf.interpreters`."""
     replicas: int = Field(default=1, gt=0)
-    """Servers with the same weights, of each process of the stage; on GPUs each has one of its
-    own."""
+    """Servers with the same weights, of each copy of the model; on GPUs each has its own."""
     imbalance: int = Field(default=32, ge=0)
     """Requests go to the server that has read their prefix, unless so many more are under way there
     than at the least loaded one."""
-    max_rows: int = Field(default=256, gt=0)
-    """Most samples that a server decodes at once."""
-    threads: int = Field(default=1, gt=0)
-    """Threads of the server's worker on a CPU."""
-    device: DeviceName = "auto"
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the weights it generates with; null: that of the model."""
-    cache_gib: float = Field(default=1.0, gt=0)
-    """Memory for cached keys and values."""
-    context: int | None = Field(default=None, gt=0)
-    """Most tokens of a prompt and its response together; null: as many as the model takes."""
     start_s: float = Field(default=600.0, gt=0)
     """The longest that a server takes to come up."""
     answer_s: float = Field(default=3600.0, gt=0)
     """The longest that it takes to answer; then it counts as dead."""
-    ignore_eos: bool = False
-    """Decode to the horizon whatever is sampled (for benchmarks)."""
-    arguments: tuple[str, ...] = ()
-    """Of its command line, after those that are given anyway."""
 
 
-class ServerEngine(Engine):
+class ServerEngine(ExternalEngine):
     """See the module. A subclass says how its server is started and asked."""
 
     Config = ServerConfig
-    needs = frozenset({LANGUAGE_MODEL})
+    layouts = frozenset({"tp"})
     module: ClassVar[str]
     """What its interpreter runs."""
     health: ClassVar[str] = "/health"
@@ -100,19 +69,11 @@ class ServerEngine(Engine):
     """What that interpreter must have."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
-        self._config = config
-        self._policy_config: CausalLMConfig = policy_config
-        if config.dtype is not None:
-            self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
-        self.device = local_device(config.device)
-        self.stops = frozenset[int]()
+        super().__init__(config, policy, policy_config)
         self._folder: Path | None = None
         self._asleep = False
+        self._copy: Copy | None = None
         self._servers = Replicas(config.replicas, config.imbalance, self._begin, self._ready)
-
-    @classmethod
-    def takes_dtype(cls, config: Any) -> torch.dtype | None:
-        return None if config.dtype is None else getattr(torch, config.dtype)
 
     @classmethod
     def rows(cls, config: Any) -> int:
@@ -152,11 +113,6 @@ class ServerEngine(Engine):
     def started(self, process: ServerProcess) -> None:
         """A server is up, and nothing was asked yet."""
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether servers let go of their device's memory between two calls."""
-        return self.device.type != "cpu"
-
     @abstractmethod
     def sleep(self, process: ServerProcess) -> None:
         """Have a server free weights and cache; what was in them is lost."""
@@ -164,10 +120,6 @@ class ServerEngine(Engine):
     @abstractmethod
     def wake(self, process: ServerProcess) -> None:
         """Have a server take memory for both again; :meth:`update` follows."""
-
-    def cache_bytes(self) -> int:
-        """Of a server, for cached keys and values."""
-        return int(self._config.cache_gib * 2**30)
 
     # The engine.
 
@@ -178,6 +130,10 @@ class ServerEngine(Engine):
 
     def load(self, folder: Path, version: int) -> None:
         self.version = -1
+        if not self.world.speaks:
+            self._known(folder)
+            self._serve(version, update=False)
+            return
         model = self._own_folder() / "model"
         self._servers.settle()  # one that is being started reads what is there
         same = bool(self._servers.up) and _same_files(folder, model)
@@ -199,6 +155,11 @@ class ServerEngine(Engine):
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = -1
+        if not self.world.speaks:
+            for _ in fitting(tensors, self._like):
+                pass  # the others may need it to take part
+            self._serve(version, update=False)
+            return
         model = self._own_folder() / "model"
         self._servers.settle()
         for path in model.glob("*.safetensors*"):
@@ -216,14 +177,34 @@ class ServerEngine(Engine):
     def generate(
         self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
     ) -> Iterator[Record]:
-        return Legs(self, requests, seed, stage, hooks, self.rows(self._config)).replies()
+        try:
+            most = self.rows(self._config)
+            yield from Legs(self, Concurrent(self), requests, seed, stage, hooks, most).replies()
+        finally:
+            self._through()
+
+    def assist(self, *, seed: int, stage: str) -> None:
+        self._through()
+
+    def _through(self) -> None:
+        """A batch is generated: processes that share the server may have their GPUs back."""
+        if self.world.layout.tp == 1:
+            return
+        if self.sleeps:
+            self.offload("server", 0)
+        self._together()
+
+    def _together(self) -> None:
+        """Wait for the processes that share the server, where there are some."""
+        if self.world.layout.tp > 1:
+            self._copy = self._copy or Copy(self.world, self.device.type)
+            self._copy.meet()
 
     def size(self) -> dict[str, Size]:
-        """Weights and cache of one server: others have GPUs of their own."""
-        if not self.sleeps or not self._servers.up:
+        """Weights and cache of one server, on a GPU of it: others have GPUs of their own."""
+        if not self.sleeps or self.version < 0:
             return {}
-        weights = sum(t.nbytes for name, t in self._like.items() if name not in self._tied)
-        whole = weights + self.cache_bytes()
+        whole = self._device_bytes()
         return {"server": Size(0, whole, 0) if self._asleep else Size(whole, 0, 0)}
 
     def offload(self, group: str, least: int) -> int:
@@ -240,9 +221,7 @@ class ServerEngine(Engine):
             return
         if filled:
             self._serve(self.version, update=True)
-        else:
-            self._servers.each(self.wake)
-            self._asleep = False
+        # Else weights come next: the servers wake for these.
 
     def close(self) -> None:
         self._servers.close()
@@ -255,11 +234,7 @@ class ServerEngine(Engine):
     # What a call of generate asks for.
 
     def leg(self, ask: Ask) -> Leg:
-        if len(ask.tokens) + ask.most > self._context:
-            raise DataError(
-                f"{len(ask.tokens)} tokens and up to {ask.most} more do not fit into "
-                f"{self._context}; shorten prompts or rollout.horizon, or raise engine.context"
-            )
+        self.check_room(ask)
         route, body = self.body(ask)
         said = self._servers.ask(ask.tokens, route, body, lambda values: self.answer(values).tokens)
         return self.answer(said)
@@ -273,23 +248,9 @@ class ServerEngine(Engine):
     def tail(self) -> str:
         return self._servers.tail()
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, without special ones."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
     def _known(self, model: Path) -> None:
-        """Learn of a network what requests need."""
-        config = self._policy_config
-        module = outline_module(model, config) or load_module(model, config)
-        text = read_settings(model)
-        self._settings: dict[str, Any] = {**text, **(text.get("text_config") or {})}
-        self._like: dict[str, Tensor] = module.state_dict(keep_vars=True)
-        seen: dict[int, str] = {}
-        self._tied = {n for n, t in self._like.items() if seen.setdefault(id(t), n) != n}
-        self._tokenizer = load_tokenizer(model, config.trust_remote_code)
-        ends = () if self._config.ignore_eos else stop_tokens(module, self._tokenizer)
-        self.stops = frozenset(ends)
+        super()._known(model)
+        check_heads(self._settings["num_attention_heads"], self.world.layout.tp)
 
     def _serve(self, version: int, *, update: bool) -> None:
         """Have the weights that are in the folder served.
@@ -297,10 +258,13 @@ class ServerEngine(Engine):
         Args:
             update: servers that are up read them; else all are started anew.
         """
-        model = self._own_folder() / "model"
-        self._context = self._config.context or positions(read_settings(model)) or 4096
-
         asleep, self._asleep = self._asleep, False
+        self._together()  # the others have made room on their GPUs
+        self.version = version
+        if not self.world.speaks:
+            return
+        self.version = -1
+        model = self._own_folder() / "model"
 
         def read(process: ServerProcess) -> None:
             if asleep:
@@ -317,8 +281,9 @@ class ServerEngine(Engine):
         socket.unlink(missing_ok=True)
         logs, several = self.logs or folder, f"-{number}" if config.replicas > 1 else ""
         own = {}
-        if config.replicas > 1 and self.device.type == "cuda":
-            own = {GPUS: own_gpu(number, config.replicas)}
+        if self.device.type == "cuda":
+            world = self.world
+            own = {GPUS: own_gpus(world.local_rank, number, config.replicas, world.layout.tp)}
         return ServerProcess(
             interpreter(config.server_python, "engine.server_python"),
             self.module,
@@ -352,36 +317,6 @@ class ServerEngine(Engine):
             self._folder.mkdir(mode=0o700)
             self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
-
-
-def own_gpu(number: int, count: int) -> str:
-    """The GPU of one of ``count`` servers, as CUDA_VISIBLE_DEVICES has it.
-
-    Raises:
-        ConfigError: this process sees fewer.
-    """
-    seen = os.environ.get(GPUS)
-    names = seen.split(",") if seen else [str(n) for n in range(torch.cuda.device_count())]
-    if len(names) < count:
-        raise ConfigError(
-            f"engine.replicas: {count} servers need a GPU each, and this process sees "
-            f"{len(names)}; give the stage more GPUs (one process of it), or lower it"
-        )
-    return names[number]
-
-
-def fitting(
-    tensors: Iterable[tuple[str, Tensor]], like: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as a network has them, on the CPU.
-
-    Raises:
-        DataError: one is not the network's by name and shape.
-    """
-    for name, tensor in tensors:
-        if name not in like or like[name].shape != tensor.shape:
-            raise misfit(name, 1)
-        yield name, tensor.to("cpu", like[name].dtype)
 
 
 def _same_files(folder: Path, other: Path) -> bool:

@@ -7,6 +7,8 @@ alone.
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket as sockets
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +48,7 @@ class SGLangEngine(ServerEngine):
         return [
             *("--model-path", str(model), "--port", str(port)),
             *("--dtype", self._policy_config.dtype, "--context-length", str(context)),
+            *("--tp-size", str(self.world.layout.tp)),
             *("--max-running-requests", str(config.max_rows)),
             *("--max-total-tokens", str(config.cache_tokens)),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
@@ -61,6 +64,7 @@ class SGLangEngine(ServerEngine):
             return always
         return {
             **always,
+            "SGLANG_CPU_OMP_THREADS_BIND": cores(self.world.layout.tp, self._config.threads),
             "SGLANG_USE_CPU_ENGINE": "1",
             "TORCH_COMPILE_DISABLE": "1",
             "PYTHONPATH": f"{INSIDE}:{INSIDE / 'sglang_cpu'}",
@@ -100,11 +104,13 @@ class SGLangEngine(ServerEngine):
         process.post("/resume_memory_occupation", {"tags": PARTS})
 
     def cache_bytes(self) -> int:
-        """Of keys and values: 2 x layers x key-value heads x size of a head, for each token."""
+        """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a
+        head, for each token."""
         settings = self._settings
         heads = settings["num_attention_heads"]
         size = settings.get("head_dim") or settings["hidden_size"] // heads
-        values = 2 * settings["num_hidden_layers"] * settings.get("num_key_value_heads", heads)
+        there = max(1, settings.get("num_key_value_heads", heads) // self.world.layout.tp)
+        values = 2 * settings["num_hidden_layers"] * there
         width: int = getattr(torch, self._policy_config.dtype).itemsize
         return int(self._config.cache_tokens * values * size * width)
 
@@ -113,3 +119,11 @@ class SGLangEngine(ServerEngine):
             "/update_weights_from_disk",
             {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)},
         )
+
+
+def cores(processes: int, threads: int) -> str:
+    """Numbers of the cores that each of some processes computes on, as SGLang has them: without
+    it there may be no more processes than nodes of memory."""
+    free = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    each = (itertools.islice(free, threads) for _ in range(processes))
+    return "|".join(",".join(map(str, sorted(set(own)))) for own in each)

@@ -7,13 +7,21 @@ defined here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlinf.engines.external import ExternalEngine
 from rlinf.engines.legs import Ask, Leg
 from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import ServerConfig, ServerEngine
+
+VARIABLES = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension knows the sampler of the first one
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Of the environment of every process that imports vLLM."""
 
 
 class VLLMConfig(ServerConfig):
@@ -30,52 +38,28 @@ class VLLMEngine(ServerEngine):
     module = "vllm.entrypoints.openai.api_server"
 
     def command(self, model: Path, context: int, socket: Path) -> list[str]:
-        config = self._config
         return [
-            *("--model", str(model), "--uds", str(socket)),
-            *("--dtype", self._policy_config.dtype),
-            *("--max-model-len", str(context), "--max-num-seqs", str(config.max_rows)),
-            *("--kv-cache-memory-bytes", str(int(config.cache_gib * 2**30))),
+            *arguments(self, model, context),
+            *("--uds", str(socket), "--enable-scale-out", "--disable-uvicorn-access-log"),
             *("--worker-extension-cls", "rlinf_vllm.Extension"),
-            *("--generation-config", "vllm"),  # nothing of a checkpoint's own sampling settings
-            *("--enable-scale-out", "--disable-uvicorn-access-log"),
-            *(["--enable-sleep-mode"] if self.sleeps else []),
-            *(["--enforce-eager"] if self.device.type == "cpu" else []),
-            *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
         ]
 
     def variables(self, socket: Path) -> Mapping[str, str]:
         always = {
+            **VARIABLES,
             "VLLM_SERVER_DEV_MODE": "1",  # for weights, aborting and caches
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension knows the sampler of the first one
-            "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": str(socket.parent),
         }
         if self.device.type != "cpu":
             return always
-        return {**always, "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return {**always, "TORCH_COMPILE_DISABLE": "1"}
 
     def started(self, process: ServerProcess) -> None:
         _call(process, "rlinf_begin")
 
     def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        sampling = ask.sampling
-        settings = {
-            "max_tokens": ask.most,
-            "min_tokens": ask.least,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "seed": ask.seed,
-            "stop": list(sampling.stop),
-            "stop_token_ids": sorted(self.stops),
-            "ignore_eos": True,  # the stop tokens are all there are
-            "logprobs": 0,  # of the token that was drawn alone
-            "detokenize": bool(sampling.stop),
-            "skip_special_tokens": True,
-        }
-        return "/inference/v1/generate", {"token_ids": ask.tokens, "sampling_params": settings}
+        body = {"token_ids": ask.tokens, "sampling_params": settings(ask, self.stops)}
+        return "/inference/v1/generate", body
 
     def answer(self, values: Any) -> Leg:
         (choice,) = values["choices"]
@@ -103,3 +87,47 @@ class VLLMEngine(ServerEngine):
 def _call(process: ServerProcess, method: str, *arguments: str) -> None:
     """Run a method of the worker extension in every worker of a server."""
     process.post("/collective_rpc", {"method": method, "args": list(arguments)})
+
+
+def arguments(engine: ExternalEngine, model: Path, context: int) -> list[str]:
+    """Of vLLM's command line: what is decoded, and how.
+
+    Args:
+        model: the folder.
+        context: most tokens of a prompt and its response together.
+    """
+    config, policy = engine._config, engine._policy_config
+    return [
+        *("--model", str(model), "--dtype", policy.dtype),
+        *("--tensor-parallel-size", str(engine.world.layout.tp)),
+        *("--max-model-len", str(context), "--max-num-seqs", str(config.max_rows)),
+        *("--kv-cache-memory-bytes", str(engine.cache_bytes())),
+        *("--generation-config", "vllm"),  # nothing of a checkpoint's own sampling settings
+        *(["--enable-sleep-mode"] if engine.sleeps else []),
+        *(["--enforce-eager"] if engine.device.type == "cpu" else []),
+        *(["--trust-remote-code"] if policy.trust_remote_code else []),
+    ]
+
+
+def settings(ask: Ask, stops: Collection[int]) -> dict[str, Any]:
+    """How vLLM samples a leg.
+
+    Args:
+        stops: tokens that end a sample.
+    """
+    sampling = ask.sampling
+    return {
+        "max_tokens": ask.most,
+        "min_tokens": ask.least,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": ask.seed,
+        "stop": list(sampling.stop),
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": True,  # the stop tokens are all there are
+        "logprobs": 0,  # of the token that was drawn alone
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": True,
+    }

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     # A simulator process loads no torch.
     from rlinf.models.base import Spec
 
+VIDEO = "video."
+"""Begins the columns of pictures that no policy sees."""
 UNFINISHED = "unfinished"
 """Stop reason of a sample that another engine is to go on with."""
 
@@ -45,6 +47,8 @@ class Episodes:
     temperature: float
     begun: Mapping[int, Record] | None = None
     """Of samples that another engine gave up: what there is of them. Only these are done."""
+    filmed: int = 0
+    """Samples below this number are to have the columns of :meth:`Environment.films`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
     """Further settings of :class:`rlinf.data.sampling.Sampling`, as requests carry them."""
 
@@ -119,6 +123,12 @@ class Environment(Part, ABC):
         return 0
 
     @classmethod
+    def films(cls, config: Any) -> tuple[str, ...]:
+        """Columns of pictures in trajectories that are filmed (``evaluate.videos``); none by
+        default."""
+        return ()
+
+    @classmethod
     def extent(cls, config: Any, processor: Any) -> Extent:
         """How much there is of the task, after a look at all of it; asked before a run begins.
 
@@ -156,6 +166,15 @@ class Environment(Part, ABC):
     def measures(self, trajectories: Sequence[Record]) -> dict[str, float]:
         """Means over trajectories that are metrics of a stage beside the score; by default none."""
         return {}
+
+    @classmethod
+    def check_demonstrations(cls, config: Any) -> None:
+        """See that there are demonstrations, of tasks that offer
+        :data:`rlinf.fit.DEMONSTRATIONS`; asked before a run with a warm start begins.
+
+        Raises:
+            ConfigError: the configuration asks for none.
+        """
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Trajectories of an expert for supervised fine-tuning; none by default."""

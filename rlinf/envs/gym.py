@@ -19,25 +19,34 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rlinf.channels.base import Channel
 from rlinf.config import Section
-from rlinf.data.record import Record
-from rlinf.envs.base import Environment, Episodes
+from rlinf.data.record import Identity, Record
+from rlinf.envs.base import VIDEO, Environment, Episodes, Extent
+from rlinf.envs.expert import demonstrated
 from rlinf.envs.loop import MEASURES, play
+from rlinf.envs.making import maker, refusal, says
 from rlinf.envs.overlap import Part, overlapped
-from rlinf.envs.processes import Process, side_by_side
-from rlinf.envs.simulator import STATE, Worlds, maker
+from rlinf.envs.processes import Process, Processes
+from rlinf.envs.seen import STATE, Refused, encoded
+from rlinf.envs.simulator import Worlds
 from rlinf.envs.worlds import worlds
+from rlinf.envs.worlds.needs import needs_of
 from rlinf.errors import ConfigError, InputError, MissingPackageError
-from rlinf.fit import OBSERVATIONS, STEP_REWARDS
+from rlinf.fit import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.interpreters import interpreter
+from rlinf.seeding import generator
 
 if TYPE_CHECKING:
     from rlinf.models.base import Spec
 
 log = logging.getLogger(__name__)
+CLOSES_S = 5.0
+"""For a robot to come to rest."""
+COUNTED = ("intervened", "late")
+"""Of what a world may tell of its steps: how many there were is said."""
 
 
 class ActionConfig(Section):
@@ -60,6 +69,9 @@ class GymConfig(Section):
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that are rendered at each step, by name, and the height and width of their pictures;
     what a simulator calls them is in docs/simulators.md. They need a process, one at least."""
+    video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
+    """Cameras that film the first ``evaluate.videos`` held-out episodes, with height and width of
+    their pictures, which the policy does not see; those of ``images`` film in any case."""
     renderer: Literal["egl", "osmesa"] = "egl"
     """How MuJoCo renders: on a GPU (or by Mesa's library in software), or in software."""
     action: ActionConfig | None = None
@@ -68,6 +80,12 @@ class GymConfig(Section):
     prints both; the first stage sees that they are right."""
     kwargs: dict[str, Any] = {}
     """Further arguments of what makes it."""
+    instruction: bool | str = False
+    """Whether observations have what the simulator asks for in words, for policies that read; or a
+    text of yours in its place, of up to 256 bytes."""
+    demonstrations: int = Field(default=0, ge=0)
+    """Episodes by an expert that the simulator has itself, from which a warm start learns; those
+    that it does not solve are left out."""
     success: bool = False
     """The score of an episode is whether the task was solved in it, at any step, as the simulator's
     ``info`` says; else its return."""
@@ -80,7 +98,25 @@ class GymConfig(Section):
     """For one answer of such a process, its start included: after it the process counts as hung and
     is replaced."""
     halves: Literal[1, 2] = 1
-    """2: a process steps one half of its environments while the policy answers the other."""
+    """2: one half of the environments is stepped while the policy answers the other."""
+
+    @field_validator("instruction")
+    @classmethod
+    def _instruction_has_room(cls, value: bool | str) -> bool | str:
+        if isinstance(value, str):
+            try:
+                encoded(value)
+            except Refused as error:
+                raise ValueError(str(error).partition(": ")[2]) from None
+        return value
+
+    @model_validator(mode="after")
+    def _films_once(self) -> GymConfig:
+        for name in self.video.keys() & self.images.keys():
+            raise ValueError(
+                f"video.{name}: it is in images too, and films in any case; leave it out"
+            )
+        return self
 
 
 class GymEnvironment(Environment):
@@ -98,12 +134,19 @@ class GymEnvironment(Environment):
     """
 
     Config = GymConfig
-    offers = frozenset({OBSERVATIONS, STEP_REWARDS})
+    offers = frozenset({OBSERVATIONS, STEP_REWARDS, DEMONSTRATIONS})
 
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config
-        self._worlds = Worlds(functools.partial(make, config))
-        self._processes: list[Process] = []
+        count = config.processes or int(_apart(config))
+        self._worlds: Worlds | Processes = (
+            Processes(functools.partial(simulator_process, config), count)
+            if count
+            else _here(config)
+        )
+        filming = config.model_copy(update={"images": {**config.images, **config.video}})
+        self._filming = Processes(functools.partial(simulator_process, filming), max(count, 1))
+        self._shown: list[Record] = []
 
     @classmethod
     def describe(cls, config: GymConfig) -> Spec:
@@ -122,14 +165,32 @@ class GymEnvironment(Environment):
         spec = {"observation": config.observation, "action": config.action.model_dump()}
         if config.images:
             spec["images"] = {name: list(size) for name, size in config.images.items()}
+        if config.instruction:
+            spec["instruction"] = True
         return spec
 
     @classmethod
     def modules(cls, config: GymConfig) -> tuple[str, ...]:
-        if config.world not in worlds.names():
-            return ("numpy",)
-        module = importlib.import_module(worlds.target(config.world).partition(":")[0])
-        return ("numpy", *module.PACKAGES)
+        return ("numpy", *needs_of(config.world).packages)
+
+    @classmethod
+    def extent(cls, config: GymConfig, processor: Any) -> Extent:
+        """
+        Raises:
+            ConfigError: a file or folder that the simulator needs is not there.
+        """
+        needs = needs_of(config.world)
+        for text in needs.missing_assets(config.kwargs):
+            raise ConfigError(text)
+        if needs.batched and config.halves > 1:
+            raise ConfigError(
+                f"task.halves: {config.halves}, but {config.world} steps all environments "
+                "together; set 1"
+            )
+        if needs.single and (config.processes > 1 or config.halves > 1 or config.video):
+            key = "video" if config.video else "halves" if config.halves > 1 else "processes"
+            raise ConfigError(f"task.{key}: {config.world} has one world at a time; leave it out")
+        return Extent()
 
     @classmethod
     def row_bytes(cls, config: GymConfig) -> int:
@@ -137,13 +198,23 @@ class GymEnvironment(Environment):
         return np.dtype(np.float32).itemsize * (config.observation or 0) + 3 * pixels
 
     @classmethod
+    def films(cls, config: GymConfig) -> tuple[str, ...]:
+        return (*(f"images.{n}" for n in config.images), *(f"{VIDEO}{n}" for n in config.video))
+
+    @classmethod
     def verify(cls, config: GymConfig) -> None:
-        found, given = cls.measured(config), cls.describe(config)
-        for name, value in found.items():
-            if given[name] != value:
-                raise ConfigError(
-                    f"task.{name}: {given[name]} is not what {config.id} has; set it to {value}"
-                )
+        for text in cls.differing(config, cls.measured(config)):
+            raise ConfigError(text)
+
+    @classmethod
+    def differing(cls, config: GymConfig, found: Spec) -> list[str]:
+        """Of each key that is not what :meth:`measured` found, what to set it to."""
+        said = config.model_dump()
+        return [
+            f"task.{name}: {said[name]} is not what {config.id} has; set it to {value}"
+            for name, value in found.items()
+            if said[name] != value
+        ]
 
     @classmethod
     def measured(cls, config: GymConfig) -> Spec:
@@ -152,8 +223,7 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
-        apart = config.python is not None or config.images
-        found = simulator_process(config) if apart else Worlds(functools.partial(make, config))
+        found = simulator_process(config) if _apart(config) else _here(config)
         try:
             with contextlib.closing(found):
                 spaces = found.spaces()
@@ -162,6 +232,11 @@ class GymEnvironment(Environment):
                 raise
             raise ConfigError(str(error)) from None
         seen, act = spaces["observation"], spaces["action"]
+        if config.instruction is True and spaces["instruction"] is None:
+            raise ConfigError(
+                f"task.instruction: {config.id} asks for nothing in words; write what policies are "
+                "to be told, or set it to false"
+            )
         if seen["kind"] != "dict":
             seen = {"parts": {STATE: seen}, **seen}
         state = seen["parts"].get(STATE)
@@ -188,53 +263,81 @@ class GymEnvironment(Environment):
         value of the state after a step at which an episode was cut off, 0 at all others.
         """
         samples = episodes.samples()
-        if self._count:
-            yield from self._beside(episodes, samples, observations, actions)
-            return
 
         def put(request: Record) -> None:
             observations.put(request)
 
-        records = overlapped(self._parts(episodes, samples, self._worlds), put, actions.get)
+        single = needs_of(self.config.world).single
+        records = []
+        try:
+            each = 1 if single else len(samples) or 1
+            for first in range(0, len(samples), each):
+                parts = self._parts(episodes, samples[first : first + each])
+                records += overlapped(parts, put, actions.get)
+        except BaseException as error:
+            # What processes were about to say belongs to this attempt, not to the next one.
+            self.close()
+            if isinstance(error, Refused):
+                raise InputError(str(error)) from None
+            raise
+        if single:
+            # The next stage may be another process, and there is one robot for all.
+            self.close()
         observations.close()
         yield from records
 
     @property
-    def _count(self) -> int:
-        """Processes beside the stage's own."""
-        apart = self.config.python is not None or bool(self.config.images)
-        return self.config.processes or int(apart)
-
-    @property
     def pids(self) -> list[int]:
         """Of the simulator processes that run."""
-        return [process.pid for process in self._processes]
+        own = self._worlds.pids if isinstance(self._worlds, Processes) else []
+        return [*own, *self._filming.pids]
 
-    def _beside(
-        self, episodes: Episodes, samples: np.ndarray, observations: Channel, actions: Channel
-    ) -> list[Record]:
-        """Collect with simulators in processes, which start with the first episodes."""
-        shares = np.array_split(samples, min(self._count, len(samples)) or 1)
-        shares = [share for share in shares if len(share)]
-        try:
-            while len(self._processes) < len(shares):
-                self._processes.append(simulator_process(self.config))
-            pairs = zip(shares, self._processes, strict=False)
-            parts = [p for share, process in pairs for p in self._parts(episodes, share, process)]
-            return side_by_side(parts, observations, actions, self._end)
-        except BaseException:
-            # What they were about to say belongs to this attempt, not to the next one.
-            self._end()
-            raise
+    def _parts(self, episodes: Episodes, samples: np.ndarray) -> list[Part]:
+        """The time loops of ``samples``: one or two, and one of those that are filmed."""
+        filmed = samples < (episodes.filmed if self.config.video else 0)
+        rest = samples[~filmed]
+        each, told = -(-len(rest) // self.config.halves) or 1, self.config.instruction
+        parts = [
+            play(episodes, rest[first : first + each], self._worlds, first, (), told)
+            for first in range(0, len(rest), each)
+        ]
+        if filmed.any():
+            film = self.config.video
+            parts.append(play(episodes, samples[filmed], self._filming, 0, film, told))
+        return parts
 
-    def _parts(
-        self, episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process
-    ) -> list[Part]:
-        """The time loops of ``samples``, one or two."""
-        each = -(-len(samples) // self.config.halves) or 1
+    @classmethod
+    def check_demonstrations(cls, config: GymConfig) -> None:
+        if not config.demonstrations:
+            raise ConfigError(
+                "warm_start.max_steps: there is nothing to learn from; set task.demonstrations to "
+                "a number of episodes by the simulator's own expert, or warm_start.max_steps to 0"
+            )
+
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+        """Whole episodes: ``observations``, pictures, instruction, ``actions`` and ``rewards`` of
+        every step; those of a step are drawn by (seed, step).
+
+        Raises:
+            ConfigError: the simulator has no expert, or it solves nothing.
+        """
+        if self.config.demonstrations and not self._shown:
+            own = self._worlds if isinstance(self._worlds, Worlds) else None
+            worlds = own or simulator_process(self.config)
+            try:
+                self._shown = demonstrated(
+                    worlds, seed, self.config.demonstrations, self.config.instruction
+                )
+            finally:
+                if own is None:
+                    worlds.close()
+        if not self._shown:
+            return []
+        random = generator(seed, "demonstrations", step)
+        chosen = random.choice(len(self._shown), count, replace=count > len(self._shown))
         return [
-            play(episodes, samples[first : first + each], worlds, first)
-            for first in range(0, len(samples), each)
+            Record(Identity(step, number), self._shown[int(episode)].steps)
+            for number, episode in enumerate(chosen)
         ]
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
@@ -243,6 +346,10 @@ class GymEnvironment(Environment):
         counts["failed_episodes"] += sum(
             int(trajectory.info["failed"]) for trajectory in trajectories
         )
+        for name in COUNTED:
+            told = [t.steps[name] for t in trajectories if name in t.steps]
+            if told:
+                counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in told)
         measure = "success_once" if self.config.success else "return"
         return [float(trajectory.info[measure]) for trajectory in trajectories]
 
@@ -253,21 +360,32 @@ class GymEnvironment(Environment):
         }
 
     def close(self) -> None:
-        self._end()
         self._worlds.close()
-
-    def _end(self) -> None:
-        for process in self._processes:
-            process.close()
-        self._processes = []
+        self._filming.close()
 
 
 def simulator_process(config: GymConfig) -> Process:
     """One that steps worlds of a configuration."""
     python = None if config.python is None else interpreter(config.python, "task.python")
     return Process(
-        _target(config), _values(config), python, config.timeout_s, config.images, config.renderer
+        _target(config),
+        _values(config),
+        python,
+        config.timeout_s,
+        config.images,
+        config.renderer,
+        CLOSES_S if needs_of(config.world).single else 0.0,
     )
+
+
+def _here(config: GymConfig) -> Worlds:
+    """Worlds in this process."""
+    return Worlds(functools.partial(make, config), once=needs_of(config.world).single)
+
+
+def _apart(config: GymConfig) -> bool:
+    """Whether it cannot be stepped in the stage's own process."""
+    return config.python is not None or bool(config.images) or needs_of(config.world).batched
 
 
 def make(config: GymConfig) -> Any:
@@ -280,9 +398,15 @@ def make(config: GymConfig) -> Any:
     if config.world == "gymnasium" and importlib.util.find_spec("gymnasium") is None:
         raise MissingPackageError("gymnasium", "sims", "task.name: gym")
     try:
-        return maker(_target(config))(**_values(config))
+        make = maker(_target(config))
+        if says(make, "BATCHED"):
+            raise ConfigError(
+                f"task.processes: {config.processes}, but {config.world} steps many environments "
+                "in a process of its own; set 1"
+            )
+        return make(**_values(config))
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"task.id: {error}") from None
+        raise ConfigError(refusal(error)) from None
 
 
 def _target(config: GymConfig) -> str:

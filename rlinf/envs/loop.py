@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from rlinf.data.record import Identity, Record
 from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import VIDEO, Episodes
 from rlinf.envs.overlap import Part
-from rlinf.envs.processes import Process, SimulatorError
-from rlinf.envs.simulator import STATE, Arrays, Worlds, seen_in, stacked
+from rlinf.envs.processes import Processes, SimulatorError
+from rlinf.envs.seen import INSTRUCTION, STATE, Arrays, encoded, seen_in
+from rlinf.envs.simulator import TOLD, Worlds
+from rlinf.errors import InputError
 from rlinf.seeding import generator
 
 log = logging.getLogger(__name__)
@@ -33,81 +34,71 @@ COLUMN_OF = {
 """What a trajectory calls a column of replies; any other has the same name there."""
 
 
-def play(episodes: Episodes, samples: np.ndarray, worlds: Worlds | Process, first: int) -> Part:
-    """The time loop of ``samples``, each in a world of its own, from number ``first`` on."""
-    starts = samples // episodes.group_size
-    rows = [_Sample(episodes, int(start)) for start in starts]
+def play(
+    episodes: Episodes,
+    samples: np.ndarray,
+    worlds: Worlds | Processes,
+    first: int,
+    film: Collection[str] = (),
+    instruction: bool | str = False,
+) -> Part:
+    """The time loop of ``samples``, each in a world of its own, from number ``first`` on.
 
-    def reset(numbers: Sequence[int]) -> None:
-        if numbers:
-            found = worlds.reset([first + i for i in numbers], [rows[i].seed() for i in numbers])
-            for k, i in enumerate(numbers):
-                rows[i].reset({name: column[k] for name, column in found.items()})
+    A step is what the policy answers at once: an action, or a chunk of them, which is carried out
+    as far as the episode goes. Its reward is the sum over its actions then, ``executed`` int32
+    ``[T]`` says how many they were, and where the policy gives log-probabilities of each action
+    (``[C]`` or ``[C, D]`` of a chunk), ``submask`` is 0 at those that were left out.
 
-    reset(range(len(rows)))
-    live = list(range(len(rows)))
-    cut: list[tuple[int, int, Arrays]] = []
-    version = 0
+    Args:
+        film: cameras that the policy does not see.
+        instruction: whether observations have the world's; or a text in its place.
+
+    Raises:
+        SimulatorError: a simulator has failed too often.
+        InputError: the policy's actions are no numbers.
+    """
+    made = _Trajectories(episodes, samples, film, instruction)
+    live, version = np.arange(len(samples)), 0
+
+    def reset(rows: np.ndarray) -> None:
+        if len(rows):
+            # What is held out begins in the states that the simulator numbers, if it does.
+            begin = made.starts[rows].tolist() if episodes.split == "test" else None
+            made.reset(rows, worlds.reset((first + rows).tolist(), made.seeds(rows), begin))
+
+    reset(live)
     for time in range(episodes.horizon):
-        if not live:
+        if not len(live):
             break
-        reply = yield _request(episodes, samples[live], [rows[i].seen for i in live], time)
+        reply = yield _request(episodes, samples[live], made.seen_of(live), time)
         version = int(reply.info["version"])
-        came, errors = worlds.step([first + i for i in live], reply.steps["action"])
-        ended, last = list[int](), time + 1 == episodes.horizon
-        for k, i in enumerate(live):
-            row = rows[i]
-            row.step(
-                {name: column[k] for name, column in reply.steps.items() if name != "sample"},
-                {name: column[k] for name, column in came.items()},
-                errors.get(k),
+        actions = reply.steps["action"]
+        if actions.dtype.kind == "f" and not np.isfinite(actions).all():
+            raise InputError(
+                f"iteration {episodes.iteration}, step {time}: the policy's actions are no finite "
+                "numbers; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
-            if row.truncated or (last and not row.terminated):
-                cut.append((i, time, row.seen))
-            if row.ended and not last and episodes.split == "train":
-                ended.append(i)
-        reset(ended)
+        came, errors = worlds.step((first + live).tolist(), actions)
+        made.step(live, time, reply.steps, came, errors)
+        last = time + 1 == episodes.horizon
+        made.cut(live[made.truncated[live] | (last & ~made.terminated[live])], time)
         if episodes.split == "test":
-            live = [i for i in live if not rows[i].ended]
-    valued = bool(rows) and "values" in rows[0].columns
-    if valued:
-        for row in rows:
-            row.columns["bootstrap"] = [np.float32(0)] * len(row.columns["rewards"])
-    if cut and valued and episodes.split == "train":
-        who = samples[[i for i, _, _ in cut]]
-        reply = yield _request(episodes, who, [seen for _, _, seen in cut], 0, temperature=0.0)
-        for (i, at, _), value in zip(cut, reply.steps["value"], strict=True):
-            rows[i].columns["bootstrap"][at] = value
-    return [
-        Record(
-            Identity(episodes.iteration, int(sample)),
-            steps={
-                **{name: np.stack(column) for name, column in row.columns.items()},
-                **row.mask(),
-            },
-            context={
-                CUT_STEPS: np.array([at for i, at, _ in cut if i == number], np.int64),
-                CUT_OBSERVATIONS: np.array(
-                    [seen[STATE] for i, _, seen in cut if i == number], np.float32
-                ).reshape(-1, *row.seen[STATE].shape),
-            },
-            info={
-                "group": int(start),
-                "policy_version": version,
-                "stop_reason": "stop" if row.episodes else "length",
-                **row.measures(),
-                "episodes": len(row.episodes),
-                "failed": len(row.lost),
-            },
-        )
-        for number, (sample, start, row) in enumerate(zip(samples, starts, rows, strict=True))
-    ]
+            live = live[~made.ended(live)]
+        elif not last:
+            reset(live[made.ended(live)])
+    if "values" in made.columns:
+        made.columns["bootstrap"] = np.zeros_like(made.columns["rewards"])
+        if made.cuts and episodes.split == "train":
+            who, at, seen = made.where_cut()
+            reply = yield _request(episodes, samples[who], seen, 0, temperature=0.0)
+            made.columns["bootstrap"][who, at] = reply.steps["value"]
+    return made.records(version)
 
 
 def _request(
     episodes: Episodes,
     samples: np.ndarray,
-    seen: Sequence[Arrays],
+    seen: Arrays,
     time: int,
     temperature: float | None = None,
 ) -> Record:
@@ -116,7 +107,7 @@ def _request(
         Identity(episodes.iteration, int(samples[0])),
         steps={
             "sample": samples,
-            **{ASKED.get(name, name): column for name, column in stacked(seen).items()},
+            **{ASKED.get(n, n): column for n, column in seen.items() if not n.startswith(VIDEO)},
         },
         info={
             "time": time,
@@ -126,97 +117,207 @@ def _request(
     )
 
 
-class _Sample:
-    """One environment and what was recorded of it.
+class _Trajectories:
+    """What is recorded of ``n`` samples, each row of the columns where it stays: there is no other
+    copy of it, for pictures may fill the memory.
 
-    ``seen`` is the last observation; ``terminated`` and ``truncated`` are those of the last step.
+    ``seen`` is what each shows now; ``terminated`` and ``truncated`` (bool ``[n]``) are those of
+    the last steps.
     """
 
-    def __init__(self, episodes: Episodes, start: int) -> None:
-        self._episodes, self._start = episodes, start
-        self.columns: dict[str, list[Any]] = {}
-        self.episodes: list[tuple[float, ...]] = []
-        """Of each that ended, what :data:`MEASURES` names."""
-        self.lost: list[slice] = []
-        """The steps of the episodes in which the simulator raised."""
-        self._begun, self._first = 0, 0
+    def __init__(
+        self,
+        episodes: Episodes,
+        samples: np.ndarray,
+        film: Collection[str],
+        instruction: bool | str,
+    ) -> None:
+        count = len(samples)
+        self._film, self._instruction = film, instruction
+        self._episodes, self._samples = episodes, samples
+        self.starts = samples // episodes.group_size
+        self.columns: dict[str, np.ndarray] = {}
+        """``[n, horizon, ...]`` each."""
+        self.seen = Arrays()
+        self.cuts: list[tuple[np.ndarray, int, Arrays]] = []
+        """The samples that were cut off, after which step, and what they showed then."""
+        self.terminated, self.truncated = np.zeros((2, count), bool)
+        self._length, self._begun, self._first = np.zeros((3, count), np.int64)
+        """Steps, episodes begun, the first step of the open one."""
+        self._measured = np.zeros((len(MEASURES), count))
+        """Of the open episodes."""
+        self._ended: list[list[np.ndarray]] = [[] for _ in samples]
+        """Of each episode that ended, what :data:`MEASURES` names."""
+        self._lost: list[list[slice]] = [[] for _ in samples]
+        """The steps of the episodes in which the simulator failed."""
 
-    def seed(self) -> int:
-        """Of the next episode."""
-        episodes, number = self._episodes, self._begun
-        random = generator(
-            episodes.seed, episodes.iteration, episodes.split, "reset", self._start, number
-        )
-        return int(random.integers(2**31))
+    def seeds(self, rows: np.ndarray) -> list[int]:
+        """Of the next episodes."""
+        e = self._episodes
+        starts = zip(self.starts[rows].tolist(), self._begun[rows].tolist(), strict=True)
+        draws = (generator(e.seed, e.iteration, e.split, "reset", *start) for start in starts)
+        return [int(random.integers(2**31)) for random in draws]
 
-    def reset(self, seen: Arrays) -> None:
-        """The next episode begins."""
-        self._begun, self._first = self._begun + 1, len(self.columns.get("rewards", ()))
-        self.seen = _typed(seen)
-        self.terminated = self.truncated = False
-        self._return, self._length, self._solved, self._solved_now = 0.0, 0, False, False
+    def reset(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
+        """The next episodes begin."""
+        self._show(rows, seen)
+        self._begun[rows] += 1
+        self._first[rows] = self._length[rows]
+        self._measured[:, rows] = 0
 
-    def measures(self) -> dict[str, float]:
-        """Of the episodes that ended, or of the open one."""
-        means = np.mean(self.episodes or [self._measured()], axis=0)
-        return dict(zip(MEASURES, means.tolist(), strict=True))
+    def seen_of(self, rows: np.ndarray) -> Arrays:
+        """What samples show now, copied."""
+        return {name: column[rows] for name, column in self.seen.items()}
 
-    def _measured(self) -> tuple[float, ...]:
-        return self._return, float(self._length), float(self._solved), float(self._solved_now)
+    def ended(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the last step was the last of its episode, ``[len(rows)]``."""
+        return self.terminated[rows] | self.truncated[rows]
 
-    def step(self, reply: Mapping[str, Any], came: Mapping[str, Any], error: str | None) -> None:
-        """Record all that was replied, and what came of the action.
+    def step(
+        self,
+        rows: np.ndarray,
+        time: int,
+        replied: Mapping[str, np.ndarray],
+        came: Mapping[str, np.ndarray],
+        errors: Mapping[int, str],
+    ) -> None:
+        """Record what was seen, all that was replied, and what came of the actions.
 
         Args:
-            error: what the simulator raised; the episode does not count then.
+            errors: by position in ``rows``, what the simulator raised; the episode does not count
+                then.
 
         Raises:
             SimulatorError: it has raised too often.
         """
-        before, reward = self.seen, float(came["reward"])
-        self.seen = _typed(seen_in(dict(came)))
-        self.terminated = bool(came["terminated"])
-        self.truncated = bool(came["truncated"]) and not self.terminated
-        self._return, self._length = self._return + reward, self._length + 1
-        self._solved_now = bool(came["success"])
-        self._solved = self._solved or self._solved_now
-        if error is not None:
-            self._lose(error)
-        elif self.ended:
-            self.episodes.append(self._measured())
+        self.terminated[rows] = came["terminated"]
+        self.truncated[rows] = (came["truncated"] != 0) & ~self.terminated[rows]
         step = {
-            **{COLUMN_OF.get(name, name): entry for name, entry in reply.items()},
-            **{COLUMN_OF.get(name, name): array for name, array in before.items()},
-            "rewards": np.float32(reward),
-            "terminated": np.uint8(self.terminated),
-            "truncated": np.uint8(self.truncated),
+            **{name: column for name, column in replied.items() if name != "sample"},
+            **self.seen_of(rows),
+            "rewards": came["reward"].astype(np.float32),
+            "terminated": self.terminated[rows].view(np.uint8),
+            "truncated": self.truncated[rows].view(np.uint8),
+            "success": came["success"],
+            **{name: came[name] for name in TOLD if name in came},
         }
+        if is_chunk(replied["action"][0]):
+            step |= _of_chunk(came["executed"], replied["logprob"])
         for name, entry in step.items():
-            self.columns.setdefault(name, []).append(entry)
+            self._column(COLUMN_OF.get(name, name), entry)[rows, time] = entry
+        self._show(rows, seen_in(dict(came)))
+        self._length[rows] += 1
+        total, length, ever, now = self._measured
+        total[rows] += came["reward"]
+        length[rows] += came["executed"]
+        ever[rows], now[rows] = np.maximum(ever[rows], came["solved"]), came["success"]
+        for row in rows[self.ended(rows)].tolist():
+            self._ended[row].append(self._measured[:, row].copy())
+        for place, error in errors.items():
+            self._lose(int(rows[place]), error)
 
-    def _lose(self, error: str) -> None:
-        """The episode does not count; the next one has another simulator."""
-        self.lost.append(slice(self._first, len(self.columns.get("rewards", ())) + 1))
-        if len(self.lost) == FAILURES:
-            raise SimulatorError(f"start {self._start}: the simulator fails: {error}")
-        log.warning("start %d: the simulator failed: %s", self._start, error)
+    def _column(self, name: str, entry: np.ndarray) -> np.ndarray:
+        if name not in self.columns:
+            shape = (len(self._samples), self._episodes.horizon, *entry.shape[1:])
+            self.columns[name] = np.empty(shape, entry.dtype)
+        return self.columns[name]
 
-    def mask(self) -> dict[str, np.ndarray]:
-        """The step column ``mask``, where there are steps that do not count."""
-        if not self.lost:
-            return {}
-        mask = np.ones(len(self.columns["rewards"]), np.float32)
-        for steps in self.lost:
+    def _show(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
+        for name, array in typed(seen, self._instruction, self._film).items():
+            if name not in self.seen:
+                self.seen[name] = np.zeros((len(self._samples), *array.shape[1:]), array.dtype)
+            self.seen[name][rows] = array
+
+    def _lose(self, row: int, error: str) -> None:
+        """The episode, which ended, does not count; the next one has another simulator."""
+        start, lost = int(self.starts[row]), self._lost[row]
+        self._ended[row].pop()
+        lost.append(slice(int(self._first[row]), int(self._length[row])))
+        if len(lost) == FAILURES:
+            raise SimulatorError(f"start {start}: the simulator fails: {error}")
+        log.warning("start %d: the simulator failed: %s", start, error)
+
+    def cut(self, rows: np.ndarray, time: int) -> None:
+        """Episodes that are cut off after a step."""
+        if len(rows):
+            self.cuts.append((rows, time, self.seen_of(rows)))
+
+    def where_cut(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
+        """All cuts: samples ``[K]``, steps ``[K]``, and what was seen then ``[K, ...]``."""
+        who = np.concatenate([rows for rows, _, _ in self.cuts])
+        at = np.concatenate([np.full(len(rows), time) for rows, time, _ in self.cuts])
+        seen = {name: np.concatenate([s[name] for _, _, s in self.cuts]) for name in self.seen}
+        return who, at, seen
+
+    def records(self, version: int) -> list[Record]:
+        """The trajectories; views of the columns."""
+        state = self.seen.get(STATE, np.zeros((0, 0), np.float32))
+        who, at, after = np.zeros(0, np.int64), np.zeros(0, np.int64), state[:0]
+        if self.cuts:
+            who, at, seen = self.where_cut()
+            after = seen[STATE]
+        found = []
+        for row, sample in enumerate(self._samples.tolist()):
+            length, ended, mine = int(self._length[row]), self._ended[row], who == row
+            means = np.mean(ended or [self._measured[:, row]], axis=0)
+            found.append(
+                Record(
+                    Identity(self._episodes.iteration, sample),
+                    steps={
+                        **{name: column[row, :length] for name, column in self.columns.items()},
+                        "mask": self._mask(row),
+                    },
+                    context={CUT_STEPS: at[mine], CUT_OBSERVATIONS: after[mine]},
+                    info={
+                        "group": int(self.starts[row]),
+                        "policy_version": version,
+                        "stop_reason": "stop" if ended else "length",
+                        **dict(zip(MEASURES, means.tolist(), strict=True)),
+                        "episodes": len(ended),
+                        "failed": len(self._lost[row]),
+                    },
+                )
+            )
+        return found
+
+    def _mask(self, row: int) -> np.ndarray:
+        """The step column ``mask``, also where all steps count: another sample may have lost some,
+        and records of one channel have the same columns."""
+        mask = np.ones(int(self._length[row]), np.float32)
+        for steps in self._lost[row]:
             mask[steps] = 0
-        return {"mask": mask}
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last step was the last of its episode."""
-        return self.terminated or self.truncated
+        return mask
 
 
-def _typed(seen: Arrays) -> Arrays:
-    """The state as a policy takes it, pictures as they are, under ``images.`` and their name."""
-    pictures = {f"images.{name}": array for name, array in seen.items() if name != STATE}
-    return {STATE: np.asarray(seen[STATE], np.float32), **pictures}
+def is_chunk(action: np.ndarray) -> bool:
+    """Whether a sample's action is several: numbers are of an integer type, vectors of a floating
+    one."""
+    return bool(action.ndim > np.issubdtype(action.dtype, np.floating))
+
+
+def _of_chunk(executed: np.ndarray, logprob: np.ndarray) -> dict[str, np.ndarray]:
+    """What is recorded of chunks beside their replies; see :func:`play`."""
+    found = {"executed": executed.astype(np.int32)}
+    if logprob.ndim > 1:
+        counts = np.arange(logprob.shape[1]) < executed[:, None]
+        counts = counts.reshape(*counts.shape, *[1] * (logprob.ndim - 2))
+        found["submask"] = np.broadcast_to(counts, logprob.shape).astype(np.uint8)
+    return found
+
+
+def typed(
+    seen: Mapping[str, np.ndarray], instruction: bool | str, film: Collection[str] = ()
+) -> Arrays:
+    """The state as a policy takes it, float32; pictures as they are, under ``images.`` and their
+    name, or :data:`VIDEO` and it; the instruction, where it is wanted, or the text in its place.
+    """
+    found = {STATE: np.asarray(seen[STATE], np.float32)}
+    for name, array in seen.items():
+        if name not in (STATE, INSTRUCTION):
+            found[(VIDEO if name in film else "images.") + name] = array
+    if isinstance(instruction, str):
+        text = encoded(instruction)
+        found[INSTRUCTION] = np.broadcast_to(text, (*found[STATE].shape[:-1], *text.shape))
+    elif instruction:
+        found[INSTRUCTION] = seen[INSTRUCTION]
+    return found

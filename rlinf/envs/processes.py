@@ -1,13 +1,14 @@
 """Simulators in processes of their own, so that they are stepped beside the policy.
 
-The time loops stay here, a thread each; a process steps the worlds of some of them
-(:mod:`rlinf.envs.simulator`), under its own interpreter where one is named. A socket wakes the side
-that waits at once, and ends when either side dies: the stage then starts another process, and the
-other side exits.
+The time loops stay in the stage; processes step the worlds (:mod:`rlinf.envs.simulator`), under
+their own interpreter where one is named. A socket wakes the side that waits at once, and ends when
+either side dies: the stage then starts another process, and the other side exits. What worlds show
+comes in memory that both have. It has no name: it is gone with the last of them, however they end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,22 +16,18 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlinf import machine
-from rlinf.channels.base import Channel, ChannelClosed
-from rlinf.data.record import Record
 from rlinf.envs import simulator
-from rlinf.envs.overlap import Part
-from rlinf.envs.simulator import ENDS, Arrays, Link, among, seen_in, stacked
+from rlinf.envs.link import Link
+from rlinf.envs.seen import Arrays, seen_in
+from rlinf.envs.simulator import ENDS, told_columns
 from rlinf.errors import InputError, RlinfError
 
 PATIENCE_S = 2.0
@@ -40,6 +37,10 @@ PACKAGES = ("site-packages", "dist-packages")
 START = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 """A file that is run directly has its folder on the module search path, with all that is in it."""
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+Order = Generator[None, None, T]
+"""What is asked of a process: given at the first ``next``, its result awaited after that."""
+Came = tuple[Arrays, dict[int, str]]
 
 
 class SimulatorError(RlinfError):
@@ -48,7 +49,7 @@ class SimulatorError(RlinfError):
 
 
 class Process:
-    """Worlds in a process, for several threads that take turns; see :class:`simulator.Worlds`.
+    """Worlds in a process; see :class:`simulator.Worlds`.
 
     One that dies, or answers nothing for ``timeout_s``, is replaced: the episodes that it stepped
     are lost, and those alone. Methods raise SimulatorError where the simulator raised outside an
@@ -64,6 +65,7 @@ class Process:
         timeout_s: float,
         images: Mapping[str, Sequence[int]] | None = None,
         renderer: str = "egl",
+        closes_s: float = 0.0,
     ) -> None:
         """
         Args:
@@ -73,26 +75,31 @@ class Process:
             timeout_s: for one answer, the first of which waits for the simulator to be imported.
             images: of cameras by name, with height and width.
             renderer: of MuJoCo, ``egl`` or ``osmesa``.
+            closes_s: what it is given, at its end, to close its worlds.
         """
         self._command = (maker, json.dumps(dict(values)), json.dumps(dict(images or {})))
         self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
-        self._python, self._timeout_s = python, timeout_s
-        self._lock, self._closed = threading.Lock(), False
-        self._seen: dict[int, tuple[int, Arrays]] = {}
-        """By world its last observation, and the process that it was made in."""
+        self._python, self._timeout_s, self._closes_s = python, timeout_s, closes_s
+        self._begun: dict[int, int] = {}
+        """By world the process in which its episode began."""
+        self._none: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
+        self._none |= {name: np.zeros(0, np.uint8) for name in ENDS}
+        self._tells: tuple[str, ...] = ()
+        """The columns that come of a step, without a row."""
         self._start()
 
     def _start(self) -> None:
         mine, its = socket.socketpair()
         mine.settimeout(self._timeout_s)
         file = str(Path(simulator.__file__).resolve())
+        memory = [os.memfd_create("rlinf-worlds", os.MFD_CLOEXEC) for _ in range(2)]
         with its:
             self._process = subprocess.Popen(
                 [
                     *(self._python or sys.executable, "-c", START),
-                    *(file, str(its.fileno()), *self._command),
+                    *(file, str(its.fileno()), *map(str, memory), *self._command),
                 ],
-                pass_fds=[its.fileno()],
+                pass_fds=[its.fileno(), *memory],
                 stdin=subprocess.DEVNULL,
                 env={
                     **os.environ,
@@ -101,87 +108,92 @@ class Process:
                     "PYTHONPATH": _path(self._python),
                 },
             )
-        self._link, self.pid = Link(mine), self._process.pid
+        self._link, self.pid = Link(mine, *memory[::-1]), self._process.pid
         # Also when nobody closes the environment: at the end of the stage's process.
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, self._process, memory, mine, self._closes_s)
 
-    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
-        order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
-        deaths = 0
-        with self._lock:
-            while True:
-                try:
-                    seen = seen_in(self._ask(order, {})[1])
-                except _Died as death:
-                    deaths += 1
-                    if deaths == ATTEMPTS:
-                        raise SimulatorError(f"{death}; so did {deaths - 1} before it") from None
-                    self._replace(death)
-                else:
-                    self._note(numbers, seen)
-                    return seen
+    def reset(
+        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+    ) -> Arrays:
+        return finished(self.resetting(numbers, seeds, starts))
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
-        with self._lock:
-            there = [k for k, n in enumerate(numbers) if self._seen[n][0] == self.pid]
-            errors, came = dict[int, str](), Arrays()
-            if there:
-                order = {"do": "step", "worlds": [numbers[k] for k in there]}
-                try:
-                    answer, came = self._ask(order, {"action": actions[there]})
-                    errors = {there[row]: error for row, error in answer["errors"]}
-                except _Died as death:
-                    self._replace(death)
-                    there = []
-            if came:
-                self._note([numbers[k] for k in there], seen_in(came))
-            if len(there) == len(numbers):
-                return came, errors
-            return self._with_lost(numbers, there, came, errors)
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> Came:
+        return finished(self.stepping(numbers, actions))
+
+    def demonstrate(self, seed: int, most: int) -> Arrays:
+        order = {"do": "demonstrate", "seed": seed, "most": most}
+        try:
+            return finished(self._asking(order))[1]
+        except _Died as death:
+            raise SimulatorError(str(death)) from None
 
     def spaces(self) -> dict[str, Any]:
-        with self._lock:
+        try:
+            return finished(self._asking({"do": "spaces"}))[0]
+        except _Died as death:
+            raise SimulatorError(str(death)) from None
+
+    def resetting(
+        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+    ) -> Order[Arrays]:
+        """:meth:`reset` in two parts, between which others can be asked."""
+        order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds), "starts": starts}
+        deaths = 0
+        while True:
             try:
-                return self._ask({"do": "spaces"}, {})[0]
+                answer = yield from self._asking(order)
             except _Died as death:
-                raise SimulatorError(str(death)) from None
+                deaths += 1
+                if deaths == ATTEMPTS:
+                    raise SimulatorError(f"{death}; so did {deaths - 1} before it") from None
+                self._replace(death)
+            else:
+                self._begun.update(dict.fromkeys(numbers, self.pid))
+                self._none |= {name: column[:0] for name, column in answer[1].items()}
+                self._tells = tuple(answer[0]["tells"])
+                return seen_in(answer[1])
+
+    def stepping(self, numbers: Sequence[int], actions: np.ndarray) -> Order[Came]:
+        """:meth:`step` likewise."""
+        tells = told_columns(self._tells, actions[:0])
+        there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
+        came, errors = {**self._none, **tells}, dict[int, str]()
+        if there:
+            order = {"do": "step", "worlds": [numbers[k] for k in there]}
+            try:
+                answer, came = yield from self._asking(order, {"action": actions[there]})
+                errors = {there[row]: error for row, error in answer["errors"]}
+            except _Died as death:
+                self._replace(death)
+                there = []
+        if len(there) == len(numbers):
+            return came, errors
+        # The episodes of the others ended with their process.
+        lost = {k: self._why for k in range(len(numbers)) if k not in there}
+        whole = {n: np.zeros((len(numbers), *c.shape[1:]), c.dtype) for n, c in came.items()}
+        for name, column in came.items() if there else ():
+            whole[name][there] = column
+        whole["terminated"][list(lost)] = whole["executed"][list(lost)] = 1
+        return whole, {**errors, **lost}
 
     def close(self) -> None:
-        """End it; it has nothing to save."""
-        self._closed = True
+        """End it; it has nothing to save, and a robot to stop at most."""
         self._end()
-
-    def _with_lost(
-        self, numbers: Sequence[int], there: list[int], came: Arrays, errors: dict[int, str]
-    ) -> tuple[Arrays, dict[int, str]]:
-        """What came of some rows; the episodes of the others ended with their process."""
-        reward, ends = np.zeros(len(numbers)), np.zeros((len(ENDS), len(numbers)), np.uint8)
-        ends[0] = 1
-        if came:
-            reward[there] = came["reward"]
-            ends[:, there] = [came[name] for name in ENDS]
-        lost = {k: self._why for k in range(len(numbers)) if k not in there}
-        seen = stacked([self._seen[number][1] for number in numbers])
-        columns: Arrays = {"reward": reward, **dict(zip(ENDS, ends, strict=True)), **among(seen)}
-        return columns, {**errors, **lost}
-
-    def _note(self, numbers: Sequence[int], seen: Arrays) -> None:
-        for row, number in enumerate(numbers):
-            self._seen[number] = (self.pid, {name: array[row] for name, array in seen.items()})
 
     def _replace(self, death: _Died) -> None:
         """Start another process in the place of a dead one."""
         self._why = str(death)
-        if self._closed:
-            raise SimulatorError(self._why)
-        log.warning("%s: its episodes are lost, and another one takes its place", death)
+        log.warning("%s: its episodes are lost, and another one takes its place", self._why)
         self._link.close()
         self._end()
         self._start()
 
-    def _ask(self, order: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
+    def _asking(
+        self, order: dict[str, Any], arrays: Arrays | None = None
+    ) -> Order[tuple[dict[str, Any], Arrays]]:
         try:
-            self._link.put(order, arrays)
+            self._link.put(order, arrays or {})
+            yield
             answer, columns = self._link.get()
         except TimeoutError:
             raise _Died(
@@ -205,13 +217,115 @@ class Process:
         return _Died(f"simulator process {self.pid} {how} while it was needed")
 
 
+Share = tuple[Process, list[int], list[int]]
+"""Of a process: which rows, and its own numbers of these worlds."""
+
+
+class Processes:
+    """Worlds in several processes, which step theirs at the same time: one of ``count`` has number
+    ``n``, the process ``n % count``. See :class:`Process`; they start when they are needed.
+    """
+
+    def __init__(self, make: Callable[[], Process], count: int) -> None:
+        self._make, self._count = make, count
+        self._processes: dict[int, Process] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run."""
+        return [process.pid for _, process in sorted(self._processes.items())]
+
+    def reset(
+        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+    ) -> Arrays:
+        shares = self._shares(numbers)
+        asked = [
+            p.resetting(own, [seeds[k] for k in rows], starts and [starts[k] for k in rows])
+            for p, rows, own in shares
+        ]
+        return _joined(len(numbers), shares, _together(asked))
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> Came:
+        shares = self._shares(numbers)
+        came = _together([p.stepping(own, actions[rows]) for p, rows, own in shares])
+        errors = {
+            rows[row]: error
+            for (_, rows, _), (_, each) in zip(shares, came, strict=True)
+            for row, error in each.items()
+        }
+        return _joined(len(numbers), shares, [columns for columns, _ in came]), errors
+
+    def close(self) -> None:
+        """End them; they start again when they are needed."""
+        for process in self._processes.values():
+            process.close()
+        self._processes = {}
+
+    def _shares(self, numbers: Sequence[int]) -> list[Share]:
+        found = []
+        for place in range(self._count):
+            rows = [row for row, number in enumerate(numbers) if number % self._count == place]
+            if rows:
+                if place not in self._processes:
+                    self._processes[place] = self._make()
+                own = [numbers[row] // self._count for row in rows]
+                found.append((self._processes[place], rows, own))
+        return found
+
+
+def finished(order: Order[T]) -> T:
+    """The result of an order."""
+    while True:
+        try:
+            next(order)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def _together(orders: Sequence[Order[T]]) -> list[T]:
+    """Results of orders to several processes, all of which are given before the first is awaited.
+
+    A process that nothing is to be asked of has its result at once.
+    """
+    results: dict[int, T] = {}
+    for number, order in enumerate(orders):
+        try:
+            next(order)
+        except StopIteration as end:
+            results[number] = end.value
+    for number, order in enumerate(orders):
+        if number not in results:
+            results[number] = finished(order)
+    return [results[number] for number in range(len(orders))]
+
+
+def _joined(count: int, shares: Sequence[Share], parts: Sequence[Arrays]) -> Arrays:
+    """Columns ``[count, ...]`` of which each share has some rows."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = {name: np.empty((count, *c.shape[1:]), c.dtype) for name, c in parts[0].items()}
+    for (_, rows, _), part in zip(shares, parts, strict=True):
+        for name, column in part.items():
+            whole[name][rows] = column
+    return whole
+
+
 class _Died(Exception):
     """A process will answer nothing more; the text says why."""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(
+    process: subprocess.Popen[bytes], memory: Sequence[int], link: socket.socket, closes_s: float
+) -> None:
+    link.close()  # which it takes for its end
+    if closes_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(closes_s)
     process.kill()
     process.wait()
+    for file in memory:
+        os.close(file)
 
 
 def _path(python: str | None) -> str:
@@ -225,90 +339,3 @@ def _path(python: str | None) -> str:
         parts = [part for part in parts if not own & {Path(part), *Path(part).parents}]
         parts = [part for part in parts if Path(part).name not in PACKAGES]
     return os.pathsep.join(parts)
-
-
-def side_by_side(
-    parts: Sequence[Part], observations: Channel, actions: Channel, stop: Callable[[], None]
-) -> list[Record]:
-    """Run time loops to their ends, each in a thread; their trajectories in the order of parts.
-
-    Closes ``observations``.
-
-    Args:
-        stop: ends what the loops may wait for; called where they do not all come to their ends.
-
-    Raises:
-        ChannelClosed: the policy answers no more.
-        Exception: what the first part that failed raised.
-    """
-    return _Run(parts, observations, actions, stop)()
-
-
-class _Run:
-    """One collection: the threads send requests, the caller hands replies to them."""
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        observations: Channel,
-        actions: Channel,
-        stop: Callable[[], None],
-    ) -> None:
-        self._stop = stop
-        self._parts, self._observations, self._actions = parts, observations, actions
-        self._found: list[list[Record]] = [[] for _ in parts]
-        self._replies: list[SimpleQueue[Record | None]] = [SimpleQueue() for _ in parts]
-        self._asked: dict[int, int] = {}
-        """The part that waits for the reply which begins with a sample."""
-        self._failures: list[BaseException] = []
-        self._left, self._lock = len(parts), threading.Lock()
-
-    def __call__(self) -> list[Record]:
-        threads = [
-            threading.Thread(target=self._play, args=(number,), name="simulate", daemon=True)
-            for number in range(len(self._parts))
-        ]
-        for thread in threads:
-            thread.start()
-        if not threads:
-            self._observations.close()
-        try:
-            with suppress(ChannelClosed):
-                while True:
-                    reply = self._actions.get()
-                    self._replies[self._asked.pop(int(reply.steps["sample"][0]))].put(reply)
-            if self._left and not self._failures:
-                raise ChannelClosed("the policy answers no more")
-        finally:
-            if self._left:
-                self._stop()
-            for replies in self._replies:
-                replies.put(None)
-            for thread in threads:
-                thread.join()
-        if self._failures:
-            raise self._failures[0]
-        return [record for records in self._found for record in records]
-
-    def _play(self, number: int) -> None:
-        part, replies = self._parts[number], self._replies[number]
-        try:
-            request = next(part)
-            while not self._failures:
-                self._asked[int(request.steps["sample"][0])] = number
-                self._observations.put(request)
-                reply = replies.get()
-                if reply is None:
-                    return
-                request = part.send(reply)
-        except StopIteration as end:
-            self._found[number] = end.value
-            with self._lock:
-                self._left -= 1
-                last = not self._left
-            if last:
-                self._observations.close()
-        except BaseException as error:
-            self._failures.append(error)
-            # The policy ends, its replies end, and the caller of this run looks here.
-            self._observations.close()

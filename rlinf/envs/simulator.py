@@ -1,8 +1,8 @@
 """A simulator process: steps worlds for a stage, under an interpreter of its own.
 
 This file is run by its path (see :func:`main`) where nothing else of the package may be installed,
-by any Python from 3.9 on: it imports the standard library, numpy, and what its maker imports. A
-message is a JSON header and raw arrays; nothing is unpickled.
+by any Python from 3.9 on: it imports the standard library, numpy, files beside it that do the same,
+and what its maker imports. A message is JSON, and arrays in shared memory; nothing is unpickled.
 
 A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(action)``,
 ``close()``, ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.worlds`). What it shows is
@@ -13,133 +13,232 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import json
-import logging
 import math
 import os
 import signal
 import socket
-import struct
 import sys
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+if not __package__:
+    # Run by its path: the files beside it are a package of their own, for ours would bring more.
+    __package__ = "rlinf_simulator"
+    beside: Any = types.ModuleType(__package__)
+    beside.__path__ = [os.path.dirname(os.path.abspath(__file__))]  # noqa: PTH100, PTH120
+    sys.modules[__package__] = beside
+
+from .link import Link
+from .making import made, maker, says
+from .seen import (
+    INSTRUCTION,
+    STATE,
+    Arrays,
+    Images,
+    Look,
+    Refused,
+    among,
+    encoded,
+    instruction,
+    named,
+    refuse_others,
+    stacked,
+)
+from .spaces import performed, spaces_of
+
 LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-Arrays = dict[str, np.ndarray]
-Images = dict[str, Sequence[int]]
-"""Cameras by name, with the height and width of their pictures."""
-STATE, SEEN = "state", "seen."
-ENDS = ("terminated", "truncated", "success")
-log = logging.getLogger("rlinf.envs.simulator")
-
-
-class Refused(Exception):
-    """A configuration that can never work; the text says why."""
-
-
-class Link:
-    """One end of a pair of connected sockets: a dictionary and arrays, each way."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-
-    def put(self, message: dict[str, Any], arrays: Arrays) -> None:
-        """Raises OSError when the other side is gone."""
-        ready = [(name, np.ascontiguousarray(array)) for name, array in arrays.items()]
-        described = [[name, array.dtype.str, array.shape] for name, array in ready]
-        header = json.dumps([message, described]).encode()
-        self._socket.sendall(struct.pack("<Q", len(header)) + header)
-        for _, array in ready:
-            if array.size:
-                self._socket.sendall(array.reshape(-1).view(np.uint8).data)
-
-    def get(self) -> tuple[dict[str, Any], Arrays]:
-        """Raises EOFError or OSError when the other side is gone."""
-        (size,) = struct.unpack("<Q", self._read(8))
-        message, described = json.loads(bytes(self._read(size)))
-        arrays = {}
-        for name, kind, shape in described:
-            dtype = np.dtype(kind)
-            block = self._read(math.prod(shape) * dtype.itemsize)
-            arrays[name] = np.frombuffer(block, np.uint8).view(dtype).reshape(shape)
-        return message, arrays
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _read(self, size: int) -> bytearray:
-        block = bytearray(size)
-        view, done = memoryview(block), 0
-        while done < size:
-            count = self._socket.recv_into(view[done:])
-            if not count:
-                raise EOFError("the other side is gone")
-            done += count
-        return block
+TOLD = {"intervened": np.uint8, "performed": np.float32, "late": np.uint8}
+"""What the ``info`` of a world's steps may tell beside ``success``, and of which type it is: see
+:mod:`rlinf.envs.worlds`."""
+ENDS = ("terminated", "truncated", "success", "solved")
+LOST = (True, False, False, False)
+"""Of :data:`ENDS`, where the episode was lost."""
+LARGEST = np.finfo(np.float32).max
+NO_EXPERT = "task.demonstrations: this simulator has no expert of its own; set it to 0"
 
 
 class Worlds:
     """Worlds of one kind by number. They are kept: a seeded reset leaves nothing of the past."""
 
-    def __init__(self, make: Callable[[], Any], images: Images | None = None) -> None:
-        """``images``: what is rendered beside what the worlds show."""
+    def __init__(
+        self, make: Callable[[], Any], images: Images | None = None, *, once: bool = False
+    ) -> None:
+        """
+        Args:
+            images: what is rendered beside what the worlds show.
+            once: a reset that fails is left to a person: a robot's arm that met something on its
+                way is not sent there again.
+        """
         self._make = functools.partial(made, make, images or {})
+        self._once = once
         self._worlds: list[Any] = []
+        self._looks: dict[int, Look] = {}
+        """Of the open episodes."""
         self._seen: dict[int, Arrays] = {}
+        self._like: Arrays = {}
+        """Of what the first world showed first: shapes and types."""
 
-    def reset(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
-        """Begin episodes; observations by name, ``[n, ...]``."""
+    def reset(
+        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+    ) -> Arrays:
+        """Begin episodes; observations by name, ``[n, ...]``.
+
+        A world that raises, or shows what is not finite, is made anew, and raises what it raises
+        then. Where it is left to a person, Refused is raised in place of that.
+
+        Args:
+            starts: where episodes begin in worlds that have numbered states for that, counted
+                through again where there are fewer; by default the seeds choose.
+        """
         while len(self._worlds) <= max(numbers, default=-1):
             self._worlds.append(self._make())
-        for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
-            self._seen[number] = shown(self._worlds[number].reset(seed=seed)[0])
+        for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
+            start = None if starts is None else starts[row]
+            try:
+                self._begin(number, seed, start)
+            except Exception as error:  # a simulator may raise anything
+                if self._once:
+                    self.close()
+                    raise Refused(
+                        f"task.world: an episode cannot begin: {error}; look what is wrong, then "
+                        "resume the run"
+                    ) from error
+                self._renew(number)
+                self._begin(number, seed, start)
         return stacked([self._seen[number] for number in numbers])
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Act. Vectors are clipped to the space, choices counted from its start.
 
-        A world that raises has ended its episode where it was, and is made anew.
+        A row of ``actions`` may be a chunk, ``[H, ...]``: actions that are carried out one after
+        the other, as far as the episode goes. What is between them is not rendered.
+
+        A world that raises, or shows what is not finite, or not of the shape and type of before,
+        has ended its episode where it was, and is made anew.
 
         Returns:
-            Observations ``[n, ...]`` under ``seen.`` and their name, ``reward`` float64 ``[n]``,
-            ``terminated``, ``truncated`` and ``success`` (:func:`succeeded`) uint8 ``[n]``; and, by
-            row, the tracebacks of those that raised.
+            Observations ``[n, ...]`` under ``seen.`` and their name; ``reward`` float64 ``[n]``, of
+            a chunk the sum; ``executed`` int32 ``[n]``, how many actions were begun;
+            ``terminated``, ``truncated`` and ``success`` (:func:`succeeded`) of the last of them
+            and ``solved``, whether any had success, uint8 ``[n]``; what :data:`TOLD` names, where
+            the worlds tell it, ``[n, ...]``, of each action of a chunk; and, by row, the tracebacks
+            of those that raised.
+
+        Raises:
+            Refused: an action that the space has not.
         """
-        reward = np.zeros(len(numbers))
-        ends = np.zeros((3, len(numbers)), np.uint8)
-        errors = {}
-        for row, (number, action) in enumerate(zip(numbers, actions)):  # noqa: B905
-            world = self._worlds[number]
+        space = self._worlds[numbers[0]].action_space
+        told = told_columns(self.tells, actions)
+        actions = performed(space, actions)
+        single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
+        came, rows, errors = [], list[Arrays](), dict[int, str]()
+        for row, (number, chosen) in enumerate(zip(numbers, actions)):  # noqa: B905 - Python 3.9
+            world, reward, executed, solved = self._worlds[number], 0.0, 0, False
             try:
-                came = world.step(performed(world.action_space, action))
+                for place, action in enumerate([chosen] if single else chosen):
+                    executed += 1
+                    observation, gained, terminated, truncated, info = world.step(action)
+                    if not math.isfinite(gained):
+                        raise ValueError(f"a reward that is not finite: {gained}")
+                    reward += gained
+                    for name, column in told.items():
+                        column[row if single else (row, place)] = info[name]
+                    success = succeeded(info)
+                    solved = solved or success
+                    if terminated or truncated:
+                        break
+                seen = self._look(number, observation)
+                came.append((reward, executed, terminated, truncated, success, solved))
+            except Refused:
+                raise
             except Exception:  # a simulator may raise anything
                 # The end of a traceback says most.
-                errors[row], ends[0, row] = traceback.format_exc()[-100_000:], True
-                with contextlib.suppress(Exception):
-                    world.close()
-                self._worlds[number] = self._make()
-                continue
-            self._seen[number] = shown(came[0])
-            reward[row] = float(came[1])
-            ends[:, row] = bool(came[2]), bool(came[3]), succeeded(came[4])
-        columns: Arrays = {"reward": reward, **dict(zip(ENDS, ends))}  # noqa: B905 - Python 3.9
-        return {**columns, **among(stacked([self._seen[number] for number in numbers]))}, errors
+                errors[row], seen = traceback.format_exc()[-100_000:], self._seen[number]
+                came.append((reward, executed, *LOST))
+                self._renew(number)
+            rows.append(seen)
+        shown = stacked(rows)
+        for row, error in unfit(shown).items():
+            errors[row], rows[row] = error, self._seen[numbers[row]]
+            came[row] = (*came[row][:2], *LOST)
+            self._renew(numbers[row])
+            shown = stacked(rows)
+        self._seen.update(zip(numbers, rows))  # noqa: B905 - Python 3.9
+        whole = np.array(came, np.float64).reshape(len(came), 2 + len(ENDS)).T
+        columns: Arrays = {"reward": whole[0], "executed": whole[1].astype(np.int32), **told}
+        columns.update(zip(ENDS, whole[2:].astype(np.uint8)))  # noqa: B905 - Python 3.9
+        return {**columns, **among(shown)}, errors
+
+    @property
+    def tells(self) -> Sequence[str]:
+        """Which of :data:`TOLD` the worlds tell, once there is one."""
+        return tuple(getattr(self._worlds[0], "tells", ())) if self._worlds else ()
+
+    def demonstrate(self, seed: int, most: int) -> Arrays:
+        """An episode by the world's own ``expert()``, from a seeded reset to its first success.
+
+        Returns:
+            Columns ``[T, ...]``, at most so many steps: observations under ``seen.`` and their
+            name, ``action`` (within the space), ``reward`` float64, ``success`` uint8.
+        """
+        if not self._worlds:
+            self._worlds.append(self._make())
+        world = self._worlds[0]
+        if not hasattr(world, "expert"):
+            raise Refused(NO_EXPERT)
+        observation, rows = world.reset(seed=seed)[0], []
+        look = Look(world)
+        for _ in range(most):
+            row = among(look.at(observation))
+            action = np.asarray(world.expert())
+            (does,) = performed(world.action_space, action[None])
+            if hasattr(world.action_space, "low"):
+                action = does
+            took = world.step(does)
+            observation, reward, terminated, truncated, info = took
+            solved = succeeded(info)
+            row.update(action=action, reward=np.asarray(float(reward)))
+            rows.append({**row, "success": np.asarray(solved, np.uint8)})
+            if solved or terminated or truncated:
+                break
+        return stacked(rows)
+
+    def _begin(self, number: int, seed: int, start: int | None) -> None:
+        world = self._worlds[number]
+        there = getattr(world, "starts", 0)
+        where = {"start": start % there} if start is not None and there else {}
+        observation = world.reset(seed=seed, **where)[0]
+        self._looks[number] = Look(world)
+        seen = self._look(number, observation)
+        for error in unfit(stacked([seen])).values():
+            raise ValueError(error)
+        self._seen[number] = seen
+
+    def _look(self, number: int, observation: Any) -> Arrays:
+        """What a world shows; raises ValueError where it is not of the shape and type of before."""
+        seen = self._looks[number].at(observation)
+        self._like = self._like or {name: np.empty_like(array) for name, array in seen.items()}
+        for name, array in seen.items():
+            first = self._like.get(name)
+            if first is None or first.shape != array.shape or first.dtype != array.dtype:
+                raise ValueError(f"observation {name!r}, {array.dtype} {array.shape}, is new")
+        return seen
+
+    def _renew(self, number: int) -> None:
+        """Another world in the place of one that failed."""
+        with contextlib.suppress(Exception):
+            self._worlds[number].close()
+        self._worlds[number] = self._make()
 
     def spaces(self) -> dict[str, Any]:
-        """What a world shows and takes, as plain values; see :func:`described`."""
-        world = self._make()
-        try:
-            return {
-                "observation": described(world.observation_space),
-                "action": described(world.action_space),
-            }
-        finally:
-            world.close()
+        """What a world shows and takes, as plain values."""
+        with contextlib.closing(self._make()) as world:
+            return spaces_of(world)
 
     def close(self) -> None:
         for world in self._worlds:
@@ -147,26 +246,112 @@ class Worlds:
         self._worlds = []
 
 
-def shown(observation: Any) -> Arrays:
-    """An observation as arrays by name."""
-    if not isinstance(observation, dict):
-        return {STATE: np.asarray(observation)}
-    return {name: np.asarray(array) for name, array in observation.items()}
+def unfit(shown: Arrays) -> dict[int, str]:
+    """Rows in which a number is not finite in single precision, as policies take them, and what
+    it is."""
+    found = {}
+    for name, column in shown.items():
+        if column.dtype.kind == "f":
+            largest = abs(column).reshape(len(column), -1).max(1, initial=0)
+            for row in np.flatnonzero(~(largest <= LARGEST)).tolist():
+                found[row] = f"observation {name!r} is not finite"
+    return found
 
 
-def stacked(rows: Sequence[Arrays]) -> Arrays:
-    """Observations of several worlds, ``[n, ...]`` each."""
-    return {name: np.stack([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+class Batch:
+    """Environments that one world steps together, with the methods of :class:`Worlds`.
+
+    It is made for as many as the first episodes are, anew where later ones are more. Those that are
+    not asked for get an action of zeros.
+    """
+
+    tells: Sequence[str] = ()
+
+    def __init__(self, make: Callable[..., Any], images: Images | None = None) -> None:
+        self._make, self._images = functools.partial(make, images=images or {}), images or {}
+        self._world: Any = None
+        self._count, self._seen = 0, Arrays()
+
+    def reset(
+        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+    ) -> Arrays:
+        """As of :class:`Worlds`, less ``starts``."""
+        wanted = max(numbers, default=-1) + 1
+        if self._count and wanted > self._count and min(numbers):
+            raise Refused("task.halves: this simulator steps all environments together; set 1")
+        if self._world is None or wanted > self._count:
+            self.close()
+            wanted = max(wanted, self._count)
+            self._world = made(functools.partial(self._make, count=wanted), {})
+            self._count = self._world.count
+        seen = self._shown(self._world.reset(list(numbers), list(seeds)))
+        refuse_others(self._images, sorted(seen.keys() - {STATE, INSTRUCTION}))
+        for name, size in self._images.items():
+            if seen[name].shape[1:] != (*size, 3):
+                raise Refused(f"task.images.{name}: its pictures are {list(seen[name].shape[1:3])}")
+        for name, column in seen.items():
+            if name not in self._seen or len(self._seen[name]) < self._count:
+                self._seen[name] = np.zeros((self._count, *column.shape[1:]), column.dtype)
+            self._seen[name][list(numbers)] = column
+        return seen
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        """As of :class:`Worlds`; where the world raises, the episodes of all have ended."""
+        rows, space = list(numbers), self._world.action_space
+        if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
+            raise Refused(
+                "task.world: this simulator steps all environments together, and so takes no "
+                "chunks of actions; choose a policy of single ones"
+            )
+        whole = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
+        whole[rows] = performed(space, actions)
+        reward, ends, errors = np.zeros(len(rows)), np.zeros((len(ENDS), len(rows)), np.uint8), {}
+        try:
+            seen, gained, *ended = self._world.step(whole)
+        except Exception:  # a simulator may raise anything
+            errors = dict.fromkeys(range(len(rows)), traceback.format_exc()[-100_000:])
+            ends[0] = True
+            with contextlib.suppress(Exception):
+                self._world.close()
+            self._world = None
+        else:
+            for name, column in self._shown(seen).items():
+                self._seen[name][rows] = column[rows]
+            reward[:] = np.asarray(gained, np.float64)[rows]
+            ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
+            ends[3] = ends[2]
+        columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
+        columns.update(zip(ENDS, ends))  # noqa: B905 - Python 3.9
+        return {**columns, **among({n: c[rows] for n, c in self._seen.items()})}, errors
+
+    def spaces(self) -> dict[str, Any]:
+        """As of :class:`Worlds`."""
+        with contextlib.closing(made(functools.partial(self._make, count=1), {})) as world:
+            return spaces_of(world)
+
+    def demonstrate(self, seed: int, most: int) -> Arrays:
+        """Raises Refused."""
+        raise Refused(NO_EXPERT)
+
+    def _shown(self, observation: Any) -> Arrays:
+        found, text = named(observation), instruction(self._world)
+        if text is not None:
+            found[INSTRUCTION] = np.repeat(encoded(text)[None], len(found[STATE]), axis=0)
+        return found
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+        self._world = None
 
 
-def among(seen: Arrays) -> Arrays:
-    """Observations as columns that stand among others."""
-    return {SEEN + name: array for name, array in seen.items()}
-
-
-def seen_in(columns: Arrays) -> Arrays:
-    """The observations that stand among others."""
-    return {name[len(SEEN) :]: array for name, array in columns.items() if name.startswith(SEEN)}
+def told_columns(names: Sequence[str], actions: np.ndarray) -> Arrays:
+    """What worlds tell of steps that take ``actions`` ``[n, ...]``, zeros: ``performed`` is like
+    them, all else a number for each."""
+    each = actions.shape[:-1] if actions.dtype.kind == "f" else actions.shape
+    return {
+        name: np.zeros(actions.shape if name == "performed" else each, TOLD[name]) for name in names
+    }
 
 
 def succeeded(info: Any) -> bool:
@@ -174,138 +359,7 @@ def succeeded(info: Any) -> bool:
     return bool(info.get("success", info.get("is_success", False)))
 
 
-def performed(space: Any, action: Any) -> Any:
-    """An action as a world takes it."""
-    if hasattr(space, "low"):
-        return np.clip(action, space.low, space.high)
-    return int(action) + int(getattr(space, "start", 0))
-
-
-def described(space: Any) -> dict[str, Any]:
-    """A space: ``kind`` (box, discrete, dict of others, or its class), its size, and as text."""
-    if isinstance(getattr(space, "spaces", None), dict):
-        parts = {name: described(part) for name, part in space.spaces.items()}
-        return {"kind": "dict", "parts": parts, "text": str(space)}
-    if hasattr(space, "low"):
-        kind = np.dtype(space.dtype).name
-        return {"kind": "box", "shape": list(space.shape), "dtype": kind, "text": str(space)}
-    if hasattr(space, "n") and not getattr(space, "shape", ()):
-        return {"kind": "discrete", "size": int(space.n), "text": str(space)}
-    return {"kind": type(space).__name__, "text": str(space)}
-
-
-def maker(target: str) -> Callable[..., Any]:
-    """What ``FILE:attribute`` or ``module:attribute`` names."""
-    module, _, name = target.rpartition(":")
-    if not module.endswith(".py"):
-        return getattr(importlib.import_module(module), name)
-    spec = importlib.util.spec_from_file_location("world", module)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return getattr(found, name)
-
-
-def made(make: Callable[[], Any], images: Images) -> Any:
-    """A world; raises Refused where its maker says that it can never be."""
-    quiet_mujoco()
-    try:
-        world = make()
-    except (ImportError, ValueError) as error:
-        raise Refused(f"task.id: {error} ({sys.executable})") from None
-    return Pictured(world, images) if images else world
-
-
-class Pictured:
-    """A world with pictures beside its state.
-
-    They are what its ``picture(camera, height, width)`` gives, where it has that, and of MuJoCo's
-    worlds what :class:`Cameras` do.
-    """
-
-    def __init__(self, world: Any, images: Images) -> None:
-        self._world, self._images = world, images
-        self._picture: Any = getattr(world, "picture", None)
-        bare = getattr(world, "unwrapped", world)
-        if self._picture is None:
-            if not (hasattr(bare, "model") and hasattr(bare, "data")):
-                raise Refused("task.images: this simulator shows no pictures; leave them out")
-            self._picture = Cameras(bare.model, bare.data, images)
-        self.action_space = world.action_space
-        self.observation_space = world.observation_space
-
-    def reset(self, seed: int) -> Any:
-        seen, info = self._world.reset(seed=seed)
-        return self._with(seen), info
-
-    def step(self, action: Any) -> Any:
-        seen, *came = self._world.step(action)
-        return (self._with(seen), *came)
-
-    def close(self) -> None:
-        if isinstance(self._picture, Cameras):
-            self._picture.close()
-        self._world.close()
-
-    def _with(self, seen: Any) -> Arrays:
-        pictures = {name: self._picture(name, *size) for name, size in self._images.items()}
-        return {**shown(seen), **pictures}
-
-
-class Cameras:
-    """Pictures of a MuJoCo model, uint8 ``[H, W, 3]``; ``free`` is the camera of no name.
-
-    Shadows, reflections and multisampling are off: in software they take most of the time.
-    """
-
-    def __init__(self, model: Any, data: Any, images: Images) -> None:
-        mujoco = importlib.import_module("mujoco")
-        known = [model.camera(number).name for number in range(model.ncam)]
-        for name in images:
-            if name != "free" and name not in known:
-                cameras = ", ".join([*known, "free"])
-                raise Refused(f"task.images.{name}: no such camera; there are {cameras}")
-        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        self._data, self._renderers = data, {}
-        for size in {tuple(size) for size in images.values()}:
-            # A model says how large a picture may be.
-            model.vis.global_.offheight = max(model.vis.global_.offheight, size[0])
-            model.vis.global_.offwidth = max(model.vis.global_.offwidth, size[1])
-        try:
-            for size in {tuple(size) for size in images.values()}:
-                renderer = self._renderers[size] = mujoco.Renderer(model, *size)
-                for flag in ("mjRND_SHADOW", "mjRND_REFLECTION"):
-                    renderer.scene.flags[getattr(mujoco.mjtRndFlag, flag)] = 0
-        except Exception as error:  # whatever a graphics library brings about
-            raise Refused(
-                f"task.renderer: {os.environ.get('MUJOCO_GL')} does not work here ({error}); "
-                "egl needs Debian's libegl1 and libgl1-mesa-dri, osmesa libosmesa6"
-            ) from None
-
-    def __call__(self, name: str, height: int, width: int) -> np.ndarray:
-        renderer = self._renderers[height, width]
-        renderer.update_scene(self._data, camera=-1 if name == "free" else name)
-        return renderer.render()
-
-    def close(self) -> None:
-        for renderer in self._renderers.values():
-            renderer.close()
-
-
-@functools.lru_cache(None)
-def quiet_mujoco() -> None:
-    """Have MuJoCo's warnings logged, each once: it prints them and appends to a MUJOCO_LOG.TXT in
-    the working directory, for every environment made."""
-    try:
-        mujoco = importlib.import_module("mujoco")
-    except ImportError:
-        return
-    warn = functools.partial(log.warning, "MuJoCo: %s")
-    mujoco.set_mju_user_warning(functools.lru_cache(None)(warn))
-
-
-def work(link: Link, worlds: Worlds) -> None:
+def work(link: Link, worlds: Worlds | Batch) -> None:
     """Obey until the stage is gone."""
     while True:
         order, arrays = link.get()
@@ -313,38 +367,50 @@ def work(link: Link, worlds: Worlds) -> None:
             came, errors = worlds.step(order["worlds"], arrays["action"])
             link.put({"errors": list(errors.items())}, came)
         elif order["do"] == "reset":
-            link.put({}, among(worlds.reset(order["worlds"], order["seeds"])))
+            seen = worlds.reset(order["worlds"], order["seeds"], order["starts"])
+            link.put({"tells": list(worlds.tells)}, among(seen))
+        elif order["do"] == "demonstrate":
+            link.put({}, worlds.demonstrate(order["seed"], order["most"]))
         else:
             link.put(worlds.spaces(), {})
 
 
-def main(end: int, target: str, values: str, images: str) -> None:
+def main(end: int, own: int, other: int, target: str, values: str, images: str) -> None:
     """Serve a stage.
 
     Args:
         end: the file descriptor of this end of a pair of sockets.
+        own, other: those of files in memory; see :class:`Link`.
         target: as for :func:`maker`.
         values, images: what it is called with, and what is rendered, as JSON.
     """
     for number in LEFT_TO_THE_STAGE:
         # Sent to a whole job: the stage may still want to finish what it does.
         signal.signal(number, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=end))
+    link, worlds = Link(socket.socket(fileno=end), own, other), None
     try:
-        make = functools.partial(maker(target), **json.loads(values))
-        work(link, Worlds(make, json.loads(images)))
+        found = maker(target)
+        make = functools.partial(found, **json.loads(values))
+        worlds = (
+            Batch(make, json.loads(images))
+            if says(found, "BATCHED")
+            else Worlds(make, json.loads(images), once=says(found, "SINGLE"))
+        )
+        work(link, worlds)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Refused as error:
         said = {"refused": str(error)}
     except Exception:
-        # The end of a traceback says most.
         said = {"failed": traceback.format_exc()[-100_000:]}
-    try:
+    finally:
+        # A robot comes to rest.
+        if worlds is not None:
+            with contextlib.suppress(Exception):
+                worlds.close()
+    with contextlib.suppress(OSError):
         link.put({**said, "pid": os.getpid()}, {})
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

@@ -37,6 +37,8 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 BACKGROUND = 245
 ANSWER = re.compile(r"<answer>([^<>]*)</answer>\s*$")
+TRIES = 10_000
+"""Scenes drawn for a question: one in eight is held out, and most have one of the kinds asked."""
 BEGIN, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 
 
@@ -195,14 +197,22 @@ class VisualQuestions(PromptEnvironment):
         return 1.0 if found[1].strip() == answer else self.config.format_credit
 
     def _draw(self, draws: np.random.Generator, split: str) -> VisualPrompt:
-        """One question of a split: drawn again until it falls on the right side."""
-        while True:
+        """One question of a split: drawn again until it falls on the right side.
+
+        Raises:
+            ConfigError: hardly any question does.
+        """
+        for _ in range(TRIES):
             scene = self._scene(draws)
             asked = self._question(scene, draws)
             if asked is None or is_held_out(f"{scene}{asked[0]}") != (split == "test"):
                 continue
             image = self._images.fitted(scene.drawn(self.config.size))
             return VisualPrompt(*asked, image, self._images.tokens(image))
+        raise ConfigError(
+            f"task.cells: {self.config.cells} with task.kinds={list(self.config.kinds)} has no "
+            f"question of the {split} split among {TRIES:,} scenes; draw more cells (2 or more)"
+        )
 
     def _scene(self, draws: np.random.Generator) -> Scene:
         cells = self.config.cells

@@ -8,9 +8,12 @@ policies = Registry(
         "causal_lm": "rlinf.models.causal_lm:CausalLM",
         "causal_lm_critic": "rlinf.models.causal_lm_critic:CausalLMCritic",
         "cnn": "rlinf.models.cnn:CNNPolicy",
+        "flow": "rlinf.models.flow:FlowPolicy",
         "qwen2_5_vl": "rlinf.models.qwen2_5_vl:Qwen25VL",
         "mlp": "rlinf.models.mlp:MLPPolicy",
         "mlp_q": "rlinf.models.mlp_q:MLPQPolicy",
+        "smolvla": "rlinf.models.smolvla:SmolVLAPolicy",
+        "vla": "rlinf.models.vla:VLAPolicy",
     },
     base="rlinf.models.base:Policy",
 )

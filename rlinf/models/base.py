@@ -144,6 +144,18 @@ class Policy(Part, ABC):
         """The same of tensors that come one after the other; by default once all are there."""
         self.save(folder, state.whole())
 
+    def demonstrated(self, record: Record, seed: int = 0) -> Record:
+        """A task's demonstration as what it learns from; by default as it is.
+
+        The warm start makes the ``logprobs`` large that :meth:`evaluate` says of it; of policies
+        whose actions have no density that can be had they are minus another loss. Steps of which
+        not all choices count have ``submask`` (:mod:`rlinf.data.counted`).
+
+        Args:
+            seed: of what is drawn for it, with its identity.
+        """
+        return record
+
     @abstractmethod
     def collate(self, records: Sequence[Record]) -> Batch:
         """Model inputs of trajectories: with ``mask`` and, of policies of tokens, ``actions``
@@ -182,7 +194,18 @@ class Policy(Part, ABC):
     def rows(self) -> np.dtype:
         """The type of the transitions that it learns from (:mod:`rlinf.data.transitions`).
 
-        Of policies that offer :data:`rlinf.fit.ACTION_VALUES`.
+        Of policies that offer :data:`rlinf.fit.ACTION_VALUES` or :data:`rlinf.fit.IMITATION`.
+        """
+        raise NotImplementedError
+
+    def imitation(self, batch: Batch) -> Tensor:
+        """A loss ``[B]`` of transitions, least where the policy does what was done in them.
+
+        Of policies that offer :data:`rlinf.fit.IMITATION`.
+
+        Args:
+            batch: ``observations`` ``[B, D]``, ``actions`` ``[B, A]``, and what is drawn for each:
+                ``noise`` ``[B, A]``, standard normal, and ``uniform`` ``[B]`` in [0, 1).
         """
         raise NotImplementedError
 

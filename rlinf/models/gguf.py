@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
+from rlinf.artifacts import sync_file
 from rlinf.errors import DataError, require
 
 
@@ -66,7 +68,13 @@ def convert_gguf(source: str, folder: Path) -> None:
     # A model of plain modules: what was read remembers that it was quantized, and is not saved.
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
-    written = folder.with_name(f".{folder.name}.partial")
-    plain.save_pretrained(written)
-    tokenizer.save_pretrained(written)
-    written.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
+        written = Path(name) / "model"
+        plain.save_pretrained(written)
+        tokenizer.save_pretrained(written)
+        for path in written.iterdir():
+            sync_file(path)
+        sync_file(written)
+        written.rename(folder)
+    sync_file(folder.parent)

@@ -22,7 +22,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         DataError: it is not one of a model that can be trained.
     """
     path = folder / "config.json"
-    settings = _read_json(path)
+    settings = read_object(path)
     if not isinstance(settings.get("model_type"), str):
         raise DataError(f"model.path: {path} names no model_type; is it a checkpoint folder?")
     if settings.get("quantization_config"):
@@ -74,7 +74,7 @@ def check_headers(folder: Path) -> None:
         _check_file(path)
     index = folder / INDEX
     if index.is_file():
-        parts = _read_json(index).get("weight_map")
+        parts = read_object(index).get("weight_map")
         if not isinstance(parts, dict):
             raise DataError(f"model.path: {index} has no weight_map")
         missing = sorted({str(name) for name in parts.values()} - {path.name for path in files})
@@ -114,13 +114,21 @@ def _check_file(path: Path) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path, where: str = "model.path") -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Args:
+        where: the key that errors name.
+
+    Raises:
+        DataError: it does not, or cannot be read.
+    """
     try:
         values = json.loads(read_text(path))
     except OSError as error:
-        raise DataError(f"model.path: cannot read {path}: {error.strerror}") from None
+        raise DataError(f"{where}: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"model.path: {path} is not JSON ({str(error)[:100]})") from None
+        raise DataError(f"{where}: {path} is not JSON ({str(error)[:100]})") from None
     if not isinstance(values, dict):
-        raise DataError(f"model.path: {path} holds no object")
+        raise DataError(f"{where}: {path} holds no object")
     return values

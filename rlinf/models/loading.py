@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,19 +97,45 @@ def fill(module: nn.Module, folder: Path, where: str) -> None:
         SafetensorError: a file cannot be read.
         ArtifactError: one is committed and damaged; the network holds anything.
     """
+    own = module.state_dict(keep_vars=True)
+    for name, rows in stored(module, folder, where, rows_of):
+        local(own[name]).copy_(rows)
+
+
+def stored(
+    module: nn.Module | None,
+    folder: Path,
+    where: str,
+    part: Callable[[Tensor], tuple[int, int]] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights in a folder, one after another, by their names in a network.
+
+    Args:
+        module: the network; None: by their names in the files, whatever they are of.
+        where: what errors call the folder.
+        part: of a tensor of the network, which rows are wanted: begin and end.
+
+    Raises:
+        DataError: they are not this network's by name and shape; raised before the first.
+        SafetensorError: a file cannot be read.
+        ArtifactError: one is committed and damaged; raised after its last.
+    """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(TensorFile(path)) for path in tensor_files(folder)]
         found = {name: (file, name) for file in files for name in file.shapes}
+        if module is None:
+            for file in files:
+                yield from file.tensors()
+            return
         named = under_prefix(found, module)
         shapes = {own: file.shapes[name] for own, (file, name) in named.items()}
         check_fit(where, shapes, module)
         own = module.state_dict(keep_vars=True)
         for file in files:
-            names = {
-                n: own[mine] for mine, (one, n) in named.items() if one is file and mine in own
-            }
-            for name, rows in file.tensors({n: rows_of(to) for n, to in names.items()}):
-                local(names[name]).copy_(rows)
+            names = {n: mine for mine, (one, n) in named.items() if one is file and mine in own}
+            wanted = None if part is None else {n: part(own[mine]) for n, mine in names.items()}
+            for name, tensor in file.tensors(names.keys() if wanted is None else wanted):
+                yield names[name], tensor
 
 
 def reload_weights(module: Any, folder: Path) -> bool:
@@ -209,7 +235,8 @@ def without_dropout(settings: Any) -> None:
     The ratio of an update compares the policy with itself: dropped units would be noise in it, and
     from a generator that no address fixes.
     """
-    for part in (settings, settings.get_text_config()):
+    parts = (settings, settings.get_text_config(), getattr(settings, "vision_config", None))
+    for part in filter(None, parts):
         for name, value in vars(part).items():
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)

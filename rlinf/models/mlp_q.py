@@ -13,15 +13,17 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rlinf.config import Section
-from rlinf.data.transitions import row_type
 from rlinf.errors import ConfigError
-from rlinf.fit import ACTION_VALUES, ACTS, OBSERVATIONS
+from rlinf.fit import ACTION_VALUES, ACTS, IMITATION, OBSERVATIONS
 from rlinf.models.base import Batch, Spec, StepOutputs
 from rlinf.models.ensemble import Ensemble, Norm
 from rlinf.models.squashed import EDGE, log_density, squash, unsquash
 from rlinf.models.vectors import VectorPolicy
 
 LOG_STD_RANGE = (-20.0, 2.0)
+IMITATED_EDGE = 1e-3
+"""Actions that are imitated count as at least so far inside of the interval, on whose edge the
+squashed density has no bound."""
 
 
 class MLPQConfig(Section):
@@ -83,7 +85,7 @@ class MLPQPolicy(VectorPolicy):
 
     Config = MLPQConfig
     needs = frozenset({OBSERVATIONS})
-    offers = frozenset({ACTS, ACTION_VALUES})
+    offers = frozenset({ACTS, ACTION_VALUES, IMITATION})
     groups = ("policy", "critic", "value", "temperature")
     Network = QNetworks
     module: QNetworks
@@ -146,9 +148,9 @@ class MLPQPolicy(VectorPolicy):
         logprobs = log_density(raw, mean.double(), log_std, self.scale)
         return {"action": squash(raw, self.scale), "logprob": logprobs.float()}
 
-    @property
-    def rows(self) -> np.dtype:
-        return row_type(self.settings["observation"], self.size)
+    def imitation(self, batch: Batch) -> Tensor:
+        """Minus the log-probability of what was done."""
+        return -self.judge(batch["observations"], batch["actions"], edge=IMITATED_EDGE)
 
     def group(self, parameter: str) -> str:
         """``critic``, ``value`` (of a state), ``temperature``, else ``policy``."""

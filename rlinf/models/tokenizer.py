@@ -13,7 +13,13 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from rlinf.checked import read_text
+from rlinf.errors import DataError
+
 PAD, EOS = "<pad>", "<|endoftext|>"
+TOKENIZER = "tokenizer.json"
+ALPHABET = "".join(map(chr, [*range(32, 127), *range(0xA0, 0x800)]))
+"""Of a new model that reads instructions."""
 
 
 def write_character_tokenizer(
@@ -42,7 +48,7 @@ def write_character_tokenizer(
     tokenizer.pre_tokenizer = level
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, EOS, *special_tokens])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / TOKENIZER))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
@@ -55,3 +61,18 @@ def write_character_tokenizer(
         settings["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return vocabulary
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """That of a folder.
+
+    Raises:
+        DataError: it has none that can be read.
+    """
+    path = folder / TOKENIZER
+    try:
+        return Tokenizer.from_str(read_text(path))
+    except Exception as error:  # the library raises just that
+        raise DataError(
+            f"model.path: {path} is no tokenizer ({str(error)[:100]}); fetch it again"
+        ) from None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rlinf.checked import read_text
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
+from rlinf.data.transitions import row_type
 from rlinf.errors import DataError
 from rlinf.models.base import Batch, Policy, Spec
 from rlinf.models.fit import check_fit
@@ -66,6 +67,10 @@ class VectorPolicy(Policy):
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         (folder / SETTINGS).write_text(json.dumps(self.settings, indent=1, sort_keys=True))
         save_file({k: v.contiguous() for k, v in sorted(tensors.items())}, folder / WEIGHTS)
+
+    @property
+    def rows(self) -> np.dtype:
+        return row_type(self.settings["observation"], self.settings["action"]["size"])
 
     def collate(self, records: Sequence[Record]) -> Batch:
         """``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or ``[B, T, A]``, ``mask``."""

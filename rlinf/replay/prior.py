@@ -1,19 +1,22 @@
 """Transitions that were there before a run: demonstrations, or a data set.
 
-Either trajectories as rollouts write them (a ``trajectories-*.h5`` file, or a folder of them), or
-one HDF5 file with a data set per column: ``observations`` ``[N, D]``, ``actions`` ``[N, A]``,
-``rewards`` ``[N]``, ``terminated`` ``[N]`` (or ``terminals``), and optionally ``truncated`` (or
-``timeouts``) and ``next_observations``.
+Either trajectories as rollouts write them (a ``trajectories-*.h5`` file, or a folder of them), a
+folder of LeRobot's format (:mod:`rlinf.data.lerobot`), or one HDF5 file with a data set per column:
+``observations`` ``[N, D]``, ``actions`` ``[N, A]``, ``rewards`` ``[N]``, ``terminated`` ``[N]`` (or
+``terminals``), and optionally ``truncated`` (or ``timeouts``) and ``next_observations``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from rlinf.channels.file import FileReader
+from rlinf.data import lerobot
+from rlinf.data.record import Record
 from rlinf.data.transitions import Held, concatenated, row_type, transitions_of
 from rlinf.errors import DataError, InputError
 
@@ -31,7 +34,10 @@ def check(path: Path) -> None:
         DataError: there are none; names the column that is missing.
     """
     if path.is_dir():
-        _files(path)
+        if lerobot.is_dataset(path):
+            lerobot.Dataset(path)
+        else:
+            _files(path)
         return
     with _open(path) as file:
         if "identity" in file:
@@ -49,11 +55,13 @@ def load(path: Path) -> Held:
         DataError: it holds no transitions.
     """
     if path.is_dir():
-        return _trajectories(path, _files(path))
+        if lerobot.is_dataset(path):
+            return _transitions(path, lerobot.Dataset(path).records(images=False))
+        return _records(path, _files(path))
     with _open(path) as file:
         if "identity" not in file:
             return Held(_rows(path, file))
-    return _trajectories(path, [path])
+    return _records(path, [path])
 
 
 def _files(folder: Path) -> list[Path]:
@@ -70,9 +78,15 @@ def _open(path: Path) -> h5py.File:
         raise DataError(f"algorithm.prior: {path}: no readable HDF5 file ({error})") from None
 
 
-def _trajectories(path: Path, files: list[Path]) -> Held:
+def _records(path: Path, files: list[Path]) -> Held:
     try:
-        records = list(FileReader(files))
+        return _transitions(path, FileReader(files))
+    except ValueError as error:
+        raise DataError(f"algorithm.prior: {path}: {error}") from None
+
+
+def _transitions(path: Path, records: Iterable[Record]) -> Held:
+    try:
         return Held(concatenated(transitions_of(r, r.steps["rewards"]) for r in records))
     except (ValueError, KeyError, InputError) as error:
         raise DataError(f"algorithm.prior: {path}: {error}") from None

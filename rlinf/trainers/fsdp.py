@@ -70,7 +70,8 @@ class FSDPTrainer(MinibatchTrainer):
             )
         torch.set_num_threads(self._torch_threads)
         self._sums = self._sums or {}
-        self.policy.module.train()
+        if not self.policy.module.training:
+            self.policy.module.train()
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         try:
             found = self._backward(lambda: loss(self.policy, inputs), 1.0, last=True)

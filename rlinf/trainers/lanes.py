@@ -54,8 +54,8 @@ class Lanes:
 
     def add_gradients(self) -> None:
         """Add the gradients of the copies to the policy's own, always in the same order."""
-        own = list(self.policies[0].module.parameters())
         for twin in self.policies[1:]:
+            own = self.policies[0].module.parameters()
             for parameter, other in zip(own, twin.module.parameters(), strict=True):
                 if other.grad is None:
                     continue

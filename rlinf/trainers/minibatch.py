@@ -162,7 +162,8 @@ class MinibatchTrainer(Storages, Trainer):
         self._sums = self._sums or {}
 
         def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
-            policy.module.train()
+            if not policy.module.training:
+                policy.module.train()
             return self._gradients(policy, records, cut, loss)
 
         try:

@@ -200,7 +200,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("direct-text", "arithmetic", DIRECT, ["engine.name: 'direct'", "here fit", "transformers"]),
     ("mlp-text", "arithmetic", MLP, ["model.name: 'mlp' needs observation", "causal_lm"]),
     ("mlp-direct-text", "arithmetic", {**MLP, **DIRECT}, ["model.name: 'mlp'"]),
-    ("lm-simulator", "cartpole", LANGUAGE, ["model.name: 'causal_lm'", "fits: cnn, mlp"]),
+    ("lm-simulator", "cartpole", LANGUAGE, ["model.name: 'causal_lm'", "fits: cnn, flow, mlp"]),
     ("decoding-simulator", "cartpole", DECODING, ["engine.name: 'transformers'", "direct"]),
     (
         "digits-simulator",

@@ -32,7 +32,9 @@ from rlinf.models.mlp_q import MLPQConfig, MLPQPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.own import parts
 
-EVERY = parts(algorithms)
+DATA_ALONE = ("bc",)
+"""Those that learn from a data set, whatever is sampled: tests/rlinf/algorithms/test_bc.py."""
+EVERY = [name for name in parts(algorithms) if name not in DATA_ALONE]
 NAMES = [name for name in EVERY if issubclass(algorithms.get(name), PolicyGradient)]
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
 each = pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ steps are actions.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import sys
 import weakref
@@ -33,6 +34,7 @@ from rlinf.engines.base import (
     Hooks,
     check_columns,
 )
+from rlinf.engines.external import ExternalEngine
 from rlinf.engines.server import ServerEngine
 from rlinf.errors import DataError
 from rlinf.fit import LANGUAGE_MODEL
@@ -64,8 +66,20 @@ def served(name: str) -> bool:
     return issubclass(part(name)[0], ServerEngine)
 
 
+def stays(name: str) -> bool:
+    """Whether one is kept from one test to the next, as it is slow to start."""
+    return issubclass(part(name)[0], ExternalEngine)
+
+
 def case(name: str, kind: str) -> Any:
-    marks = [pytest.mark.slow] if served(name) else []
+    """Those without their packages in this environment wait for one that has them
+    (:mod:`tests.contracts.test_environments`)."""
+    cls = part(name)[0]
+    packages = cls.packages(cls.Config())
+    there = all(importlib.util.find_spec(package) for package in packages)
+    marks = [pytest.mark.skipif(not there, reason=f"{packages} are not in this environment")]
+    if served(name):
+        marks.append(pytest.mark.slow)
     return pytest.param((name, kind), marks=marks, id=f"{name}-{kind}")
 
 
@@ -77,7 +91,7 @@ CASES = [
 ]
 TALKS = [one for one in CASES if one.values[0][1] == "tokens"]
 SERVERS: dict[str, Engine] = {}
-"""By name: a server stays up from one test to the next, and is given other weights."""
+"""By name: what is slow to start stays up from one test to the next, and is given other weights."""
 
 
 @dataclass
@@ -176,9 +190,10 @@ def new(case: tuple[str, str], folder: Path) -> Tried:
             need_environment(cls.Config().server_python)
         engine = cls(cls.Config(**settings), policy, config)
         assert engine.version == -1
-        if served(name):
+        if stays(name):
             SERVERS[name] = engine
     engine.load(folder, 3)
+    assert engine.version == 3
     return Tried(engine, kind, folder, policy.load(folder, config))
 
 
@@ -194,7 +209,7 @@ def servers() -> Iterator[None]:
 def tried(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tried]:
     made = new(request.param, tmp_path)
     yield made
-    if not served(request.param[0]):
+    if not stays(request.param[0]):
         made.engine.close()
 
 
@@ -202,7 +217,7 @@ def tried(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tried]:
 def talker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tried]:
     made = new(request.param, tmp_path)
     yield made
-    if not served(request.param[0]):
+    if not stays(request.param[0]):
         made.engine.close()
 
 

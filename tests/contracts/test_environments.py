@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+from typing import Any
 
 import pytest
+import yaml
 
 from rlinf import tree
+from rlinf.engines import engines
 from rlinf.trainers import trainers
 from tests.environments import need_environment
 
-ELSEWHERE = [
-    name
-    for name in trainers.names()
-    for cls in [trainers.get(name)]
-    if not all(importlib.util.find_spec(package) for package in cls.packages(cls.Config()))
-]
+
+def elsewhere(registry: Any) -> list[str]:
+    """Parts of a registry whose packages are not in this environment."""
+    return [
+        name
+        for name in registry.names()
+        for cls in [registry.get(name)]
+        if not all(importlib.util.find_spec(package) for package in cls.packages(cls.Config()))
+    ]
 
 
-def keeps_contract(name: str, tests: str) -> None:
-    """Run those tests of the contract that are of this name, where its packages are."""
-    program = [need_environment(name), "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+def passes(environment: str, files: list[str], which: str) -> None:
+    """Run some tests of these files in an environment; all must pass."""
+    program = [need_environment(environment), "-m", "pytest", "-p", "no:cacheprovider", "-q"]
     done = subprocess.run(
-        [*program, "tests/contracts/test_trainer.py", "-k", f"{name} and ({tests})"],
+        [*program, *(f"tests/{file}" for file in files), "-k", which],
         cwd=tree.ROOT,
         capture_output=True,
         text=True,
@@ -33,13 +39,36 @@ def keeps_contract(name: str, tests: str) -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", elsewhere(trainers))
 def test_a_trainer_works_in_its_environment(name: str) -> None:
-    keeps_contract(name, "depend_on_the_cut or whole_state")
+    which = f"{name} and (depend_on_the_cut or whole_state)"
+    passes(name, ["contracts/test_trainer.py"], which)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", elsewhere(trainers))
 def test_a_trainer_keeps_the_whole_contract_in_its_environment(name: str) -> None:
-    keeps_contract(name, "test")
+    passes(name, ["contracts/test_trainer.py"], name)
+
+
+def environment_of(engine: str) -> str:
+    """The one that the engine's YAML names."""
+    settings = yaml.safe_load((tree.ROOT / "configs" / "engine" / f"{engine}.yaml").read_text())
+    return str(settings["python"])
+
+
+@pytest.mark.parametrize("name", elsewhere(engines))
+def test_an_engine_works_in_its_environment(name: str) -> None:
+    which = f"{name} and (log_probs_are_those or taken_one_at_a_time or given_up or arrive_late)"
+    passes(environment_of(name), ["contracts/test_engine.py"], which)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", elsewhere(engines))
+def test_an_engine_keeps_the_whole_contract_in_its_environment(name: str) -> None:
+    files = ["contracts/test_engine.py", "rlinf/engines/test_external.py"]
+    own = f"rlinf/engines/test_{name}.py"
+    files += [own] if (tree.ROOT / "tests" / own).exists() else []
+    passes(environment_of(name), files, name)

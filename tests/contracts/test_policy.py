@@ -16,6 +16,7 @@ from rlinf.data.padding import pad
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
 from rlinf.engines.server import ServerEngine
+from rlinf.envs.loop import COLUMN_OF
 from rlinf.fit import ACTS, LANGUAGE_MODEL
 from rlinf.models import policies
 from rlinf.models.base import copy_weights
@@ -31,6 +32,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
     "mlp_q": {"hidden": (8,), "critic_hidden": (8,), "state_value": True},
     "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features": 8},
+    "vla": {**TINY, "vision_hidden": 16, "vision_heads": 2, "patch": 4, "chunk": 2, "proprio": 2},
+    "flow": {"hidden": (8,), "steps": 3},
+    "smolvla": {**TINY, "vision_hidden": 16, "vision_heads": 2, "patch": 5, "chunk": 2, "steps": 3},
 }
 SPECS: dict[str, dict[str, Any]] = {
     "tokens": {"alphabet": "0123456789+="},
@@ -47,7 +51,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 NUMBERED = ("mylab.policy:Linear",)
 """Those whose actions are numbers alone."""
-VECTORS = ("mlp_q",)
+VECTORS = ("mlp_q", "vla", "flow", "smolvla")
 """Those whose actions are vectors alone."""
 
 
@@ -119,22 +123,36 @@ class Tried:
                 context = {"prompt": np.concatenate([prompt[:2], seen, prompt[2:]])}
                 context |= columns_of([image])
             return Record(Identity(0, number), {"actions": actions[:steps]}, context)
-        seen = random.normal(size=(20, 4)).astype(np.float32)
-        done = random.integers(0, 3, 20)
-        if self.kind == "box":
-            done = random.normal(size=(20, 2)).astype(np.float32)
-        front = random.integers(0, 256, (20, 36, 40, 3), np.uint8)
-        columns = {"observations": seen, "images.front": front, "actions": done}
-        return Record(Identity(0, number), {name: c[:steps] for name, c in columns.items()})
+        columns = {
+            "observations": random.normal(size=(20, 4)).astype(np.float32),
+            "images.front": random.integers(0, 256, (20, 36, 40, 3), np.uint8),
+        }
+        noise = self.policy.noise(random, 20)
+        whole = Record(Identity(0, number), columns | self.acted(columns, noise, 1.0))
+        return whole.part(0, steps)
+
+    def acted(
+        self, columns: dict[str, np.ndarray], noise: np.ndarray, temperature: float
+    ) -> dict[str, np.ndarray]:
+        """Columns of what is done for those of observations."""
+        seen = {"observation" if n == "observations" else n: c for n, c in columns.items()}
+        drawn = torch.tensor(noise) if temperature else None
+        with torch.no_grad():
+            found = self.policy.act(
+                {name: torch.tensor(column) for name, column in seen.items()}, drawn, temperature
+            )
+        return {COLUMN_OF.get(name, name): column.numpy() for name, column in found.items()}
 
     def judged(self, records: Sequence[Record], temperature: float = 1.0) -> list[np.ndarray]:
-        """Log-probs, values and entropies of the steps of each record: ``[T, columns]``."""
+        """Log-probs, entropies and values of the steps of each record: ``[T, columns]``."""
         with torch.no_grad():
             batch = self.policy.collate(records)
             said = self.policy.evaluate(batch, temperature, entropy=True)
         found = [c for c in (said.logprobs, said.entropy, said.values) if c is not None]
-        assert all(c.dtype == torch.float32 and c.shape == batch["mask"].shape for c in found)
-        rows = torch.stack(found, -1).numpy()
+        shape = batch["mask"].shape
+        assert all(c.dtype == torch.float32 and c.shape[:2] == shape for c in found)
+        assert said.logprobs.ndim == 2 or self.acts
+        rows = torch.cat([c.reshape(*shape, -1) for c in found], -1).numpy()
         return [row[: len(record)] for row, record in zip(rows, records, strict=True)]
 
 
@@ -148,20 +166,15 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
     if tried.acts:
         records = [tried.record(number, 6) for number in range(5)]
         for record in records:
-            seen = {
-                "observation": torch.tensor(record.steps["observations"]),
-                "images.front": torch.tensor(record.steps["images.front"]),
-            }
-            noise = torch.tensor(tried.policy.noise(generator(1, record.identity.sample), 6))
-            with torch.no_grad():
-                found = tried.policy.act(seen, noise if temperature else None, temperature)
-            record.steps["actions"] = found["action"].numpy()
-            record.steps["logprobs"] = found["logprob"].numpy()
+            noise = tried.policy.noise(generator(1, record.identity.sample), 6)
+            shown = {n: record.steps[n] for n in ("observations", "images.front")}
+            record.steps |= tried.acted(shown, noise, temperature)
     else:
         records = generated(tried, temperature)
     judged = tried.judged(records, temperature)
     for record, row in zip(records, judged, strict=True):
-        np.testing.assert_allclose(row[:, 0], record.steps["logprobs"], atol=1e-5)
+        acted = record.steps["logprobs"].reshape(len(record), -1)
+        np.testing.assert_allclose(row[:, : acted.shape[1]], acted, atol=1e-5)
 
 
 def generated(tried: Tried, temperature: float) -> list[Record]:

@@ -18,7 +18,7 @@ import pytest
 from pipeline.commands.experiment import compose, execute
 from pipeline.committed import SET_ASIDE
 from rlinf import tree
-from rlinf.artifacts import read_manifest
+from rlinf.artifacts import Manifest, read_manifest
 from rlinf.channels.file import FileReader
 from rlinf.composing import forced
 from rlinf.data.record import Record
@@ -111,3 +111,11 @@ def _trajectories(run: Path, iteration: int) -> list[Record]:
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def output(run: Path, *place: str) -> tuple[Manifest, Path]:
+    """What a stage of a run committed, and where its files are."""
+    folder = run.joinpath(*place)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest, folder / manifest.data

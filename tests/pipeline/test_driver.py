@@ -88,10 +88,12 @@ def test_two_ranks_make_the_same_update_as_one(
     assert manifest.world == 2
 
 
+@pytest.mark.parametrize("experiment", ["halfcheetah_ppo", "inverted_pendulum_flow"])
 def test_two_ranks_make_the_same_update_of_a_policy_with_continuous_actions(
-    compose: Compose, tmp_path: Path
+    compose: Compose, tmp_path: Path, experiment: str
 ) -> None:
-    """Its spread is a parameter of the outermost module, which is freed after the forward pass."""
+    """Its spread is a parameter of the outermost module, which is freed after the forward pass;
+    networks that a flow has beside its velocity are reached through that module alone."""
     small = (
         "rollout.batch=4",
         "rollout.horizon=16",
@@ -104,7 +106,7 @@ def test_two_ranks_make_the_same_update_of_a_policy_with_continuous_actions(
     runs = []
     for name, cluster in (("one", "inprocess"), ("two", "local")):
         words = (*small, f"run.name={name}", f"cluster={cluster}")
-        values = compose(*words, experiment="halfcheetah_ppo")
+        values = compose(*words, experiment=experiment)
         if name == "two":
             ranks = {"processes": 2}
             values["plan"] = {"stages": dict.fromkeys(("inference", "train"), ranks)}

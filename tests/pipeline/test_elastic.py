@@ -149,7 +149,6 @@ def test_weights_that_a_generator_finds_damaged_are_made_again(
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness: int) -> None:
-    log, run = tmp_path / "log", tmp_path / "tiny"
     # Samples end by chance, so that some of a claim are much longer than others; and there is time
     # for the generator to come.
     many = 8
@@ -157,19 +156,30 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness:
     long += [f"retention.trajectories={many}", f"rollout.staleness={staleness}"]
     run_here(words(tmp_path / "one", *long))
     plan = pools(1).replace("train]", "train], helps_rollout: true")
-    finish(start_driver(words(tmp_path, "cluster=local", plan, *long), log), log)
-    same_samples(run, tmp_path / "one" / "tiny", range(many))
-    done = [(row["node"], start) for row in rows(run) for start in row["starts"]]
-    assert len(done) == len(set(done)) == BATCH * many, "nothing is generated twice"
-    helped = [row for row in rows(run) if row["worker"] == "pool-1-0-r0"]
-    assert helped, "the trainer generates"
-    handed = [row for row in rows(run) if row["rest"]]
-    assert handed, "and leaves the tail to the generator"
-    assert {row["worker"] for row in handed} == {"pool-1-0-r0"}
-    assert not any(reads(row) for row in helped if row["node"] != "rollout/0"), "it has them"
-    for row in handed:
-        (later,) = [r for r in rows(run) if (r["node"], r["begun"]) == (row["node"], row["claim"])]
-        assert (later["worker"], later["starts"]) == ("pool-0w0-0-r0", row["rest"])
+    handed: list[dict[str, Any]] = []
+    # On a busy machine the generator may come late, or be idle at no tail: what is right is so in
+    # every run, that a tail is handed over in one of a few.
+    for attempt in range(4):
+        root, log = tmp_path / str(attempt), tmp_path / f"log-{attempt}"
+        root.mkdir()
+        run = root / "tiny"
+        finish(start_driver(words(root, "cluster=local", plan, *long), log), log)
+        same_samples(run, tmp_path / "one" / "tiny", range(many))
+        done = [(row["node"], start) for row in rows(run) for start in row["starts"]]
+        assert len(done) == len(set(done)) == BATCH * many, "nothing is generated twice"
+        helped = [row for row in rows(run) if row["worker"] == "pool-1-0-r0"]
+        assert helped, "the trainer generates"
+        assert not any(reads(row) for row in helped if row["node"] != "rollout/0"), "it has them"
+        handed = [row for row in rows(run) if row["rest"]]
+        assert {row["worker"] for row in handed} <= {"pool-1-0-r0"}
+        for row in handed:
+            (later,) = [
+                r for r in rows(run) if (r["node"], r["begun"]) == (row["node"], row["claim"])
+            ]
+            assert (later["worker"], later["starts"]) == ("pool-0w0-0-r0", row["rest"])
+        if handed:
+            break
+    assert handed, "it leaves the tail to the generator"
 
 
 def test_a_generator_killed_in_the_middle_costs_nothing_but_its_claims(

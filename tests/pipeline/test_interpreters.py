@@ -83,6 +83,27 @@ def test_a_run_trains_in_an_environment_that_has_the_trainer(
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-3, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_generates_in_an_environment_that_has_the_engine(
+    tmp_path: Path, compose: Compose
+) -> None:
+    """In processes of the stages that train as well, where one has both."""
+    need_environment("vllm")
+    pool = tmp_path / "pool.yaml"
+    stages = "[rollout, reward, inference, train]"
+    pool.write_text(f"grain: segment\npools:\n  - {{stages: {stages}, gpus: {{cpu: 1}}}}\n")
+    wide = ["engine=vllm_in_process", "model.hidden=128", "cluster=local"]
+    with pytest.raises(ConfigError, match=r"warm_start\.scored: .*set trainer\.python=vllm"):
+        execute(compose(*wide))
+    execute(compose(*wide, "run.name=apart", "warm_start.scored=false"))
+    execute(compose(*wide, "run.name=one", "trainer.python=vllm", f"++plan={pool}"))
+    for name in ("apart", "one"):
+        rows = rlinf.load(tmp_path / name).metrics()
+        assert len(rows) == 2
+        assert max(row["train/engine_gap"] for row in rows) < 1e-5
+
+
 def test_a_stage_has_the_interpreter_of_what_it_computes_with(
     python: str, compose: Compose
 ) -> None:
@@ -123,6 +144,14 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
         (["cluster=local", "trainer.python=/no/python"], r"trainer\.python: there is no interpr"),
         (["cluster=inprocess", f"engine.python={python}"], r"engine\.python: .*own process"),
         (["trainer=deepspeed"], r"trainer=deepspeed needs the package .*rlinf-slurm\[deepspeed\]"),
+        (
+            ["engine=vllm_in_process", "engine.python=null"],
+            r"engine=vllm_in_process needs the package .*rlinf-slurm\[vllm\]",
+        ),
+        (
+            ["engine=vllm_in_process", "cluster=local", f"engine.python={python}"],
+            r"engine\.python: .* lacks the package vllm",
+        ),
         (
             ["trainer=deepspeed", "cluster=local", f"trainer.python={python}"],
             r"trainer\.python: .* lacks the package deepspeed",

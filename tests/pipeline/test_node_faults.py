@@ -40,9 +40,11 @@ import os
 used = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, 4096))
 """
-# Room for what is small, and not for the weights: libraries in Rust end their process where
-# there is none for theirs.
+# Room for what is small, and not for the weights (60 MiB): libraries in Rust end their process
+# where there is none for theirs. What a stage imports is imported before: an import that finds no
+# memory ends with whatever error it happens on.
 MEMORY = """
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
 """

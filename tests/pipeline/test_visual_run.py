@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from pipeline.commands.experiment import checked, execute
-from rlinf.artifacts import Manifest, read_manifest
 from rlinf.channels.file import FileReader
 from rlinf.errors import ConfigError
 from rlinf.models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
+from tests.pipeline.helpers import output
 
 Compose = Callable[..., dict[str, Any]]
 SMALL = [
@@ -38,13 +38,6 @@ SMALL = [
     "algorithm.entropy_bonus=0.1",
     "optimizer.lr=1e-2",
 ]
-
-
-def output(run: Path, *place: str) -> tuple[Manifest, Path]:
-    folder = run.joinpath(*place)
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    return manifest, folder / manifest.data
 
 
 @pytest.mark.usefixtures("undrawn")

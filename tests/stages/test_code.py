@@ -149,6 +149,18 @@ def test_what_is_in_a_data_file_counts_where_the_file_lies_does_not(
     assert Code.of(run_with_files(compose, tmp_path / "moved")) == before
 
 
+def test_the_data_file_of_a_simulator_counts_too(compose: Compose, tmp_path: Path) -> None:
+    (tmp_path / "chains.json").write_text("[1]")
+    values = compose()
+    kwargs = {"chains": str(tmp_path / "chains.json"), "steps": 4}
+    values["task"] = {"name": "gym", "id": "CartPole-v1", "kwargs": kwargs}
+    config = validate(RunConfig, values)
+    before = Code.of(config)
+    assert set(before.files) == {"file:task.kwargs.chains"}
+    (tmp_path / "chains.json").write_text("[2]")
+    assert Code.of(config).differing(before) == ["file:task.kwargs.chains"]
+
+
 def test_an_interpreter_is_no_data_file(compose: Compose) -> None:
     values = compose()
     values["task"] = {"name": "gym", "id": "CartPole-v1", "python": sys.executable}

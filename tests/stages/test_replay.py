@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.check import check
-from pipeline.commands.experiment import execute
+from pipeline.commands.experiment import checked, execute
 from pipeline.metrics import collect
 from rlinf.channels.file import FileReader
 from rlinf.config import RunConfig, validate
@@ -181,6 +181,18 @@ def test_what_learns_from_a_batch_alone_has_no_use_for_the_flow(compose: Compose
     values = compose("++flow=off_policy", experiment="halfcheetah_ppo")
     with pytest.raises(ConfigError, match="flow: 'off_policy' needs an algorithm that learns from"):
         check(validate(RunConfig, values))
+
+
+def test_a_plan_that_gives_training_more_processes_is_refused_before_the_run(
+    compose: Compose, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    values = compose(f"+plan={plan}", "cluster=local", experiment="double_pendulum_sac")
+    plan.write_text("defaults: {processes: 2}\n")
+    checked(values)  # of what one process does, one is enough
+    plan.write_text("stages: {train: {processes: 2}}\n")
+    with pytest.raises(ConfigError, match=r"plan\.stages\.train: 2 processes, but one"):
+        checked(values)
 
 
 class Other(FSDPTrainer):

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.experiment import execute
 from pipeline.metrics import collect, manifest_of
-from rlinf.algorithms.behaviour import same_version
+from rlinf.algorithms.behaviour import lags
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
 from rlinf.errors import InputError
@@ -20,15 +20,15 @@ from stages.train import gap_limit
 Compose = Callable[..., dict[str, Any]]
 
 
-def test_only_steps_of_the_trainers_version_are_compared() -> None:
+def test_each_step_is_as_far_behind_as_the_weights_that_chose_it() -> None:
     def record(length: int, version: int, **columns: Any) -> Record:
         steps = {"actions": np.zeros(length, np.int64), **columns}
         return Record(Identity(0, 0), steps, info={"policy_version": version})
 
     stale, fresh = record(2, 3), record(3, 4)
     mixed = record(2, 3, versions=np.array([3, 4]))
-    got = same_version([stale, fresh, mixed], 4)
-    assert got.tolist() == [[0, 0, 0], [1, 1, 1], [0, 1, 0]]
+    got = lags([stale, fresh, mixed], 4)
+    assert got.tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
 
 
 @pytest.mark.parametrize(

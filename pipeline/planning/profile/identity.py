@@ -33,6 +33,8 @@ class Identity(Section):
     def of(cls, config: RunConfig) -> Identity:
         """The identity of a run's costs."""
         semantic = config.semantic()
+        # A run that begins fills it in; what is measured for it goes for its like.
+        semantic["optimizer"] |= {"schedule_iterations": None}
         return cls(
             model=digest([semantic["model"], _files(semantic["model"])]),
             config=digest({name: semantic[name] for name in (*COSTLY, *FROM_DATA)}),

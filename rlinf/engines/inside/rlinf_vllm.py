@@ -1,9 +1,10 @@
-"""What runs inside vLLM's worker processes: weights in place, and log-probabilities of the policy.
+"""What runs inside vLLM's workers: weights in place, and log-probabilities of the policy.
 
 Imported by vLLM alone (``--worker-extension-cls``), under its interpreter; torch, safetensors and
-vLLM, nothing of this package.
+vLLM, nothing of this package. A worker is a process of a server, or in the process of the stage.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -31,15 +32,46 @@ class PolicySampler(Sampler):
         return logits.log_softmax(dim=-1)
 
 
+class Rewinding:
+    """Of a worker's runner: a part of a prompt that is read draws nothing from its request's seed.
+
+    vLLM draws a token after each part, drops it, and sets back the offset of the request's
+    generator, which only those of GPUs have: others raise. Their state is put back here instead.
+    """
+
+    def _sample(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()  # type: ignore[attr-defined]
+        generators = self.input_batch.generators  # type: ignore[attr-defined]
+        drawn = {row: generators[row] for row in rows if row in generators}
+        self._before = {
+            row: (generator, generator.get_state())
+            for row, generator in drawn.items()
+            if generator.device.type == "cpu"
+        }
+        return super()._sample(*args, **kwargs)  # type: ignore[misc]
+
+    def _bookkeeping_sync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        generators = self.input_batch.generators  # type: ignore[attr-defined]
+        for row, (generator, state) in self._before.items():
+            generator.set_state(state)
+            del generators[row]
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            # A request keeps its row until the next step is prepared.
+            generators.update({row: generator for row, (generator, _) in self._before.items()})
+
+
 class Extension:
-    """Methods that a worker has besides its own, called by ``/collective_rpc``."""
+    """Methods that a worker has besides its own, called by ``collective_rpc``."""
 
     def rlinf_begin(self) -> None:
         """Once, before the first request."""
-        sampler = self.model_runner.sampler  # type: ignore[attr-defined]
-        if type(sampler) is not Sampler:
-            raise RuntimeError(f"unknown sampler {type(sampler).__name__}")
-        sampler.__class__ = PolicySampler
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if type(runner.sampler) is not Sampler:
+            raise RuntimeError(f"unknown sampler {type(runner.sampler).__name__}")
+        runner.sampler.__class__ = PolicySampler
+        runner.__class__ = type("PolicyRunner", (Rewinding, type(runner)), {})
 
     def rlinf_update(self, folder: str) -> None:
         """Read the weights of a folder into the model that is loaded."""
@@ -50,7 +82,14 @@ class Extension:
                     for name in file.keys():  # noqa: SIM118 - no mapping
                         yield name, file.get_tensor(name)
 
-        self.model_runner.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
+        self.rlinf_take(tensors())
+
+    def rlinf_take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Have weights, by their names in checkpoints, in the model that is loaded.
+
+        Those that vLLM joins are kept until the last of them has come.
+        """
+        self.model_runner.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         repack(self.model_runner.get_model())  # type: ignore[attr-defined]
 
 

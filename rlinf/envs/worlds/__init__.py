@@ -2,9 +2,36 @@
 
 A *world* has the methods of a Gymnasium environment (:mod:`rlinf.envs.simulator`). It is made by
 ``make(id, kwargs)`` of a module that is imported by its file's path, under the interpreter that
-``task.python`` names: it imports the simulator, numpy and the standard library, nothing of this
-package, and runs on Python 3.9. What can never work it refuses by ValueError, or by ImportError
-where a package is not there.
+``task.python`` names: it imports the simulator, numpy, the standard library and files beside it
+that do the same (``from .name import``), nothing else of this package, and runs on Python 3.9. What
+can never work it refuses by ValueError, or by ImportError where a package is not there; a text that
+begins with ``kwargs.`` is of that key.
+
+What a world may have beside those methods:
+
+- ``starts``, a number of states that an episode may begin in: ``reset(seed=, start=)`` then gets
+  one of them in evaluation, that of the held-out start, so that each is played once;
+- ``picture(camera, height, width)``, uint8 ``[H, W, 3]``, of one of its ``cameras``. MuJoCo's
+  worlds need none: what is rendered is the ``model`` and ``data`` of their ``unwrapped``;
+- ``tells``, names of what the ``info`` of each of its steps tells beside ``success``:
+  ``intervened``, whether a person acted in the place of the policy, with ``performed``, the action
+  that was carried out; ``late``, whether the step of a world that keeps time came too late. They
+  are columns of trajectories (:mod:`rlinf.data.transitions`);
+- ``instruction``, what is asked now, a sentence.
+
+Where the module says ``SINGLE = True``, there is one world at a time, as a robot has one arm:
+samples are collected one after the other, its process closes it after the last of them, and a reset
+that it fails at ends the run.
+
+Where the module says ``BATCHED = True``, a world steps many environments: it is made by ``make(id,
+kwargs, count, images)`` for ``count`` of them at least, with the cameras of ``task.images``, and
+has ``count``. Its spaces are those of one. ``reset(numbers, seeds)`` begins episodes in some of
+them and returns what these show, ``[n, ...]``: an array, or ``state`` and pictures by name.
+``step(actions)`` takes ``[count, A]`` and returns what all show, rewards, and whether each has
+terminated, been truncated, and succeeded, ``[count]`` each; what is shown of one that ended is the
+last of its episode.
+
+The module also says what the world needs (:mod:`rlinf.envs.worlds.needs`).
 """
 
 from rlinf.registry import Registry
@@ -12,9 +39,18 @@ from rlinf.registry import Registry
 worlds = Registry(
     "world",
     {
+        "behavior": "rlinf.envs.worlds.behavior:make",
+        "calvin": "rlinf.envs.worlds.calvin:make",
+        "franka": "rlinf.envs.worlds.franka:make",
+        "genesis": "rlinf.envs.worlds.genesis:make",
         "gymnasium": "rlinf.envs.worlds.gymnasium:make",
+        "isaaclab": "rlinf.envs.worlds.isaaclab:make",
         "libero": "rlinf.envs.worlds.libero:make",
+        "maniskill": "rlinf.envs.worlds.maniskill:make",
         "metaworld": "rlinf.envs.worlds.metaworld:make",
+        "robosuite": "rlinf.envs.worlds.robosuite:make",
+        "robotwin": "rlinf.envs.worlds.robotwin:make",
+        "roboverse": "rlinf.envs.worlds.roboverse:make",
     },
     base="builtins:object",
 )

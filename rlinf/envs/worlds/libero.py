@@ -1,8 +1,8 @@
 """LIBERO (arXiv 2306.03310): a Panda arm at tables, 130 tasks in five suites.
 
 An episode begins in one of the states that the benchmark brings for each task, chosen by the seed
-of the reset, and after some steps of rest, in which what was placed in the air falls. The reward is
-1 at the step that solves the task, which ends the episode, and 0 before.
+of the reset or by its number, and after some steps of rest, in which what was placed in the air
+falls. The reward is 1 at the step that solves the task, which ends the episode, and 0 before.
 
 The state is what policies of the field take: position of the hand (3), its rotation as a vector
 (3), both fingers (2). An action is a change of position (3) and rotation (3), and the gripper: -1
@@ -101,7 +101,8 @@ class World:
         from libero.libero.envs.env_wrapper import ControlEnv
 
         self.instruction = language
-        self._starts, self._most, self._rest, self._steps = starts, steps, rest, 0
+        self._states, self._most, self._rest, self._steps = starts, steps, rest, 0
+        self.starts = len(starts)
         with contextlib.redirect_stdout(io.StringIO()):
             # Pictures are taken by the simulator process, without shadows.
             self._env = ControlEnv(
@@ -126,14 +127,15 @@ class World:
     def data(self) -> Any:
         return self._env.sim.data._data
 
-    def reset(self, seed: int | None = None) -> Any:
-        start = np.random.default_rng(seed).integers(len(self._starts))
+    def reset(self, seed: int | None = None, start: int | None = None) -> Any:
+        if start is None:
+            start = int(np.random.default_rng(seed).integers(self.starts))
         self._env.seed(0 if seed is None else seed)
         self._env.reset()
         for robot in self._env.robots:
             # It moves from where the last action of the episode before left it.
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
-        seen = self._env.set_init_state(self._starts[int(start)])
+        seen = self._env.set_init_state(self._states[start])
         for _ in range(self._rest):
             seen = self._env.step(np.array([0.0] * 6 + [OPENS]))[0]
         self._steps = 0

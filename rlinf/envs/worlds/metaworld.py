@@ -2,12 +2,14 @@
 
 An episode is 500 steps; ``info["success"]`` says of each step whether the task is solved. The seed
 of a reset chooses the goal, as Meta-World's own wrapper does not: the same seed begins the same
-episode, whatever was played before.
+episode, whatever was played before. Meta-World asks for nothing in words: the instruction is the
+name of the task, ``button press topdown``.
 """
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
         ImportError, ValueError: see the package.
     """
     import metaworld
+    from metaworld.policies import ENV_POLICY_MAP
 
     known = sorted(metaworld.ALL_V3_ENVIRONMENTS)
     if id not in known:
@@ -32,7 +35,9 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
         raise ValueError(f"Meta-World has no task {id!r}; near it: {', '.join(near) or known[0]}")
     try:
         benchmark = metaworld.MT1(id, seed=GOALS_SEED)
-        return World(benchmark.train_classes[id](**kwargs), benchmark.train_tasks)
+        env = benchmark.train_classes[id](**kwargs)
+        words = id.rpartition("-")[0].replace("-", " ")
+        return World(env, benchmark.train_tasks, words, ENV_POLICY_MAP[id]())
     except TypeError as error:
         raise ValueError(f"cannot make {id!r}: {error}") from None
 
@@ -40,8 +45,9 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 class World:
     """One task with a goal for each seed."""
 
-    def __init__(self, env: Any, tasks: Any) -> None:
-        self._env, self._tasks = env, tasks
+    def __init__(self, env: Any, tasks: Any, instruction: str, script: Any) -> None:
+        self._env, self._tasks, self.instruction, self._script = env, tasks, instruction, script
+        self._seen: Any = None
         self.unwrapped = env.unwrapped
         env.set_task(tasks[0])
         self.action_space = env.action_space
@@ -52,13 +58,21 @@ class World:
         goal = np.random.default_rng(seed).integers(len(self._tasks))
         self._env.set_task(self._tasks[int(goal)])
         self._steps = 0
-        return self._env.reset(seed=seed)
+        self._seen, info = self._env.reset(seed=seed)
+        return self._seen, info
 
     def step(self, action: Any) -> Any:
-        seen, reward, _, _, info = self._env.step(np.asarray(action, np.float64))
+        self._seen, reward, _, _, info = self._env.step(np.asarray(action, np.float64))
         self._steps += 1
         # Its own limit raises at the step after the last.
-        return seen, reward, False, self._steps >= self._env.max_path_length, info
+        return self._seen, reward, False, self._steps >= self._env.max_path_length, info
+
+    def expert(self) -> np.ndarray:
+        """What the script that Meta-World brings for the task does now; it may be beyond the space,
+        which it warns of each time."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return np.asarray(self._script.get_action(self._seen), np.float32)
 
     def close(self) -> None:
         self._env.close()

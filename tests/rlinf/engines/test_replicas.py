@@ -18,8 +18,6 @@ from rlinf.data.record import Record
 from rlinf.engines import server as servers
 from rlinf.engines.base import Hooks
 from rlinf.engines.process import Gone, ServerError
-from rlinf.engines.server import own_gpu
-from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
 from tests.contracts.test_engine import TOKENS, Rows, Tried, assert_alike
 from tests.rlinf.engines.small_server import SmallConfig, SmallEngine
@@ -258,10 +256,3 @@ def _command(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
-
-
-def test_each_server_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-abc,5")
-    assert [own_gpu(number, 2) for number in range(2)] == ["3", "GPU-abc"]
-    with pytest.raises(ConfigError, match=r"engine.replicas: 4 servers.*sees 3"):
-        own_gpu(0, 4)

@@ -7,155 +7,33 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from rlinf import tree
 from rlinf.config import semantic
-from rlinf.data.record import Record
 from rlinf.engines import engines
 from rlinf.engines.base import Hooks
 from rlinf.engines.inside.start import shared_memory
 from rlinf.engines.process import ServerError
-from rlinf.errors import ConfigError, DataError
+from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
-from tests.contracts.test_engine import SERVERS, TOKENS, Rows, Tried, assert_alike, new
+from tests.contracts.test_engine import TOKENS, Tried, assert_alike
+from tests.rlinf.engines.test_external import LONG, engine_of, tried
+
+__all__ = ["tried"]
 
 NAMES = ["sglang", "vllm"]
-LENGTH = 450
-"""Tokens: so many that a server is not through with them before it is interrupted."""
-LONG = {"horizon": LENGTH, "min_tokens": LENGTH}
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """An engine and its policy; up from one test to the next."""
-    tried = new((request.param, "tokens"), tmp_path_factory.mktemp("server"))
-    yield tried
-    SERVERS.pop(request.param).close()
-
-
-@pytest.fixture
-def tried(server: Tried) -> Tried:
-    """The same with its first weights."""
-    server.policy = CausalLM.load(server.folder, TOKENS)
-    if server.engine.version != 3:
-        server.engine.load(server.folder, 3)
-    return server
-
-
-def assert_of_policy(tried: Tried, request: Record, got: Rows) -> None:
-    pairs = [tried.taken(got[number]) for number in request.steps["sample"].tolist()]
-    judged = tried.judged(request, [steps for steps, _ in pairs], request.info["temperature"])
-    for (_, logprobs), expected in zip(pairs, judged, strict=True):
-        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
-
-
-def scaled(tried: Tried, by: float) -> dict[str, torch.Tensor]:
-    return {name: tensor * by for name, tensor in tried.policy.module.state_dict().items()}
-
-
-def test_it_answers_under_the_weights_that_it_was_given_last(tried: Tried) -> None:
-    request = tried.request(range(12), temperature=0.7, min_tokens=3)
-    before = tried.answers(request)
-    assert_of_policy(tried, request, before)
-    assert_alike(tried.answers(request), before, tried)
-    other = scaled(tried, 1.25)
-    tried.engine.load_state(other.items(), 4)
-    tried.policy.module.load_state_dict(other)
-    got = tried.answers(request)
-    assert tried.engine.version == 4
-    assert_of_policy(tried, request, got)
-    assert any(not np.array_equal(got[n]["logprobs"], before[n]["logprobs"]) for n in got)
-
-
-@pytest.mark.slow
-def test_newer_weights_come_while_samples_are_under_way(tried: Tried, tmp_path: Path) -> None:
-    """Tokens before and after have the log-probabilities of their own weights."""
-    folder, asked = tmp_path / "newer", list[int]()
-    folder.mkdir()
-    tried.policy.save(folder, scaled(tried, 1.25))
-
-    def newer() -> tuple[Path, int] | None:
-        asked.append(1)
-        return (folder, 5) if len(asked) == 8 else None
-
-    request = tried.request(range(6), **LONG)
-    rows = tried_read(tried, request, Hooks(newer=newer))
-    for version, source in ((3, tried.folder), (5, folder)):
-        tried.policy = CausalLM.load(source, TOKENS)
-        steps = [rows[n]["tokens"] for n in range(6)]
-        for n, expected in enumerate(tried.judged(request, steps, 1.0)):
-            mine = rows[n]["version"] == version
-            assert 0 < mine.sum() < LENGTH
-            np.testing.assert_allclose(rows[n]["logprobs"][mine], expected[mine], atol=1e-5)
-    assert all((np.diff(row["version"]) >= 0).all() for row in rows.values())
-
-
-def tried_read(tried: Tried, request: Record, hooks: Hooks) -> Rows:
-    """As :meth:`Tried.answers`, of an engine whose version changes meanwhile."""
-    from rlinf.channels.local import LocalChannel
-
-    channel, found = LocalChannel(), Rows()
-    channel.put(request)
-    channel.close()
-    for reply in tried.engine.generate(channel, seed=7, stage="rollout", hooks=hooks):
-        for i, number in enumerate(reply.steps["sample"].tolist()):
-            found[number] = {name: column[i] for name, column in reply.steps.items()}
-    return found
-
-
-@pytest.mark.slow
-def test_a_sample_that_was_given_up_is_gone_on_with(tried: Tried) -> None:
-    asked = list[int]()
-
-    def gives_up(left: int, of: int) -> bool:
-        asked.append(left)
-        return len(asked) == 8
-
-    request = tried.request(range(4), **LONG)
-    part = tried.answers(request, hooks=Hooks(newer=lambda: None, gives_up=gives_up))
-    assert all(row["unfinished"] and 0 < row["length"] < LENGTH for row in part.values())
-    order = [part[number] for number in range(4)]
-    begun = {
-        "begun_length": np.array([row["length"] for row in order]),
-        "begun_tokens": np.stack([row["tokens"] for row in order]),
-        "begun_logprobs": np.stack([row["logprobs"] for row in order]),
-        "begun_version": np.stack([row["version"] for row in order]),
-    }
-    again = Record(request.identity, {**request.steps, **begun}, info=request.info)
-    got = tried_read(tried, again, Hooks())
-    for number, row in got.items():
-        count = part[number]["length"]
-        np.testing.assert_array_equal(row["tokens"][:count], part[number]["tokens"][:count])
-        assert row["length"] == LENGTH
-    assert_of_policy(tried, request, got)
-
-
-@pytest.mark.slow
-def test_a_stop_string_is_found_across_the_place_where_a_sample_was_cut_off(tried: Tried) -> None:
-    request = tried.request([0], **{**LONG, "min_tokens": 0, "stop": '["12"]'})
-    digits = {d: tried.engine._tokenizer.convert_tokens_to_ids(d) for d in "12"}
-    begun = {
-        "begun_length": np.array([1]),
-        "begun_tokens": np.array([[digits["1"]]]),
-        "begun_logprobs": np.zeros((1, 1), np.float32),
-        "begun_version": np.array([[2]]),
-    }
-    for seed in range(60):
-        info = {**request.info, "seed": seed}
-        asked = Record(request.identity, {**request.steps, **begun}, info=info)
-        got = tried_read(tried, asked, Hooks(newer=lambda: None))[0]
-        if got["tokens"][1] == digits["2"]:
-            assert (got["length"], got["stopped"]) == (2, True)
-            return
-    pytest.fail("no seed drew the other half")
+def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tried]:
+    yield from engine_of(request.param, tmp_path_factory.mktemp("server"))
 
 
 @pytest.mark.slow
@@ -265,12 +143,3 @@ def test_an_environment_that_is_not_there_is_named_before_anything_is_written(
 def test_where_a_server_runs_changes_no_result() -> None:
     here, there = ({"engine": {"name": "vllm", "server_python": path}} for path in ("/a", "/b"))
     assert semantic(here) == semantic(there) == {"engine": {"name": "vllm"}}
-
-
-@pytest.mark.slow
-def test_a_request_longer_than_its_context_is_refused(tried: Tried) -> None:
-    with pytest.raises(DataError, match="do not fit into 512"):
-        tried.answers(tried.request(range(2), horizon=5000))
-    began = time.monotonic()
-    assert len(tried.answers(tried.request())) == 6, "it is fit to go on"
-    assert time.monotonic() - began < 10

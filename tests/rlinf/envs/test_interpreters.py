@@ -28,7 +28,7 @@ class Telling(CartPoleEnv):
         self.told = told
     def reset(self, **options):
         names = sorted({name.partition(".")[0] for name in sys.modules})
-        ours = [name for name in sys.modules if name.startswith("rlinf")]
+        ours = [name for name in sys.modules if name.partition(".")[0] == "rlinf"]
         with open(self.told, "w") as file:
             told = {"python": sys.executable, "prefix": sys.prefix, "modules": names, "ours": ours}
             json.dump(told, file)

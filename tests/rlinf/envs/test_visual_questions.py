@@ -161,3 +161,9 @@ def test_a_model_that_does_not_see_is_refused(tmp_path: Path) -> None:
     CausalLM.create(config, {"alphabet": "abc"}, 0, tmp_path)
     with pytest.raises(ConfigError, match="needs a model that reads images"):
         task(CausalLM.processor(tmp_path, config))
+
+
+def test_scenes_without_a_question_are_refused(processor: Any) -> None:
+    """One cell is neither left nor right: drawing until there is one would never end."""
+    with pytest.raises(ConfigError, match=r"task\.cells: 1 .*'place'.*train split"):
+        asked(task(processor, cells=1, kinds=("place",)))

@@ -115,3 +115,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         convert_gguf(str(tmp_path / "text.gguf"), tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(
+    written: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlinf.models.gguf.sync_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert_gguf(str(written[0]), tmp_path / "models" / "small")
+    assert not list((tmp_path / "models").iterdir())

@@ -42,7 +42,7 @@ class ChatServer:
     times: list[float] = field(default_factory=list)
     under_way: int = 0
     most: int = 0
-    """Requests that were ever under way at once."""
+    """Requests that were ever waiting for their answer at once."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -61,17 +61,18 @@ def chat_server() -> Iterator[ChatServer]:
                 state.under_way += 1
                 state.most = max(state.most, state.under_way)
                 queued = state.queue.popleft() if state.queue else None
-            try:
-                if self.path != "/v1/chat/completions":
-                    self._send(Reply(status=404, body=b"no such route"))
-                else:
-                    self._send(queued or state.answer(body["messages"][-1]["content"]))
-            finally:
-                with state.lock:
-                    state.under_way -= 1
+            if self.path != "/v1/chat/completions":
+                reply = Reply(status=404, body=b"no such route")
+            else:
+                reply = queued or state.answer(body["messages"][-1]["content"])
+            time.sleep(reply.wait_s)
+            # Before it is answered: a client that has its answer may send its next request sooner
+            # than this thread runs again.
+            with state.lock:
+                state.under_way -= 1
+            self._send(reply)
 
         def _send(self, reply: Reply) -> None:
-            time.sleep(reply.wait_s)
             message = {"role": "assistant", "content": reply.text}
             values = {"choices": [{"message": message}], "usage": {"total_tokens": 10}}
             data = json.dumps(values).encode() if reply.body is None else reply.body

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.freeze import create_run
 from pipeline.planning.profile.identity import Identity, kind_key
 from pipeline.planning.profile.kinds import local_kind
 from rlinf.config import RunConfig, validate
@@ -43,6 +44,14 @@ def test_another_model_is_told_by_its_settings_and_by_its_files(
     empty = Identity.of(validate(RunConfig, values))
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     assert Identity.of(validate(RunConfig, values)).model != empty.model
+
+
+def test_a_run_that_has_begun_is_measured_for_its_like(compose: Compose, tmp_path: Path) -> None:
+    values = compose("optimizer.schedule=cosine")
+    values["run"]["root"] = str(tmp_path)
+    begun = create_run(validate(RunConfig, values), {})
+    assert begun.config.optimizer.schedule_iterations is not None
+    assert Identity.of(begun.config) == Identity.of(validate(RunConfig, values))
 
 
 def test_measurements_are_kept_by_hardware(compose: Compose) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlinf.data.instructions import INSTRUCTION, decoded
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
-from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
 from rlinf.envs.loop import MEASURES
 from rlinf.envs.processes import Process
 from rlinf.envs.worlds import metaworld as maker
@@ -20,6 +21,7 @@ from rlinf.envs.worlds import worlds
 from rlinf.errors import ConfigError, InputError
 from rlinf.interpreters import interpreter
 from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.seeding import generator
 from stages.collect import collect
 from tests.environments import need_environment
 
@@ -100,6 +102,31 @@ def test_episodes_are_scored_by_success_and_measured(tmp_path: Path) -> None:
     assert found["return"] > 0
 
 
+def test_demonstrations_are_solved_episodes_of_the_simulators_expert() -> None:
+    """Carried out again from the same start, their actions give what they say was seen."""
+    config = GymConfig.model_validate({**REACH, "demonstrations": 2, "instruction": True})
+    with contextlib.closing(GymEnvironment(config, None)) as environment:
+        records = environment.demonstrations(3, 0, 2)
+        drawn = [environment.demonstrations(3, step, 2) for step in (4, 4, *range(5, 12))]
+    assert [len({len(a) for a in records}), len(records[0].steps)] == [2, 4]
+    lengths = [[len(record) for record in each] for each in drawn]
+    assert lengths[0] == lengths[1]
+    assert len({tuple(each) for each in lengths}) == 2, "the order is drawn anew at each step"
+    with contextlib.closing(simulator_process(config)) as process:
+        for number in range(2):
+            begin = int(generator(3, "demonstration", number).integers(2**31))
+            first = process.reset([0], [begin])["state"][0].astype(np.float32)
+            (steps,) = [r.steps for r in records if (r.steps["observations"][0] == first).all()]
+            chunk = steps["actions"][None]
+            came, errors = process.step([0], chunk)
+            assert not errors
+            assert came["success"].tolist() == came["solved"].tolist() == [1]
+            assert came["executed"].tolist() == [chunk.shape[1]]
+            assert came["reward"][0] == pytest.approx(steps["rewards"].sum(), rel=1e-5)
+            assert decoded(steps[INSTRUCTION][0]) == "reach"
+            assert np.abs(chunk).max() <= 1
+
+
 def test_an_unknown_task_is_refused_with_those_near_it() -> None:
     config = GymConfig.model_validate({**REACH, "id": "reech-v3"})
     with pytest.raises(ConfigError, match=r"no task 'reech-v3'; near it: reach-v3"):
@@ -109,3 +136,20 @@ def test_an_unknown_task_is_refused_with_those_near_it() -> None:
 def test_an_unknown_simulator_is_refused_with_the_one_near_it() -> None:
     with pytest.raises(InputError, match=r"task\.world: unknown world 'metawrld'.*metaworld"):
         worlds.target("metawrld", "task.world")
+
+
+def test_worlds_of_one_process_share_a_renderer_and_not_their_pictures() -> None:
+    """A picture is that of a world alone in its process, whatever was rendered before."""
+    config = GymConfig.model_validate(
+        {**REACH, "images": {"corner": [48, 64], "topview": [48, 64]}}
+    )
+    with contextlib.closing(simulator_process(config)) as process:
+        together = process.reset([0, 1], [3, 4])
+    for number, seed in enumerate([3, 4]):
+        with contextlib.closing(simulator_process(config)) as process:
+            alone = process.reset([0], [seed])
+        for name, array in alone.items():
+            np.testing.assert_array_equal(together[name][number], array[0], err_msg=name)
+    assert together["corner"].shape == (2, 48, 64, 3)
+    assert (together["corner"][0] != together["corner"][1]).any()
+    assert (together["corner"][0] != together["topview"][0]).any()

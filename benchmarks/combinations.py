@@ -1,0 +1,122 @@
+"""Which algorithm goes with which policy and task: ``docs/learning.md`` has the table.
+
+A combination that :func:`refusal` has nothing against is run by
+``tests/contracts/test_combinations.py``, for one small iteration; what it learns is measured by the
+rows of :mod:`benchmarks.learning`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.check import check
+from pipeline.commands.experiment import compose
+from rlinf.composing import forced
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError
+
+SMALL_TEXT = (
+    *("model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"),
+    *("model.intermediate=64", "warm_start.max_steps=1", "warm_start.batch=8"),
+    *("warm_start.evaluate_every=1", "rollout.batch=2", "rollout.group_size=4"),
+    "rollout.horizon=6",
+)
+VECTORS = ["engine=direct", "reward=environment", "rollout.batch=2", "rollout.group_size=4"]
+PENDULUM = ("task=pendulum", *VECTORS, "rollout.horizon=20", "model.hidden=[16]")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A policy and a task for it."""
+
+    title: str
+    words: tuple[str, ...]
+    """Overrides of the bare configuration."""
+
+
+COLUMNS = {
+    "causal_lm": Column(
+        "`causal_lm`: text",
+        ("task=arithmetic", "model=small", *SMALL_TEXT),
+    ),
+    "causal_lm_critic": Column(
+        "`causal_lm_critic`: text",
+        ("task=arithmetic", "model=small_critic", *SMALL_TEXT),
+    ),
+    "qwen2_5_vl": Column(
+        "`qwen2_5_vl`: images and text",
+        (
+            *("task=visual_questions", "model=qwen2_5_vl", *SMALL_TEXT, "model.hidden=64"),
+            *("model.vision_hidden=32", "model.vision_layers=1", "model.vision_heads=2"),
+        ),
+    ),
+    "mlp_numbered": Column(
+        "`mlp`: numbered actions",
+        ("task=cartpole", "model=mlp", *VECTORS, "rollout.horizon=20", "model.hidden=[16]"),
+    ),
+    "mlp": Column("`mlp`: vectors", ("model=mlp", *PENDULUM)),
+    "cnn": Column(
+        "`cnn`: pictures",
+        (
+            *("task=inverted_pendulum", "task.images={free: [36, 36]}", *VECTORS),
+            *("model=cnn", "rollout.horizon=8", "model.hidden=[16]", "model.features=8"),
+        ),
+    ),
+    "flow": Column("`flow`: vectors", ("model=flow", *PENDULUM)),
+    "mlp_q": Column(
+        "`mlp_q`: vectors",
+        ("model=mlp_q", *PENDULUM, "model.critic_hidden=[16]"),
+    ),
+}
+REPLAYED = ["algorithm.batch_size=16", "algorithm.updates=4"]
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "dapo": ("algorithm.drop_equal_groups=false",),
+    "rloo": (),
+    "reinforce_plus_plus": (),
+    "reinforce_plus_plus_baseline": (),
+    "ppo": ("algorithm.epochs=1", "algorithm.minibatches=2"),
+    "async_ppo": ("algorithm.epochs=1", "algorithm.minibatches=2"),
+    "sac": ("flow=off_policy", *REPLAYED),
+    "crossq": ("flow=off_policy", *REPLAYED),
+    "rlpd": ("flow=off_policy", *REPLAYED, "algorithm.policy_every=2"),
+    "iql": ("flow=offline", *REPLAYED),
+    "bc": ("flow=offline", *REPLAYED),
+}
+"""What each needs beside its name; those of :data:`WITH_PRIOR` a file of transitions too."""
+WITH_PRIOR = ("rlpd", "iql", "bc")
+OWN_MODELS = {"crossq": "mlp_crossq", "rlpd": "mlp_rlpd", "iql": "mlp_iql"}
+"""What ``model=mlp_q`` is called with the settings that the algorithm needs."""
+
+
+def composed(algorithm: str, column: str, prior: Path, *further: str) -> dict[str, Any]:
+    """The configuration of a small run.
+
+    Args:
+        prior: a file of transitions of the pendulum.
+    """
+    own = {"model=mlp_q": f"model={OWN_MODELS.get(algorithm, 'mlp_q')}"}
+    words = [f"algorithm={algorithm}", *(own.get(word, word) for word in COLUMNS[column].words)]
+    words += [*ALGORITHMS[algorithm], *further, "run.name=small", "iterations=1"]
+    if algorithm in WITH_PRIOR:
+        words.append(f"algorithm.prior={prior}")
+    words += ["evaluate.every=0", "evaluate.samples=2", "evaluate.horizon=4", "log.trackers=[]"]
+    return compose(["~experiment", *map(forced, words)])
+
+
+def refusal(algorithm: str, column: str, prior: Path) -> str | None:
+    """Why a combination cannot be; None: it can.
+
+    Raises:
+        ConfigError: something else is wrong than that its parts do not fit.
+    """
+    values = composed(algorithm, column, prior)
+    try:
+        check(validate(RunConfig, values))
+    except ConfigError as error:
+        if not str(error).startswith(("algorithm.name: ", "model.name: ", "flow: ")):
+            raise
+        return str(error)
+    return None

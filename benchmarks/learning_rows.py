@@ -1,0 +1,204 @@
+"""The rows of ``make bench-learning``: what is to be learned, and by what; measured by
+:mod:`benchmarks.learning`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+COLLECTED = "pendulum_sac"
+"""The row whose transitions of seed 0 are the prior data of others."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The same method of Stable-Baselines3."""
+
+    env: str
+    method: str
+    steps: int
+    every: int
+    """Steps between evaluations."""
+    environments: int = 1
+    standardised: bool = False
+    """Observations, by running statistics."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Learns:
+    """One row."""
+
+    method: str
+    algorithm: str
+    column: str
+    """The policy and the kind of task, of :data:`benchmarks.combinations.COLUMNS`."""
+    task: str
+    goal: float
+    """The held-out score that is to be reached."""
+    experiment: str
+    words: tuple[str, ...] = ()
+    """Overrides of it."""
+    unit: str = "environment steps"
+    counted: str = "rollout/steps"
+    """The metric of an iteration that says how many of these it took."""
+    prior: int = 0
+    """It learns from so many transitions, the newest that :data:`COLLECTED` has."""
+    theirs: Compared | None = None
+
+
+def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> Learns:
+    experiment = "arithmetic_ppo" if critic else "arithmetic_one_digit"
+    return Learns(
+        method,
+        algorithm,
+        "causal_lm_critic" if critic else "causal_lm",
+        "one-digit sums",
+        0.85,
+        experiment,
+        (f"algorithm={algorithm}", "trainer.threads=1", *words),
+        unit="tokens",
+    )
+
+
+def _swing(method: str, algorithm: str, *words: str, **more: Any) -> Learns:
+    return Learns(
+        method,
+        algorithm,
+        "mlp_q",
+        "Pendulum-v1",
+        -200,
+        "pendulum_sac",
+        (f"algorithm={algorithm}", *words),
+        **more,
+    )
+
+
+def _walks(task: str, goal: float, environments: int, horizon: int) -> Learns:
+    """PPO of a robot that walks: a minibatch is one environment's steps, and as many of any
+    environments there."""
+    iterations, every = 150, 25
+    return Learns(
+        "PPO",
+        "ppo",
+        "mlp",
+        f"{task}-v5",
+        goal,
+        "halfcheetah_ppo",
+        (
+            *(f"task={task.lower()}", f"iterations={iterations}", f"evaluate.every={every}"),
+            *(f"rollout.batch={environments}", f"rollout.horizon={horizon}"),
+            *(f"algorithm.minibatches={environments}", "optimizer.schedule=constant"),
+            "trainer.threads=1",
+        ),
+        theirs=Compared(
+            env=f"{task}-v5",
+            method="PPO",
+            steps=iterations * environments * horizon,
+            every=every * environments * horizon,
+            environments=environments,
+            standardised=True,
+            settings={
+                "n_steps": horizon,
+                "batch_size": horizon,
+                "n_epochs": 10,
+                "learning_rate": 3e-4,
+                "gamma": 0.99,
+                "gae_lambda": 0.95,
+                "max_grad_norm": 0.5,
+                "policy_kwargs": {"log_std_init": -1.0, "net_arch": [64, 64]},
+            },
+        ),
+    )
+
+
+ROWS = {
+    "halfcheetah_ppo": _walks("HalfCheetah", 3_639, 16, 128),
+    "hopper_ppo": _walks("Hopper", 563, 8, 256),
+    "cartpole_ppo": Learns("PPO", "ppo", "mlp_numbered", "CartPole-v1", 475, "cartpole_ppo"),
+    "cartpole_async_ppo": Learns(
+        "async PPO",
+        "async_ppo",
+        "mlp_numbered",
+        "CartPole-v1",
+        475,
+        "cartpole_ppo",
+        ("algorithm=async_ppo", "algorithm.epochs=6"),
+    ),
+    "sums_grpo": _sums("GRPO", "grpo"),
+    "sums_dapo": _sums("DAPO", "dapo", "flow=dynamic_sampling", "rollout.refills=2"),
+    "sums_rloo": _sums("RLOO", "rloo"),
+    "sums_reinforce_plus_plus": _sums("REINFORCE++", "reinforce_plus_plus"),
+    "sums_ppo": _sums("PPO with a critic", "ppo", critic=True),
+    "sums_async_ppo": _sums(
+        "async PPO with a critic", "async_ppo", "algorithm.epochs=1", critic=True
+    ),
+    COLLECTED: _swing(
+        "SAC",
+        "sac",
+        theirs=Compared(
+            env="Pendulum-v1",
+            method="SAC",
+            steps=6_000,
+            every=1_000,
+            settings={
+                "learning_starts": 400,
+                "batch_size": 128,
+                "learning_rate": 1e-3,
+                "policy_kwargs": {"net_arch": [64, 64]},
+            },
+        ),
+    ),
+    "pendulum_crossq": _swing(
+        *("CrossQ", "crossq", "model=mlp_crossq", "model.critic_hidden=[256,256]"),
+        *("optimizer.betas=[0.5,0.999]", "algorithm.policy_every=1", "iterations=40"),
+    ),
+    "pendulum_rlpd": _swing(
+        *("RLPD", "rlpd", "model=mlp_rlpd", "algorithm.update_ratio=5"),
+        *("algorithm.policy_every=5", "iterations=10", "evaluate.every=2"),
+        prior=6_000,
+    ),
+    "pendulum_iql": _swing(
+        *("IQL", "iql", "model=mlp_iql", "flow=offline", "algorithm.updates=500"),
+        *("iterations=10", "evaluate.every=2"),
+        unit="optimizer steps",
+        counted="train/steps",
+        prior=6_000,
+    ),
+    "pendulum_bc_flow": Learns(
+        "behavior cloning",
+        "bc",
+        "flow",
+        "Pendulum-v1",
+        -200,
+        "pendulum_bc",
+        ("model.action_scale=2",),
+        unit="optimizer steps",
+        counted="train/steps",
+        prior=3_000,
+    ),
+    "inverted_pendulum_flow": Learns(
+        "PPO on a flow-matching policy",
+        "ppo",
+        "flow",
+        "InvertedPendulum-v5",
+        950,
+        "inverted_pendulum_flow",
+    ),
+    "metaworld_reach": Learns("PPO", "ppo", "mlp", "Meta-World reach-v3", 0.9, "metaworld_reach"),
+    "double_pendulum_sac": Learns(
+        "SAC",
+        "sac",
+        "mlp_q",
+        "InvertedDoublePendulum-v5",
+        9_000,
+        "double_pendulum_sac",
+        theirs=Compared(
+            env="InvertedDoublePendulum-v5",
+            method="SAC",
+            steps=30_000,
+            every=5_000,
+            settings={"learning_starts": 500, "batch_size": 256, "learning_rate": 3e-4},
+        ),
+    ),
+}

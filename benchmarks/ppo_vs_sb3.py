@@ -1,0 +1,166 @@
+"""PPO on HalfCheetah: environment steps per second of the whole training loop, beside
+Stable-Baselines3's PPO.
+
+Same environments and as many of them, same steps between updates, passes, minibatches, network,
+standardisation of observations, rates and clipping. Both are measured in turns, each as a process
+of its own with its best setting of threads; a turn's first iteration (imports, caches) is not
+counted. Ours commits every stage's output to disk as always, theirs keeps everything in memory.
+A minibatch is one environment's steps here, and as many steps of any environments there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.row import Row, median_row
+
+ENVIRONMENTS, HORIZON, EPOCHS, ITERATIONS, TURNS = 32, 256, 10, 6, 3
+MINIBATCHES = 32
+SETTINGS = {
+    "ours": [{"processes": 0, "threads": 1}, {"processes": 2, "threads": 1}],
+    "sb3": [{"threads": 1}, {"threads": 2}],
+}
+"""What each side is tried with in its first turn; the quickest is kept."""
+
+
+def measure() -> list[Row]:
+    """Turns of both; the best setting of each side is found in the first."""
+    best: dict[str, dict[str, int]] = {}
+    rates: dict[str, list[float]] = {"ours": [], "sb3": []}
+    for side, settings in SETTINGS.items():
+        tried = {json.dumps(s): statistics.median(turn(side, s)) for s in settings}
+        best[side] = json.loads(max(tried, key=lambda s: tried[s]))
+        print(f"  {side}: {tried}")
+    ratios = []
+    for number in range(TURNS):
+        order = ["ours", "sb3"] if number % 2 else ["sb3", "ours"]
+        values = {side: turn(side, best[side]) for side in order}
+        for side, each in values.items():
+            rates[side] += each
+        ratios += [a / b for a, b in zip(values["ours"], values["sb3"], strict=True)]
+    return [
+        median_row("ppo_vs_sb3", ratios, "x", 1.5, "higher"),
+        median_row("ppo_steps_per_s", rates["ours"], "steps/s", None, "higher"),
+        median_row("sb3_steps_per_s", rates["sb3"], "steps/s", None, "higher"),
+    ]
+
+
+def turn(side: str, settings: dict[str, int]) -> list[float]:
+    """Steps per second of each counted iteration, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.ppo_vs_sb3", side, json.dumps(settings), folder],
+            env={**os.environ, "OMP_NUM_THREADS": str(settings["threads"])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
+    values: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return values[1:]
+
+
+def run_ours(settings: dict[str, int], root: str) -> list[float]:
+    """The stages in one process, and simulators beside it."""
+    from pipeline.commands.experiment import compose
+    from pipeline.driver import InProcess
+    from pipeline.flow import Graph
+    from pipeline.freeze import create_run
+    from rlinf.config import RunConfig, validate
+    from stages.layout import CONFIG
+    from stages.runner import StageCall
+
+    values = compose(
+        [
+            "experiment=halfcheetah_ppo",
+            f"++run.root={root}",
+            f"iterations={ITERATIONS}",
+            f"++rollout.batch={ENVIRONMENTS}",
+            f"++rollout.horizon={HORIZON}",
+            f"++algorithm.epochs={EPOCHS}",
+            f"++algorithm.minibatches={MINIBATCHES}",
+            "++algorithm.old_logprobs=rollout",
+            "++optimizer.schedule=constant",
+            f"++task.processes={settings['processes']}",
+            f"++trainer.threads={settings['threads']}",
+            f"++engine.threads={settings['threads']}",
+            "++evaluate.every=0",
+        ]
+    )
+    run = create_run(validate(RunConfig, values), {})
+    graph, executor, rates = Graph(run.config), InProcess(run), []
+    for node in graph.nodes():
+        if node.stage == "evaluate":
+            continue
+        if node.stage == "rollout":
+            start = time.perf_counter()
+        inputs = {k: graph.folder(run.folder, v) for k, v in graph.inputs(node).items()}
+        out = graph.folder(run.folder, node)
+        executor.start(
+            node, StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
+        )
+        (outcome,) = executor.ended().values()
+        if outcome.error:
+            raise outcome.error
+        if node.stage == "sync":
+            rates.append(ENVIRONMENTS * HORIZON / (time.perf_counter() - start))
+    return rates
+
+
+def run_sb3(settings: dict[str, int], root: str) -> list[float]:
+    """Stable-Baselines3's own loop; an iteration is what its callback sees of one."""
+    import gymnasium
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    torch.set_num_threads(settings["threads"])
+    starts: list[float] = []
+
+    class Clock(BaseCallback):
+        def _on_rollout_start(self) -> None:
+            starts.append(time.perf_counter())
+
+        def _on_step(self) -> bool:
+            return True
+
+    def bare() -> Any:
+        return gymnasium.make("HalfCheetah-v5", disable_env_checker=True)
+
+    worlds = VecNormalize(DummyVecEnv([bare] * ENVIRONMENTS), norm_reward=False)
+    model = PPO(
+        "MlpPolicy",
+        worlds,
+        n_steps=HORIZON,
+        batch_size=ENVIRONMENTS * HORIZON // MINIBATCHES,
+        n_epochs=EPOCHS,
+        learning_rate=3e-4,
+        gamma=0.99,
+        gae_lambda=0.95,
+        clip_range=0.2,
+        ent_coef=0.0,
+        vf_coef=0.5,
+        max_grad_norm=0.5,
+        policy_kwargs={"log_std_init": -1.0, "net_arch": {"pi": [64, 64], "vf": [64, 64]}},
+        device="cpu",
+        seed=0,
+    )
+    model.learn(ENVIRONMENTS * HORIZON * ITERATIONS, callback=Clock())
+    ends = [*starts[1:], time.perf_counter()]
+    steps = ENVIRONMENTS * HORIZON
+    return [steps / (end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+if __name__ == "__main__":
+    side, settings, root = sys.argv[1:]
+    found = (run_ours if side == "ours" else run_sb3)(json.loads(settings), root)
+    print(json.dumps(found))

@@ -1,0 +1,62 @@
+"""Videos of pictures: MP4 files (H.264), by PyAV, whose wheel brings FFmpeg's libraries with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from rlinf.errors import DataError, require
+
+QUALITY = "18"
+"""Constant rate factor of x264: what is lost is hardly seen."""
+
+
+def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
+    """Write pictures uint8 ``[H, W, 3]`` of one size to a new file; returns how many there were.
+
+    An odd height or width is made even by repeating the last row or column, as the format wants.
+
+    Raises:
+        MissingPackageError: PyAV is not installed.
+        ValueError: there are none, or one has another size.
+    """
+    require("av", "video", "writing videos")
+    import av
+
+    stream, count = None, 0
+    with av.open(str(path), "w") as file:
+        for picture in frames:
+            even = np.pad(picture, [(0, size % 2) for size in picture.shape[:2]] + [(0, 0)], "edge")
+            if stream is None:
+                stream = file.add_stream("libx264", rate=Fraction(fps), options={"crf": QUALITY})
+                stream.height, stream.width = even.shape[:2]
+                stream.pix_fmt = "yuv420p"
+            if (stream.height, stream.width) != even.shape[:2]:
+                raise ValueError(f"{path}: pictures of one video must have one size")
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+            count += 1
+        if stream is None:
+            raise ValueError(f"{path}: a video needs a picture")
+        file.mux(stream.encode())
+    return count
+
+
+def read_video(path: Path) -> Iterator[np.ndarray]:
+    """The pictures of a video in order, uint8 ``[H, W, 3]``.
+
+    Raises:
+        MissingPackageError: PyAV is not installed.
+        DataError: no readable video.
+    """
+    require("av", "video", "reading videos")
+    import av
+
+    try:
+        with av.open(str(path)) as file:
+            for picture in file.decode(video=0):
+                yield picture.to_ndarray(format="rgb24")
+    except (av.error.FFmpegError, IndexError) as error:
+        raise DataError(f"{path}: no readable video ({error})") from None

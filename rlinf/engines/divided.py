@@ -1,0 +1,77 @@
+"""Servers that are divided over the GPUs of several processes (``layout.tp`` of a plan).
+
+Of the processes that share a copy of the model the first one starts the server, on the GPUs of all
+of them, and asks it. The others give up their GPUs while it computes, and wait.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rlinf.channels.world import World
+from rlinf.errors import ConfigError
+
+GPUS = "CUDA_VISIBLE_DEVICES"
+LONGEST = timedelta(days=30)
+"""That a batch takes; what a process waits for in vain breaks the connection and ends it sooner."""
+
+
+class Copy:
+    """The processes of one copy of the model."""
+
+    def __init__(self, world: World, device_type: str) -> None:
+        """All processes of the stage make theirs at the same time."""
+        world.connect(device_type)
+        size = world.layout.tp
+        groups = [
+            dist.new_group([*range(first, first + size)], timeout=LONGEST, backend="gloo")
+            for first in range(0, world.size, size)
+        ]
+        self._group = groups[world.rank // size]
+
+    def meet(self) -> None:
+        """Wait until all of them are here."""
+        dist.barrier(self._group)
+
+
+def check_heads(heads: int, size: int) -> None:
+    """See that attention can be divided over so many processes.
+
+    Raises:
+        ConfigError: it cannot; names the numbers that could.
+    """
+    if heads % size:
+        able = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(
+            f"plan.stages.rollout.layout.tp: {size} does not divide the {heads} attention heads of "
+            f"the model; choose one of {able}"
+        )
+
+
+def own_gpus(local_rank: int, number: int, servers: int, each: int) -> str:
+    """The GPUs of one server, as CUDA_VISIBLE_DEVICES has them.
+
+    Args:
+        local_rank: of the process that starts it; those of one copy of the model are neighbours.
+        number: of the server, of those of this copy.
+        servers: how many there are of a copy; so many GPUs each of its processes has.
+        each: processes of a copy, and GPUs of a server.
+
+    Raises:
+        ConfigError: this process does not see as many.
+    """
+    seen = os.environ.get(GPUS)
+    names = seen.split(",") if seen else [str(n) for n in range(torch.cuda.device_count())]
+    # A launcher may show each process all GPUs of the node, or its own alone.
+    first = local_rank * servers % max(1, len(names)) + number * each
+    if first + each > len(names):
+        raise ConfigError(
+            f"engine.replicas: {servers} servers of {each} GPUs each need GPUs {first} to "
+            f"{first + each - 1} of this process, which sees {len(names)}; give the stage more "
+            "GPUs on a node, or lower engine.replicas or the layout's tp"
+        )
+    return ",".join(names[first : first + each])

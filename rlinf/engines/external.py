@@ -1,0 +1,135 @@
+"""Engines of other projects: their settings, and what is known of the network that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlinf.config import Section
+from rlinf.engines.base import Engine
+from rlinf.engines.legs import Ask
+from rlinf.errors import DataError
+from rlinf.fit import LANGUAGE_MODEL
+from rlinf.models.base import misfit
+from rlinf.models.causal_lm import CausalLMConfig, load_tokenizer
+from rlinf.models.device import DeviceName, local_device
+from rlinf.models.headers import positions, read_settings
+from rlinf.models.loading import load_module, outline_module, stop_tokens
+
+
+class ExternalConfig(Section):
+    """What they have in common."""
+
+    python: str | None = None
+    """The interpreter of the stages that generate; see :mod:`rlinf.interpreters`."""
+    max_rows: int = Field(default=256, gt=0)
+    """Most samples that are decoded at once."""
+    threads: int = Field(default=1, gt=0)
+    """Threads of the decoding process on a CPU."""
+    device: DeviceName = "auto"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights it generates with; null: that of the model."""
+    cache_gib: float = Field(default=1.0, gt=0)
+    """Memory for cached keys and values, on each GPU."""
+    context: int | None = Field(default=None, gt=0)
+    """Most tokens of a prompt and its response together; null: as many as the model takes."""
+    ignore_eos: bool = False
+    """Decode to the horizon whatever is sampled (for benchmarks)."""
+    arguments: tuple[str, ...] = ()
+    """Of its command line, after those that are given anyway."""
+
+
+class ExternalEngine(Engine):
+    """See the module."""
+
+    Config: ClassVar[type[Section]] = ExternalConfig
+    needs = frozenset({LANGUAGE_MODEL})
+
+    def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
+        self._config = config
+        self._policy_config: CausalLMConfig = policy_config
+        if config.dtype is not None:
+            self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
+        self.device = local_device(config.device)
+        self.stops = frozenset[int]()
+        """Tokens that end a sample."""
+
+    @classmethod
+    def takes_dtype(cls, config: Any) -> torch.dtype | None:
+        return None if config.dtype is None else getattr(torch, config.dtype)
+
+    @classmethod
+    def rows(cls, config: Any) -> int:
+        return int(config.max_rows)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it lets go of its device's memory between two calls."""
+        return self.device.type != "cpu"
+
+    def cache_bytes(self) -> int:
+        """For cached keys and values, on each GPU."""
+        return int(self._config.cache_gib * 2**30)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, without special ones."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def check_room(self, ask: Ask) -> None:
+        """See that what is asked for fits into the context.
+
+        Raises:
+            DataError: it does not.
+        """
+        if len(ask.tokens) + ask.most > self._context:
+            raise DataError(
+                f"{len(ask.tokens)} tokens and up to {ask.most} more do not fit into "
+                f"{self._context}; shorten prompts or rollout.horizon, or raise engine.context"
+            )
+
+    def _known(self, model: Path) -> None:
+        """Learn of a network what requests need."""
+        config = self._policy_config
+        self._outline = outline_module(model, config)
+        module = self._outline or load_module(model, config)
+        text = read_settings(model)
+        self._settings: dict[str, Any] = {**text, **(text.get("text_config") or {})}
+        self._context = self._config.context or positions(text) or 4096
+        self._like: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        seen: dict[int, str] = {}
+        self._tied = {n for n, t in self._like.items() if seen.setdefault(id(t), n) != n}
+        self._tokenizer = load_tokenizer(model, config.trust_remote_code)
+        ends = () if self._config.ignore_eos else stop_tokens(module, self._tokenizer)
+        self.stops = frozenset(ends)
+
+    def _device_bytes(self) -> int:
+        """Of weights and cache, on one GPU."""
+        weights = sum(t.nbytes for name, t in self._like.items() if name not in self._tied)
+        return weights // self.world.layout.tp + self.cache_bytes()
+
+
+def fitting(
+    tensors: Iterable[tuple[str, Tensor]],
+    like: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    *,
+    copy: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the types that a network has them in, on a device.
+
+    Args:
+        copy: each in memory of its own.
+
+    Raises:
+        DataError: one is not the network's by name and shape.
+    """
+    for name, tensor in tensors:
+        if name not in like or like[name].shape != tensor.shape:
+            raise misfit(name, 1)
+        yield name, tensor.to(device, like[name].dtype, copy=copy)

@@ -1,0 +1,138 @@
+"""Pictures of simulators.
+
+Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library and numpy alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import logging
+import os
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from .seen import Arrays, Images, Refused, instruction, refuse_others
+
+UPLOADED = (
+    *("mesh_vert", "mesh_face", "mesh_normal", "mesh_texcoord", "hfield_data", "tex_data"),
+    *("mat_texid", "mat_texrepeat", "mat_texuniform", "skin_vert", "skin_face", "skin_texcoord"),
+)
+"""What of a MuJoCo model a renderer keeps."""
+_RENDERERS: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+"""Of this process, by what they keep, height and width."""
+log = logging.getLogger("rlinf.envs.simulator")
+
+
+class Pictured:
+    """A world that has pictures taken, when they are asked for.
+
+    They are what its ``picture(camera, height, width)`` gives, where it has that, and of MuJoCo's
+    worlds what :class:`Cameras` do.
+    """
+
+    def __init__(self, world: Any, images: Images) -> None:
+        self._world, self._images = world, images
+        self._picture: Any = getattr(world, "picture", None)
+        bare = getattr(world, "unwrapped", world)
+        if self._picture is None:
+            if not (hasattr(bare, "model") and hasattr(bare, "data")):
+                raise Refused("task.images: this simulator shows no pictures; leave them out")
+            self._picture = Cameras(bare, images)
+        refuse_others(images, getattr(world, "cameras", images))
+        self.action_space = world.action_space
+        self.observation_space = world.observation_space
+        self.starts = getattr(world, "starts", 0)
+        self.unwrapped = bare
+        if hasattr(world, "expert"):
+            self.expert = world.expert
+
+    @property
+    def instruction(self) -> str | None:
+        return instruction(self._world)
+
+    def reset(self, **where: int) -> Any:
+        return self._world.reset(**where)
+
+    def step(self, action: Any) -> Any:
+        return self._world.step(action)
+
+    def pictures(self) -> Arrays:
+        """Of all cameras now."""
+        return {name: self._picture(name, *size) for name, size in self._images.items()}
+
+    def close(self) -> None:
+        self._world.close()
+
+
+class Cameras:
+    """Pictures of a MuJoCo world, uint8 ``[H, W, 3]``; ``free`` is the camera of no name.
+
+    Shadows, reflections and multisampling are off: in software they take most of the time.
+    """
+
+    def __init__(self, world: Any, images: Images) -> None:
+        self._world, self._images = world, images
+        self._mujoco = importlib.import_module("mujoco")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Have renderers of the model, which the world may build anew at a reset."""
+        model = self._model = self._world.model
+        refuse_others(self._images, [*(model.camera(n).name for n in range(model.ncam)), "free"])
+        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+        # Meshes and textures take most of the memory, and are the same in worlds of a task.
+        fixed = [getattr(model, name, None) for name in UPLOADED]
+        parts = [array.tobytes() for array in fixed if array is not None]
+        looks = hashlib.blake2b(b"".join(parts)).digest()
+        self._renderers: dict[tuple[int, ...], Any] = {}
+        for size in {tuple(size) for size in self._images.values()}:
+            found = _RENDERERS.get((looks, *size))
+            if found is None:
+                found = _RENDERERS[(looks, *size)] = self._renderer(*size)
+            self._renderers[size] = found
+
+    def _renderer(self, height: int, width: int) -> Any:
+        most = self._model.vis.global_  # A model says how large a picture may be.
+        most.offheight, most.offwidth = max(most.offheight, height), max(most.offwidth, width)
+        try:
+            renderer = self._mujoco.Renderer(self._model, height, width)
+        except Exception as error:  # whatever a graphics library brings about
+            raise Refused(
+                f"task.renderer: {os.environ.get('MUJOCO_GL')} does not work here ({error}); "
+                "egl needs Debian's libegl1 and libgl1-mesa-dri, osmesa libosmesa6"
+            ) from None
+        for flag in ("mjRND_SHADOW", "mjRND_REFLECTION"):
+            renderer.scene.flags[getattr(self._mujoco.mjtRndFlag, flag)] = 0
+        return renderer
+
+    def __call__(self, name: str, height: int, width: int) -> np.ndarray:
+        if self._world.model is not self._model:
+            self._prepare()
+        mujoco, renderer = self._mujoco, self._renderers[height, width]
+        camera = mujoco.MjvCamera()
+        if name == "free":
+            mujoco.mjv_defaultFreeCamera(self._model, camera)
+        else:
+            camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+            camera.fixedcamid = self._model.camera(name).id
+        # Its own update would be of the model that it was made with.
+        how = (mujoco.MjvOption(), None, camera, mujoco.mjtCatBit.mjCAT_ALL.value)
+        mujoco.mjv_updateScene(self._model, self._world.data, *how, renderer.scene)
+        picture: np.ndarray = renderer.render()
+        return picture
+
+
+@functools.lru_cache(None)
+def quiet_mujoco() -> None:
+    """Have MuJoCo's warnings logged, each once: it prints them and appends to a MUJOCO_LOG.TXT in
+    the working directory, for every environment made."""
+    try:
+        mujoco = importlib.import_module("mujoco")
+    except ImportError:
+        return
+    warn = functools.partial(log.warning, "MuJoCo: %s")
+    mujoco.set_mju_user_warning(functools.lru_cache(None)(warn))

@@ -1,0 +1,57 @@
+"""How worlds are made: what a module of :mod:`rlinf.envs.worlds` says, found and called.
+
+Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library and numpy alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .cameras import Pictured, quiet_mujoco
+from .seen import Images, Refused
+
+
+def maker(target: str) -> Callable[..., Any]:
+    """What ``FILE:attribute`` or ``module:attribute`` names."""
+    module, _, name = target.rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), name)
+    # It may import files beside it, as a part of their package: ours would bring more.
+    folder, file = os.path.split(os.path.abspath(module))  # noqa: PTH100
+    beside: Any = types.ModuleType("rlinf_worlds")
+    beside.__path__ = [folder]
+    sys.modules[beside.__name__] = beside
+    name_of_file = f"{beside.__name__}.{file[: -len('.py')]}"
+    spec = importlib.util.spec_from_file_location(name_of_file, module)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name_of_file] = found
+    spec.loader.exec_module(found)
+    return getattr(found, name)
+
+
+def says(make: Callable[..., Any], name: str) -> bool:
+    """Whether the module of a maker says ``BATCHED``, or ``SINGLE``."""
+    return bool(getattr(make, "__globals__", {}).get(name))
+
+
+def made(make: Callable[[], Any], images: Images) -> Any:
+    """A world; raises Refused where its maker says that it can never be."""
+    quiet_mujoco()
+    try:
+        world = make()
+    except (ImportError, ValueError) as error:
+        raise Refused(f"{refusal(error)} ({sys.executable})") from None
+    return Pictured(world, images) if images else world
+
+
+def refusal(error: Exception) -> str:
+    """What a maker refused, with the key that it is about."""
+    return f"task.{error}" if str(error).startswith("kwargs.") else f"task.id: {error}"

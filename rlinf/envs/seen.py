@@ -1,0 +1,102 @@
+"""What simulators show: arrays by name.
+
+Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library and numpy alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+Images = dict[str, Sequence[int]]
+"""Cameras by name, with the height and width of their pictures."""
+STATE, INSTRUCTION, SEEN = "state", "instruction", "seen."
+INSTRUCTION_BYTES = 256
+
+
+class Refused(Exception):
+    """A configuration that can never work; the text says why."""
+
+
+def named(observation: Any) -> Arrays:
+    """An observation as arrays by name."""
+    if not isinstance(observation, dict):
+        return {STATE: np.asarray(observation)}
+    return {name: np.asarray(array) for name, array in observation.items()}
+
+
+class Look:
+    """How one looks at a world: found out when an episode begins, used after every step."""
+
+    def __init__(self, world: Any) -> None:
+        self._pictures: Any = getattr(world, "pictures", None)
+        self._asking = _asking(world)
+
+    def at(self, observation: Any) -> Arrays:
+        """What the world shows now, as arrays by name, with its pictures and its instruction."""
+        found = named(observation)
+        if self._pictures is not None:
+            found.update(self._pictures())
+        if self._asking is not None:
+            found[INSTRUCTION] = encoded(str(self._asking.instruction))
+        return found
+
+
+def _asking(world: Any) -> Any:
+    """The world, or what it wraps, where that has an ``instruction``."""
+    wrapped = (world, getattr(world, "unwrapped", None))
+    return next((w for w in wrapped if getattr(w, "instruction", None) is not None), None)
+
+
+def shown(world: Any, observation: Any) -> Arrays:
+    """What a world shows now; see :class:`Look`."""
+    return Look(world).at(observation)
+
+
+def instruction(world: Any) -> str | None:
+    """What a world asks for in words, where its ``instruction`` says so."""
+    asking = _asking(world)
+    return None if asking is None else str(asking.instruction)
+
+
+@functools.lru_cache(1024)
+def encoded(text: str) -> np.ndarray:
+    """An instruction as :mod:`rlinf.data.instructions` has it, uint8 ``[256]``.
+
+    Raises:
+        Refused: it is longer.
+    """
+    data = text.encode()
+    if len(data) > INSTRUCTION_BYTES:
+        raise Refused(
+            f"task.instruction: {text[:40]!r}... has {len(data)} bytes of UTF-8, and "
+            f"{INSTRUCTION_BYTES} have room; give a shorter one"
+        )
+    return np.frombuffer(data.ljust(INSTRUCTION_BYTES, b"\0"), np.uint8)
+
+
+def stacked(rows: Sequence[Arrays]) -> Arrays:
+    """Observations of several worlds, ``[n, ...]`` each."""
+    return {name: np.stack([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+def among(seen: Arrays) -> Arrays:
+    """Observations as columns that stand among others."""
+    return {SEEN + name: array for name, array in seen.items()}
+
+
+def seen_in(columns: Arrays) -> Arrays:
+    """The observations that stand among others."""
+    return {name[len(SEEN) :]: array for name, array in columns.items() if name.startswith(SEEN)}
+
+
+def refuse_others(images: Images, cameras: Collection[str]) -> None:
+    """Raise Refused for a picture of a camera that is not there."""
+    for name in images:
+        if name not in cameras:
+            there = ", ".join(cameras) or "none"
+            raise Refused(f"task.images.{name}: no such camera; there are {there}")

@@ -1,0 +1,404 @@
+"""SmolVLA (arXiv 2506.01844): reads an instruction, sees pictures, and denoises a chunk of actions.
+
+A vision-language model makes keys and values of pictures, instruction and state, once for a chunk;
+an action expert, a smaller network beside it, gives the velocity of the actions at each denoising
+step (:mod:`rlinf.models.denoising`). An action sees those before it in its chunk alone: of a chunk
+of which only the first are carried out the others are not made, for they have no part in them.
+
+The folder is LeRobot's (:mod:`rlinf.models.smolvla_folder`); what it has no place for, the heads of
+the value and of learned noise, stands in a file beside the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from rlinf.checked import copy_file, read_text
+from rlinf.data.instructions import INSTRUCTION
+from rlinf.data.padding import pad
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError, DataError
+from rlinf.fit import ACTS, OBSERVATIONS, VALUES
+from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.cnn import PICTURE
+from rlinf.models.denoising import CHAIN, Denoising, log_deviation, times
+from rlinf.models.fit import check_fit
+from rlinf.models.headers import check_headers
+from rlinf.models.instructed import Prompts, Rows, chunks_of, instructions_of
+from rlinf.models.lerobot_scaling import (
+    ACTION,
+    NORMALISER,
+    POSTPROCESSOR,
+    PREPROCESSOR,
+    STATE,
+    UNNORMALISER,
+    Scaling,
+    read_scaling,
+    read_statistics,
+    replace_statistics,
+    write_processors,
+)
+from rlinf.models.loading import WEIGHTS, copy_companions
+from rlinf.models.smolvla_folder import (
+    VLM,
+    SmolVLAConfig,
+    cameras_of,
+    check_task,
+    new_settings,
+    new_vlm,
+    read_policy,
+    read_vlm,
+    size_of,
+    vlm_folder,
+)
+from rlinf.models.smolvla_network import Prefix, SmolVLANetwork
+from rlinf.models.tokenizer import ALPHABET, read_tokenizer, write_character_tokenizer
+from rlinf.seeding import generator
+from rlinf.tensors import load_tensors
+
+HEADS = "heads.safetensors"
+OWN = ("value_head.", "noise_head.")
+"""What LeRobot's network has not; it begins anew where a folder lacks it."""
+LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
+EMBEDDINGS = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
+
+
+class SmolVLAPolicy(Policy):
+    """See the module.
+
+    The log-probability of a number of an action is that of its part of the chain: the sum over the
+    denoising steps. Of numbers that fill an action up (``max_action_dim``) none is said.
+    """
+
+    Config = SmolVLAConfig
+    needs = frozenset({OBSERVATIONS})
+    offers = frozenset({ACTS, VALUES})
+    groups = ("policy", "value")
+    stepwise = True
+    module: SmolVLANetwork
+
+    def __init__(
+        self,
+        module: SmolVLANetwork,
+        folder: Path,
+        config: SmolVLAConfig,
+        settings: Mapping[str, Any],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.module, self._folder, self._noise_range = module, folder, config.noise_range
+        self.chunk = (int(settings["n_action_steps"]), size_of(settings, ACTION))
+        """Actions of a chunk, and numbers of an action."""
+        self.steps = int(settings["num_steps"])
+        self._denoising = Denoising(self.steps, config.noise_level, 2)
+        self._pictures = [PICTURE + name for name in cameras_of(settings, config.cameras).values()]
+        self._widths = (int(settings["max_state_dim"]), int(settings["max_action_dim"]))
+        self._state = read_scaling(
+            folder, PREPROCESSOR, NORMALISER, STATE, size_of(settings, STATE)
+        )
+        self._action = read_scaling(folder, POSTPROCESSOR, UNNORMALISER, ACTION, self.chunk[1])
+        longest = int(settings["tokenizer_max_length"])
+
+        def read(text: str) -> list[int]:
+            text = text if text.endswith("\n") else text + "\n"
+            return list(tokenizer.encode(text).ids)[:longest]
+
+        self._prompts = Prompts(read, left=False)
+
+    @classmethod
+    def check(cls, config: SmolVLAConfig, spec: Spec) -> Any:
+        images, action = spec.get("images") or {}, spec.get("action") or {}
+        if not images:
+            raise ConfigError(
+                "task.images: model.name=smolvla sees pictures; name a camera and a size"
+            )
+        if action.get("kind") != "box":
+            raise ConfigError(
+                "model.name: smolvla acts by vectors of numbers, and this task's actions are "
+                "choices; choose model.name=cnn"
+            )
+        if config.path is None:
+            settings = new_settings(config, spec)
+            vlm = new_vlm(config, settings["resize_imgs_with_padding"][0], 2)
+        else:
+            source = config.path.expanduser()
+            settings = read_policy(source)
+            vlm = read_vlm(*vlm_folder(source, settings, config.vlm))
+            check_headers(source)
+            if not (source / WEIGHTS).is_file():
+                raise DataError(f"model.path: {source} has no {WEIGHTS}; copy the folder again")
+        check_task(settings, vlm, config, spec)
+        if config.statistics is not None:
+            _statistics(config.statistics, settings)
+        elif config.path is not None:
+            read_scaling(source, PREPROCESSOR, NORMALISER, STATE, size_of(settings, STATE))
+            read_scaling(source, POSTPROCESSOR, UNNORMALISER, ACTION, size_of(settings, ACTION))
+
+    @classmethod
+    def create(cls, config: SmolVLAConfig, spec: Spec, seed: int, folder: Path) -> None:
+        cls.check(config, spec)
+        if config.path is not None:
+            return cls._copy(config, folder)
+        settings = new_settings(config, spec)
+        (folder / VLM).mkdir()
+        vocabulary = write_character_tokenizer(ALPHABET + "\n", folder / VLM)
+        vlm = new_vlm(config, settings["resize_imgs_with_padding"][0], len(vocabulary))
+        (folder / VLM / "config.json").write_text(json.dumps(vlm, indent=1))
+        (folder / "config.json").write_text(json.dumps(settings, indent=1))
+        sizes = {STATE: size_of(settings, STATE), ACTION: size_of(settings, ACTION)}
+        statistics = {n: {"mean": [0.0] * size, "std": [1.0] * size} for n, size in sizes.items()}
+        if config.statistics is not None:
+            statistics = _statistics(config.statistics, settings)
+        write_processors(folder, settings, statistics)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = SmolVLANetwork(settings, vlm, learned=config.noise == "learned")
+        _write(folder, module.state_dict())
+
+    @classmethod
+    def _copy(cls, config: SmolVLAConfig, folder: Path) -> None:
+        assert config.path is not None
+        source = config.path.expanduser().resolve()
+        _copy_beside(source, folder)
+        for name in (WEIGHTS, HEADS):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        own = json.loads(read_text(source / "config.json"))
+        settings = read_policy(source)
+        described, _ = vlm_folder(source, settings, config.vlm)
+        (folder / VLM).mkdir(exist_ok=True)
+        copy_companions(described.resolve(), folder / VLM)
+        # Tied weights would be one after training, and these two are not.
+        vlm = json.loads(read_text(folder / VLM / "config.json")) | {"tie_word_embeddings": False}
+        vlm["text_config"] |= {"tie_word_embeddings": False}
+        (folder / VLM / "config.json").write_text(json.dumps(vlm, indent=1))
+        chosen = {"num_steps": config.steps, "n_action_steps": config.chunk}
+        own |= {name: value for name, value in chosen.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(own, indent=1))
+        if config.statistics is not None:
+            replace_statistics(folder, _statistics(config.statistics, settings))
+
+    @classmethod
+    def load(cls, folder: Path, config: SmolVLAConfig) -> Self:
+        """Read a policy folder.
+
+        Raises:
+            DataError: files are missing, damaged, or do not belong together.
+        """
+        settings = read_policy(folder)
+        vlm = read_vlm(*vlm_folder(folder, settings, None))
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                module = SmolVLANetwork(settings, vlm, learned=config.noise == "learned")
+            tensors = load_tensors(folder / WEIGHTS)
+            if (folder / HEADS).is_file():
+                tensors |= load_tensors(folder / HEADS)
+            for name, other in ((LM_HEAD, EMBEDDINGS), (EMBEDDINGS, LM_HEAD)):
+                if other in tensors:  # of tied weights one is stored
+                    tensors.setdefault(name, tensors[other])
+            own = module.state_dict()
+            for name, tensor in own.items():
+                if name.startswith(OWN):
+                    tensors.setdefault(name, tensor)
+            tensors = {n: t for n, t in tensors.items() if n in own or not n.startswith(OWN)}
+            check_fit(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
+            module.load_state_dict(tensors)
+            tokenizer = read_tokenizer(folder / VLM)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
+        known = len(own[EMBEDDINGS])
+        if tokenizer.get_vocab_size() > known:
+            raise DataError(
+                f"model.path: {folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens and "
+                f"the model {known}; they do not belong together"
+            )
+        return cls(module, folder, config, settings, tokenizer)
+
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        _copy_beside(self._folder, folder)
+        (folder / VLM).mkdir(exist_ok=True)
+        copy_companions(self._folder / VLM, folder / VLM)
+        _write(folder, tensors)
+
+    def demonstrated(self, record: Record, seed: int = 0) -> Record:
+        """Of each step of an expert's actions ``[T, D]`` the chunk that begins there, and what is
+        drawn to imitate it: ``noise`` ``[T, C, max_action_dim]`` and ``uniform`` ``[T]``."""
+        length, size = self.chunk
+        chunks, inside = chunks_of(record.steps["actions"], length)
+        counts = np.broadcast_to(inside[..., None], (*inside.shape, size)).astype(np.uint8)
+        random = generator(seed, "imitation", *record.identity.key)
+        shape = (len(record), length, self._widths[1])
+        steps = {
+            "actions": chunks,
+            "noise": random.standard_normal(shape).astype(np.float32),
+            "uniform": random.random(len(record), np.float32),
+            "submask": counts,
+        }
+        return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
+
+    def collate(self, records: Sequence[Record]) -> Batch:
+        """``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` ``[B, T, L]`` and where it is,
+        ``state`` ``[B, T, max_state_dim]`` and ``mask``; with ``chain`` ``[B, T, N + 1, C, A]``,
+        or, of demonstrations, ``actions``, ``noise`` ``[B, T, C, A]`` and ``uniform``."""
+        length = max(map(len, records))
+        rows = [instructions_of(r.steps.get(INSTRUCTION), len(r)) for r in records]
+        prompt, there = self._prompts(pad(rows, length).numpy())
+        batch = {
+            "prompt": prompt,
+            "there": there,
+            "state": self._scaled(pad([r.steps["observations"] for r in records], length)),
+            "mask": pad([np.ones(len(r), np.float32) for r in records], length),
+        }
+        names = [CHAIN] if CHAIN in records[0].steps else ["noise", "uniform"]
+        for name in (*self._pictures, *names):
+            batch[name] = pad([r.steps[name] for r in records], length)
+        if CHAIN not in batch:
+            actions = self._action.normalised(pad([r.steps["actions"] for r in records], length))
+            batch["actions"] = F.pad(actions, (0, self._widths[1] - self.chunk[1]))
+        return batch
+
+    def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        """Log-probabilities and entropies ``[B, T, C, D]``; of demonstrations minus their
+        losses of imitation."""
+        rows = Rows(batch)
+        taken = rows.columns
+        if CHAIN not in taken:
+            losses, values = self._imitated(taken)
+            return StepOutputs(rows.placed(-losses), None, rows.placed(values))
+        tau = times(self.steps).to(batch["mask"].device)
+        velocity, raw, values = self.module(*self._inputs(taken, taken[CHAIN][:, :-1], tau))
+        logprobs, spread = self._judged(taken[CHAIN], velocity, raw, temperature)
+        return StepOutputs(
+            rows.placed(logprobs), rows.placed(spread) if entropy else None, rows.placed(values)
+        )
+
+    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        """Standard normal ``[steps, N + 1, C, max_action_dim]``: where chains begin, and of each of
+        their steps."""
+        shape = (steps, self.steps + 1, self.chunk[0], self._widths[1])
+        return random.standard_normal(size=shape).astype(np.float32)
+
+    def act(
+        self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
+    ) -> dict[str, Tensor]:
+        """``action`` and ``logprob`` ``[n, C, D]``, ``chain`` ``[n, N + 1, C, max_action_dim]`` and
+        ``value`` ``[n]``, all float32."""
+        state = observations["observation"]
+        told = observations.get(INSTRUCTION)
+        rows = instructions_of(None if told is None else told.cpu().numpy(), len(state))
+        prompt, there = (x[0].to(state.device) for x in self._prompts(rows[None]))
+        pictures = [observations[name] for name in self._pictures]
+        prefix = self.module.prefix(prompt, there, self._scaled(state), *pictures)
+        chain = self.denoised(prefix, noise, temperature)
+        tau = times(self.steps).to(state.device)
+        velocity, raw = self.module.velocity(prefix, chain[:, :-1], tau)
+        return {
+            "action": self._action.restored(chain[:, -1, :, : self.chunk[1]]),
+            CHAIN: chain,
+            "logprob": self._judged(chain, velocity, raw, temperature)[0],
+            "value": self.module.value(prefix),
+        }
+
+    def denoised(self, prefix: Prefix, noise: Tensor | None, temperature: float) -> Tensor:
+        """Chains ``[n, N + 1, C, max_action_dim]``; ``noise`` as of :meth:`act`."""
+
+        def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
+            found, raw = self.module.velocity(prefix, points, tau)
+            return found, None if raw is None else log_deviation(raw, self._noise_range)
+
+        shape = (len(prefix.last), self.chunk[0], self._widths[1])
+        first, drawn = torch.zeros(shape, device=prefix.last.device), None
+        if noise is not None:
+            first, drawn = noise[:, 0], noise[:, 1:]
+        return self._denoising.sampled(velocity, first, drawn, temperature)
+
+    def group(self, parameter: str) -> str:
+        return "value" if parameter.startswith("value_head.") else "policy"
+
+    def cost(self, record: Record) -> int:
+        vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
+        patches = (self.module.width // vision.patch_size) ** 2 * len(self._pictures)
+        return max(1, len(record)) * (patches + self.steps * self.chunk[0])
+
+    def blocks(self) -> list[nn.Module]:
+        pair: Any = self.module.model.vlm_with_expert
+        vlm = pair.vlm.model
+        return [*vlm.vision_model.encoder.layers, *vlm.text_model.layers, *pair.lm_expert["layers"]]
+
+    def _inputs(
+        self, columns: Mapping[str, Tensor], points: Tensor, tau: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What the network takes of rows ``[n, ...]``."""
+        known = (columns["prompt"], columns["there"], columns["state"])
+        return *known, points, tau, *(columns[name] for name in self._pictures)
+
+    def _judged(
+        self, chain: Tensor, velocity: Tensor, raw: Tensor | None, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies ``[n, C, D]`` of chains."""
+        log_std = None if raw is None else log_deviation(raw, self._noise_range)
+        found = self._denoising.judged(chain, velocity, log_std, temperature)
+        return found[0][..., : self.chunk[1]], found[1][..., : self.chunk[1]]
+
+    def _imitated(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Conditional flow matching (arXiv 2210.02747, eq. 14) of rows: squared errors of the
+        velocity ``[n, C, D]``, and values ``[n]``.
+
+        Times are drawn as LeRobot does, more of them near the noise: ``Beta(1.5, 1)``. Errors of
+        numbers that fill an action up count as well, laid on the others in equal parts.
+        """
+        tau = 0.001 + 0.999 * columns["uniform"][:, None] ** (1 / 1.5)
+        share, noise, actions = tau[..., None], columns["noise"], columns["actions"]
+        points = share * noise + (1 - share) * actions
+        velocity, _, values = self.module(*self._inputs(columns, points[:, None], tau))
+        errors, size = (velocity[:, 0] - (noise - actions)).square(), self.chunk[1]
+        return errors[..., :size] + errors[..., size:].sum(-1, keepdim=True) / size, values
+
+    def _scaled(self, observations: Tensor) -> Tensor:
+        """The state ``[..., D]`` as the network takes it, ``[..., max_state_dim]``."""
+        size = len(self._state.low)
+        scaled = self._state.normalised(observations[..., :size])
+        return F.pad(scaled, (0, self._widths[0] - size))
+
+
+def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """What scales states and actions in a data set's ``stats.json``.
+
+    Raises:
+        DataError: it lacks some of that.
+    """
+    sizes = {STATE: size_of(settings, STATE), ACTION: size_of(settings, ACTION)}
+    found = read_statistics(path.expanduser(), sizes)
+    for feature, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
+        mode = settings["normalization_mapping"].get(kind, "IDENTITY")
+        where = f"model.statistics: {path}: {feature}"
+        Scaling.of(mode, found[feature], sizes[feature], where)
+    return found
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Weights and heads, each into its file."""
+    whole = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+    heads = {name: tensor for name, tensor in whole.items() if name.startswith(OWN)}
+    rest = {name: tensor for name, tensor in whole.items() if name not in heads}
+    save_file(rest, folder / WEIGHTS, {"format": "pt"})
+    save_file(heads, folder / HEADS, {"format": "pt"})
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Configuration and processors with their statistics."""
+    copy_companions(source, folder)
+    for path in sorted(source.glob("policy_*processor*.safetensors")):
+        copy_file(path, folder / path.name)

@@ -1,0 +1,279 @@
+"""The network of :mod:`rlinf.models.smolvla`, with the names of tensors that LeRobot's has.
+
+Layers of Llama from transformers, whose attention is computed here: a layer of the action expert
+sees the keys and values of the vision-language model's layer beside it. In every second layer
+(``self_attn_every_n_layers``) these stand beside its own, in the others they are all that it sees,
+projected once more (SmolVLA, arXiv 2506.01844, section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlinf.models.loading import without_dropout
+from rlinf.models.vision_tower import Perceptron
+
+WAVELENGTH = 10_000.0
+"""Longest of the rotary embedding, whatever ``rope_theta`` says: LeRobot's."""
+Seen = tuple[Tensor, Tensor]
+"""Keys and values of a layer, ``[n, heads, L, size]``."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What the vision-language model made of pictures, instruction and state."""
+
+    layers: list[Seen]
+    there: Tensor
+    """bool ``[n, P]``, where there is something."""
+    last: Tensor
+    """``[n, width]`` behind the last place, which has seen all."""
+
+
+class Layer(nn.Module):
+    """A layer of Llama that gives its keys and values away, and sees others'."""
+
+    def __init__(self, made: Any, crosses: int | None = None) -> None:
+        """
+        Args:
+            made: transformers' layer, of which the parts are taken.
+            crosses: width of the keys that it sees alone; None: it sees its own, and others beside.
+        """
+        super().__init__()
+        self.self_attn, self.mlp = made.self_attn, made.mlp
+        self.input_layernorm = made.input_layernorm
+        self.post_attention_layernorm = made.post_attention_layernorm
+        self.crosses = crosses is not None
+        if crosses is not None:
+            bias, out = made.self_attn.k_proj.bias is not None, made.self_attn.k_proj.out_features
+            made.self_attn.k_proj = nn.Linear(crosses, out, bias=bias)
+            made.self_attn.v_proj = nn.Linear(crosses, out, bias=bias)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, mask: Tensor, seen: Seen | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What follows ``hidden`` ``[n, L, width]``, and the keys and values that it saw.
+
+        Args:
+            positions: ``[n, L]``.
+            mask: bool ``[n, 1, L, S]``, what each place sees of ``seen`` and of what follows.
+        """
+        inside, parts = self.input_layernorm(hidden), self.self_attn
+        queries = rotated(self._heads(parts.q_proj(inside)), positions)
+        if self.crosses:
+            assert seen is not None
+            flat = (column.transpose(1, 2).flatten(2) for column in seen)
+            keys, values = (
+                self._heads(project(column))
+                for project, column in zip((parts.k_proj, parts.v_proj), flat, strict=True)
+            )
+        else:
+            keys = rotated(self._heads(parts.k_proj(inside)), positions)
+            values = self._heads(parts.v_proj(inside))
+            if seen is not None:
+                keys, values = torch.cat([seen[0], keys], 2), torch.cat([seen[1], values], 2)
+        found = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+        hidden = hidden + parts.o_proj(found.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
+
+    def _heads(self, column: Tensor) -> Tensor:
+        size = self.self_attn.head_dim
+        return column.reshape(*column.shape[:-1], -1, size).transpose(1, 2)
+
+
+def rotated(column: Tensor, positions: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864) of ``[n, heads, L, size]`` at ``[n, L]``."""
+    half = column.shape[-1] // 2
+    powers = torch.arange(half, device=column.device) * (2 / column.shape[-1])
+    angles = (positions[..., None] / WAVELENGTH**powers)[:, None]
+    sin, cos = angles.sin(), angles.cos()
+    one, other = column[..., :half].float(), column[..., half:].float()
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(column.dtype)
+
+
+def of_time(tau: Tensor, width: int, least: float, longest: float) -> Tensor:
+    """Sinusoids of times ``[...]``, of periods between these: float64 ``[..., width]``."""
+    share = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=tau.device)
+    angles = tau.double()[..., None] * (2 * math.pi / (least * (longest / least) ** share))
+    return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def resized(pictures: Tensor, width: int, height: int) -> Tensor:
+    """Pictures ``[n, 3, H, W]`` in [0, 1] as large as they fit, zeros at the left and the top."""
+    rows, columns = pictures.shape[2:]
+    ratio = max(columns / width, rows / height)
+    size = (int(rows / ratio), int(columns / ratio))
+    if size != (rows, columns):
+        pictures = F.interpolate(pictures, size=size, mode="bilinear", align_corners=False)
+    return F.pad(pictures, (width - size[1], 0, height - size[0], 0))
+
+
+class Pair(nn.Module):
+    """The vision-language model, without its upper layers, and the action expert."""
+
+    def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
+        from transformers import LlamaModel, SmolVLMConfig, SmolVLMForConditionalGeneration
+
+        super().__init__()
+        config = SmolVLMConfig(**vlm)
+        without_dropout(config)
+        made: Any = SmolVLMForConditionalGeneration
+        self.vlm = made._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        text: Any = self.vlm.model.text_model
+        count = settings["num_vlm_layers"]
+        kept = text.layers[:count] if count > 0 else text.layers
+        text.layers = nn.ModuleList(Layer(layer) for layer in kept)
+        # It says no words: their head is kept for the folder's sake, and not trained.
+        head = self.vlm.lm_head.weight.detach()
+        del self.vlm.lm_head.weight
+        self.vlm.lm_head.register_buffer("weight", head)
+        kind: Any = config.text_config
+        own = kind.to_dict()
+        width = int(own["hidden_size"] * settings["expert_width_multiplier"])
+        own |= {"hidden_size": width, "intermediate_size": expert_intermediate(width)}
+        own |= {"num_hidden_layers": len(kept), "vocab_size": 1}
+        own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        expert = LlamaModel(type(kind)(**own))
+        beside = own["num_key_value_heads"] * own["head_dim"]
+        every = settings["self_attn_every_n_layers"]
+        layers = []
+        for number, layer in enumerate(expert.layers):
+            own_keys = "cross" not in settings["attention_mode"] or (
+                every > 0 and number % every == 0
+            )
+            layers.append(Layer(layer, None if own_keys else beside))
+        self.lm_expert = nn.ModuleDict({"layers": nn.ModuleList(layers), "norm": expert.norm})
+        self.width = width
+
+
+def expert_intermediate(width: int) -> int:
+    """Width inside a perceptron of the action expert: 8/3 of it, in whole 256s."""
+    return 256 * -(-int(4 * int(2 * width / 3)) // 256)
+
+
+class FlowMatching(nn.Module):
+    """The pair, and what turns states, actions and times into its widths."""
+
+    def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.vlm_with_expert = Pair(settings, vlm)
+        width, narrow = vlm["text_config"]["hidden_size"], self.vlm_with_expert.width
+        self.state_proj = nn.Linear(settings["max_state_dim"], width)
+        self.action_in_proj = nn.Linear(settings["max_action_dim"], narrow)
+        self.action_out_proj = nn.Linear(narrow, settings["max_action_dim"])
+        self.action_time_mlp_in = nn.Linear(2 * narrow, narrow)
+        self.action_time_mlp_out = nn.Linear(narrow, narrow)
+
+
+class SmolVLANetwork(nn.Module):
+    """From pictures, instruction, state and noisy actions to velocities and a value."""
+
+    def __init__(
+        self, settings: Mapping[str, Any], vlm: Mapping[str, Any], *, learned: bool
+    ) -> None:
+        """
+        Args:
+            settings: the ``config.json`` of a folder.
+            vlm: that of the vision-language model.
+            learned: whether the noise of a denoising step is, by a head of its own.
+        """
+        super().__init__()
+        self.model = FlowMatching(settings, vlm)
+        self.width, self.height = settings["resize_imgs_with_padding"]
+        self.periods = (float(settings["min_period"]), float(settings["max_period"]))
+        wide, narrow = vlm["text_config"]["hidden_size"], self.model.vlm_with_expert.width
+        self.value_head = Perceptron(wide, wide, 1)
+        self.noise_head = (
+            Perceptron(narrow, narrow, settings["max_action_dim"]) if learned else None
+        )
+        for head in filter(None, (self.value_head, self.noise_head)):
+            nn.init.zeros_(head.fc2.weight)
+            nn.init.zeros_(head.fc2.bias)
+
+    def forward(
+        self,
+        prompt: Tensor,
+        there: Tensor,
+        state: Tensor,
+        points: Tensor,
+        tau: Tensor,
+        *pictures: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Velocities and, where they are learned, what says the noise, float32 ``[n, K, C, A]``,
+        and values float32 ``[n]``.
+
+        Args:
+            prompt: token ids ``[n, L]``, filled up on the right.
+            there: bool ``[n, L]``, where they are.
+            state: scaled, ``[n, max_state_dim]``.
+            points: ``[n, K, C, max_action_dim]``, of ``K`` times.
+            tau: those, ``[K]`` or ``[n, K]``.
+            pictures: uint8 ``[n, H, W, 3]``, in the order of the folder's cameras.
+        """
+        prefix = self.prefix(prompt, there, state, *pictures)
+        return *self.velocity(prefix, points, tau), self.value(prefix)
+
+    def prefix(self, prompt: Tensor, there: Tensor, state: Tensor, *pictures: Tensor) -> Prefix:
+        """What does not depend on the actions."""
+        vlm: Any = self.model.vlm_with_expert.vlm.model
+        text, dtype = vlm.text_model, self.model.state_proj.weight.dtype
+        parts = []
+        for picture in pictures:
+            pixels = resized(picture.permute(0, 3, 1, 2) / 255, self.width, self.height)
+            features = vlm.vision_model(pixel_values=(2 * pixels - 1).to(dtype)).last_hidden_state
+            parts.append(vlm.connector(features))
+        parts.append(text.embed_tokens(prompt).to(dtype))
+        root = parts[0].shape[-1] ** 0.5
+        shown = sum(part.shape[1] for part in parts[:-1])
+        hidden = torch.cat([root * part for part in parts], 1)
+        hidden = torch.cat([hidden, self.model.state_proj(state.to(dtype))[:, None]], 1)
+        known = F.pad(F.pad(there, (shown, 0), value=True), (0, 1), value=True)
+        places = known.shape[1]
+        # The state sees all, and nothing but itself sees the state.
+        mask = known[:, None, None].expand(-1, 1, places, -1).clone()
+        mask[..., :-1, -1] = False
+        # What fills a row up is seen by itself alone; without anything its attention is no number.
+        mask = mask | torch.eye(places, dtype=torch.bool, device=mask.device)
+        positions = known.long().cumsum(1) - 1
+        seen = []
+        for layer in text.layers:
+            hidden, keys, values = layer(hidden, positions, mask)
+            seen.append((keys, values))
+        return Prefix(seen, known, text.norm(hidden[:, -1]))
+
+    def velocity(self, prefix: Prefix, points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Velocities, and what says the noise, at points ``[n, K, C, A]`` of times ``[K]`` or
+        ``[n, K]``: all in one pass, in which those of one time see none of another's."""
+        model = self.model
+        expert: Any = model.vlm_with_expert.lm_expert
+        count, times, length = points.shape[:3]
+        dtype = model.action_in_proj.weight.dtype
+        actions = model.action_in_proj(points.to(dtype))
+        tau = tau.expand(count, times)
+        clock = of_time(tau, actions.shape[-1], *self.periods).to(dtype)[:, :, None]
+        both = torch.cat([actions, clock.expand_as(actions)], -1)
+        hidden = model.action_time_mlp_out(F.silu(model.action_time_mlp_in(both))).flatten(1, 2)
+        place = torch.arange(times * length, device=points.device)
+        block, within = place // length, place % length
+        own = (block[:, None] == block) & (within[:, None] >= within)
+        ahead = prefix.there[:, None, None].expand(-1, 1, times * length, -1)
+        both_seen = torch.cat([ahead, own.expand(count, 1, -1, -1)], -1)
+        start = prefix.there.sum(1, keepdim=True)
+        for layer, seen in zip(expert["layers"], prefix.layers, strict=True):
+            # Where an expert sees the model's keys alone, it counts its places from 0 (LeRobot's).
+            positions = within.expand(count, -1) if layer.crosses else start + within
+            hidden = layer(hidden, positions, ahead if layer.crosses else both_seen, seen)[0]
+        hidden = expert["norm"](hidden).reshape(count, times, length, -1)
+        spread = None if self.noise_head is None else self.noise_head(hidden).float()
+        return model.action_out_proj(hidden).float(), spread
+
+    def value(self, prefix: Prefix) -> Tensor:
+        """float32 ``[n]``."""
+        return self.value_head(prefix.last)[:, 0].float()

@@ -1,0 +1,89 @@
+"""Learning curves: every row is a run that would begin, and the table says what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from benchmarks.learning import BEGIN, PAGE, cell, curves, table, words_of, write_prior
+from benchmarks.learning_rows import ROWS
+from pipeline.check import check
+from pipeline.commands.experiment import compose, execute
+from rlinf.composing import forced
+from rlinf.config import RunConfig, validate
+from tests.conftest import QUIET
+
+
+@pytest.fixture(scope="module")
+def prior(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transition of the pendulum."""
+    path = tmp_path_factory.mktemp("prior") / "prior.hdf5"
+    with h5py.File(path, "w") as file:
+        for name, size in (("observations", 3), ("next_observations", 3), ("actions", 1)):
+            file[name] = np.zeros((1, size))
+        file["rewards"], file["terminated"] = np.zeros(1), np.ones(1)
+    return path
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "metaworld_reach"])
+def test_every_row_would_begin(name: str, prior: Path) -> None:
+    words = [forced(word) for word in words_of(name, 3, prior)]
+    config = validate(RunConfig, compose(words))
+    check(config)
+    row = ROWS[name]
+    assert row.algorithm == config.algorithm.name
+    assert row.column.removesuffix("_numbered") == config.model.name
+    assert config.seed == 3
+    assert config.run.name == f"{name}-3"
+
+
+def test_the_table_says_what_was_reached_and_what_was_not() -> None:
+    def run(*scores: float, complete: bool = True) -> dict[str, object]:
+        curve = [{"steps": 1000.0 * n, "score": score} for n, score in enumerate(scores)]
+        return {"ours": {"curve": curve, "minutes": 1.0, "complete": complete}}
+
+    known = {
+        "cartpole_ppo": {"1": run(20, 300), "0": run(20, 480, 470), "2": run(9, complete=False)}
+    }
+    known["sums_grpo"] = {"0": run(0.3, 0.9)}
+    lines = {line.split("|")[3].strip(): line for line in table(known).splitlines()}
+    assert (
+        "| 470, 300, 9 (cut off) | 1,000, not reached, not reached environment steps |"
+        in (lines["`cartpole_ppo`"])
+    )
+    assert "| 0.9 | 1,000 tokens |" in lines["`sums_grpo`"]
+    assert "| not measured | |" in lines["`pendulum_iql`"]
+
+
+def test_the_page_has_the_table_of_what_was_measured() -> None:
+    assert f"{BEGIN.format('rows')}\n{table(curves())}\n" in PAGE.read_text()
+
+
+def test_a_cell_says_what_all_seeds_reached() -> None:
+    def run(*scores: float) -> dict[str, object]:
+        return {"ours": {"curve": [{"steps": 0.0, "score": score} for score in scores]}}
+
+    known = {"sums_grpo": {"0": run(0.3, 0.9), "1": run(0.3, 0.86, 0.8)}}
+    assert cell("grpo", "causal_lm", known) == "learns: one-digit sums 0.85"
+    known["sums_grpo"]["2"] = run(0.2, 0.4)
+    assert cell("grpo", "causal_lm", known) == "goal not reached: one-digit sums 0.7"
+    assert cell("rloo", "causal_lm", known) == "runs"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_prior_data_are_the_newest_transitions_of_a_run(tmp_path: Path) -> None:
+    words = ["experiment=pendulum_sac", "iterations=2", "rollout.horizon=20", "run.name=before"]
+    words += ["evaluate.every=0", "evaluate.samples=1", f"run.root={tmp_path}"]
+    execute(compose([*map(forced, words), *QUIET]))
+    write_prior(tmp_path / "before", tmp_path / "newest.hdf5", 25)
+    with h5py.File(tmp_path / "newest.hdf5") as file:
+        assert file["observations"].shape == (25, 3)
+        seen, after, cut = (file[n][:] for n in ("observations", "next_observations", "truncated"))
+    same = (seen[1:] == after[:-1]).all(1)
+    assert same.tolist() == (cut[:-1] == 0).tolist()
+    assert cut.sum() == 2
+    with pytest.raises(SystemExit, match="no transitions in"):
+        write_prior(tmp_path / "none", tmp_path / "none.hdf5", 1)

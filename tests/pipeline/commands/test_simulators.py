@@ -1,0 +1,95 @@
+"""``rlinf doctor --env``: what a simulator lacks is told, all of it at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from pipeline.commands.cli import main
+from pipeline.commands.simulators import findings
+from rlinf.errors import ConfigError
+from rlinf.interpreters import FOLDER
+from tests.environments import need_environment
+
+
+def told(task: str, *overrides: str) -> list[tuple[str, str, str]]:
+    return [(f.level, f.what, f.detail) for f in findings(task, overrides)]
+
+
+def test_a_simulator_that_lacks_nothing_begins_an_episode() -> None:
+    *before, (level, what, detail) = told("cartpole")
+    assert [row[:2] for row in before] == [
+        ("ok", "world"),
+        ("ok", "interpreter"),
+        ("ok", "packages"),
+    ]
+    assert (level, what) == ("ok", "episode")
+    assert "state [4]; no pictures asked (task.images)" in detail
+
+
+def test_all_that_is_missing_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    found = told("calvin", f"task.kwargs.chains={tmp_path}/none.json")
+    assert [row[:2] for row in found] == [
+        ("ok", "world"),
+        ("fail", "interpreter"),
+        ("fail", "files"),
+        ("fail", "files"),
+        ("warn", "episode"),
+    ]
+    assert "make env NAME=calvin makes it" in found[1][2]
+    assert found[2][2].startswith("task.kwargs.folder: is not set; give a clone of")
+    assert found[3][2].startswith(f"task.kwargs.chains: there is no {tmp_path}/none.json; give")
+
+
+def test_packages_that_an_interpreter_lacks_are_all_named() -> None:
+    python = need_environment("gym")
+    found = dict(row[1:] for row in told("metaworld", f"task.python={python}"))
+    assert found["packages"] == "metaworld not found; install them there"
+    missing = dict(row[1:] for row in told("libero", "task.python=gym"))["packages"]
+    assert missing == "libero, robosuite not found; make env NAME=gym installs them"
+
+
+@pytest.mark.parametrize(
+    ("task", "override", "said"),
+    [
+        ("cartpole", "task.id=CartPoel-v1", r"task\.id: cannot make 'CartPoel-v1'"),
+        ("cartpole", "task.observation=5", r"task\.observation: 5 is not what CartPole-v1 has"),
+        ("halfcheetah", "task.images={trak: [8, 8]}", r"task\.images\.trak: no such camera"),
+    ],
+)
+def test_an_episode_that_cannot_begin_says_why(task: str, override: str, said: str) -> None:
+    if task == "halfcheetah":
+        pytest.importorskip("mujoco")
+    level, what, detail = told(task, override)[-1]
+    assert (level, what) == ("fail", "episode")
+    assert re.match(said, detail), detail
+
+
+def test_a_task_that_steps_no_simulator_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--env arithmetic: task 'arithmetic' steps no simulator"
+    ):
+        told("arithmetic")
+    with pytest.raises(ConfigError, match=r"task=metawrld: no such task; did you mean .?metaworld"):
+        told("metawrld")
+
+
+def test_the_command_ends_with_1_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    for words, code in (
+        (["doctor", "--env", "metaworld"], 1),
+        (["doctor", "--env", "cartpole", "task.id=CartPole-v0"], 0),
+        (["doctor", "task.id=CartPole-v0"], 65),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == code, words
+    assert "add that" in capsys.readouterr().err

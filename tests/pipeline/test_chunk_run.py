@@ -1,0 +1,67 @@
+"""PPO with chunks of actions, through all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.commands.experiment import execute
+from rlinf.artifacts import read_manifest
+from rlinf.channels.file import FileReader
+from rlinf.data.record import Record
+
+Compose = Callable[..., dict[str, Any]]
+SMALL = (
+    "model.chunk=3",
+    "rollout.batch=4",
+    "rollout.horizon=16",
+    "algorithm.minibatches=2",
+    "algorithm.epochs=2",
+    "evaluate.samples=2",
+    "evaluate.horizon=10",
+    "iterations=2",
+)
+
+
+def rolled_out(values: dict[str, Any], iteration: int) -> tuple[list[Record], dict[str, float]]:
+    """Trajectories of an iteration, and what inference measured of them."""
+    place = Path(values["run"]["root"]) / values["run"]["name"] / "it" / f"{iteration:04d}"
+    manifests = [read_manifest(place / stage) for stage in ("rollout", "inference")]
+    assert all(manifest is not None for manifest in manifests)
+    rollout, inference = manifests
+    data = place / "rollout" / rollout.data  # type: ignore[union-attr]
+    return list(FileReader(data.glob("*.h5"))), inference.metrics  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+def test_two_iterations_agree_about_log_probs_at_every_level(compose: Compose, level: str) -> None:
+    pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+    values = compose(*SMALL, f"algorithm.logprob_level={level}", experiment="cartpole_ppo")
+    execute(values)
+    for iteration in range(2):
+        records, measured = rolled_out(values, iteration)
+        assert measured["logprob_gap_max"] < 1e-5
+        cut_short = 0
+        for record in records:
+            assert record.steps["logprobs"].shape == (16, 3, 1)
+            assert (record.steps["submask"].sum((1, 2)) == record.steps["executed"]).all()
+            cut_short += int((record.steps["executed"] < 3).sum())
+        assert cut_short, "episodes of CartPole end within chunks"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_simulators_in_processes_give_the_same_run(compose: Compose) -> None:
+    pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+    found = []
+    for name, processes in (("here", 0), ("apart", 2)):
+        values = compose(
+            *(*SMALL, f"run.name={name}", f"task.processes={processes}"), experiment="cartpole_ppo"
+        )
+        execute(values)
+        found.append(rolled_out(values, 1)[0])
+    for one, other in zip(*found, strict=True):
+        assert one.digest() == other.digest()

@@ -1,0 +1,86 @@
+"""A policy that denoises chunks on a simulator with pictures: its expert, then two updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.commands.experiment import checked, execute
+from rlinf.channels.file import FileReader
+from rlinf.data.instructions import INSTRUCTION, decoded
+from rlinf.errors import ConfigError
+from rlinf.tensors import load_tensors
+from tests.environments import need_environment
+from tests.pipeline.helpers import output
+
+Compose = Callable[..., dict[str, Any]]
+SMALL = [
+    "run.name=smolvla",
+    "iterations=2",
+    "task.demonstrations=2",
+    "task.images={corner: [24, 24]}",
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.intermediate=64",
+    "model.vision_hidden=16",
+    "model.patch=8",
+    "model.vision_heads=2",
+    "warm_start.max_steps=12",
+    "warm_start.batch=1",
+    "warm_start.lr=3e-3",
+    "warm_start.lr_warmup=0",
+    "warm_start.scored=false",
+    "rollout.batch=2",
+    "rollout.group_size=2",
+    "rollout.horizon=3",
+    "algorithm.minibatches=2",
+    "evaluate.samples=2",
+    "evaluate.horizon=2",
+    "optimizer.lr=1e-3",
+]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Compose) -> None:
+    need_environment("metaworld")
+    values = compose(*SMALL, experiment="metaworld_smolvla")
+    execute(values)
+    run = Path(values["run"]["root"]) / "smolvla"
+    losses = [row["loss"] for row in output(run, "warm_start")[0].extra["curve"]]
+    assert np.mean(losses[-3:]) < 0.8 * np.mean(losses[:3])
+    for iteration in range(2):
+        _, data = output(run, "it", f"{iteration:04d}", "rollout")
+        records = list(FileReader(data.glob("*.h5")))
+        assert len(records) == 4
+        for record in records:
+            steps = record.steps
+            assert steps["actions"].shape == steps["logprobs"].shape == (3, 8, 4)
+            assert steps["chain"].shape == (3, 5, 8, 4)
+            assert steps["executed"].tolist() == [8, 8, 8]
+            assert {decoded(row) for row in steps[INSTRUCTION]} == {"reach"}
+        gap = output(run, "it", f"{iteration:04d}", "inference")[0].metrics["logprob_gap_max"]
+        assert gap[0] / gap[1] < 1e-5 if isinstance(gap, (list, tuple)) else gap < 1e-5
+    before, after = (
+        load_tensors(output(run, *place)[1] / "weights" / "model.safetensors")
+        for place in (("warm_start",), ("it", "0001", "sync"))
+    )
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    for part in ("vision_model", "connector", "text_model", "lm_expert", "state_proj"):
+        assert any(part in name for name in moved), part
+    frozen = "model.vlm_with_expert.vlm.lm_head.weight"
+    assert frozen not in moved
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(compose: Compose) -> None:
+    need_environment("metaworld")
+    values = compose("model.patch=7", experiment="metaworld_smolvla")
+    with pytest.raises(ConfigError, match=r"model\.image: pictures are shown as 96 x 96"):
+        checked(values)
+    assert not (Path(values["run"]["root"]) / "metaworld_smolvla").exists()

@@ -1,0 +1,104 @@
+"""A policy that acts by tokens on a simulator with pictures: its expert, then two updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.commands.experiment import checked, execute
+from rlinf.channels.file import FileReader
+from rlinf.data.instructions import INSTRUCTION, decoded
+from rlinf.errors import ConfigError
+from rlinf.tensors import load_tensors
+from tests.environments import need_environment
+from tests.pipeline.helpers import output
+
+Compose = Callable[..., dict[str, Any]]
+SMALL = [
+    "run.name=vla",
+    "iterations=2",
+    "task.demonstrations=2",
+    "task.images={corner: [24, 24]}",
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.intermediate=64",
+    "model.vision_hidden=16",
+    "model.patch=8",
+    "model.vision_heads=2",
+    "warm_start.max_steps=8",
+    "warm_start.batch=1",
+    "warm_start.lr=3e-3",
+    "warm_start.lr_warmup=0",
+    "warm_start.scored=false",
+    "rollout.batch=2",
+    "rollout.group_size=2",
+    "rollout.horizon=3",
+    "algorithm.minibatches=2",
+    "evaluate.samples=2",
+    "evaluate.horizon=2",
+    "optimizer.lr=1e-3",
+]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Compose) -> None:
+    need_environment("metaworld")
+    values = compose(*SMALL, experiment="metaworld_vla")
+    execute(values)
+    run = Path(values["run"]["root"]) / "vla"
+    curve = output(run, "warm_start")[0].extra["curve"]
+    losses = [row["loss"] for row in curve]
+    assert losses[0] == pytest.approx(np.log(256), abs=0.3), "of a network that knows nothing"
+    assert np.mean(losses[-2:]) < losses[0] - 0.5
+    for iteration in range(2):
+        _, data = output(run, "it", f"{iteration:04d}", "rollout")
+        records = list(FileReader(data.glob("*.h5")))
+        assert len(records) == 4
+        for record in records:
+            steps = record.steps
+            assert steps["actions"].shape == steps["tokens"].shape == (3, 8, 4)
+            assert steps["executed"].tolist() == [8, 8, 8]
+            assert steps["images.corner"].shape == (3, 24, 24, 3)
+            assert {decoded(row) for row in steps[INSTRUCTION]} == {"reach"}
+        gap = output(run, "it", f"{iteration:04d}", "inference")[0].metrics["logprob_gap_max"]
+        assert gap[0] / gap[1] < 1e-5 if isinstance(gap, (list, tuple)) else gap < 1e-5
+    before, after = (
+        load_tensors(output(run, *place)[1] / "weights" / "model.safetensors")
+        for place in (("warm_start",), ("it", "0001", "sync"))
+    )
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved, "two updates changed nothing"
+    parts = {name.partition(".")[0] for name in moved}
+    assert parts >= {"vision_backbone", "projector", "language_model", "proprio_projector"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("task.demonstrations=0", r"warm_start\.max_steps: .*task\.demonstrations"),
+        ("model.chnuk=3", r"model\.chnuk: unknown key.*chunk"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    compose: Compose, changed: str, said: str
+) -> None:
+    need_environment("metaworld")
+    values = compose(changed, experiment="metaworld_vla")
+    with pytest.raises(ConfigError, match=said):
+        checked(values)
+    assert not (Path(values["run"]["root"]) / "metaworld_vla").exists()
+
+
+def test_a_task_without_pictures_is_refused(compose: Compose) -> None:
+    need_environment("metaworld")
+    values = compose(experiment="metaworld_vla")
+    values["task"]["images"] = {}
+    with pytest.raises(ConfigError, match=r"task\.images: model\.name=vla sees pictures"):
+        checked(values)

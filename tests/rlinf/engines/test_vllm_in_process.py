@@ -1,0 +1,116 @@
+"""vLLM in the process of the stage: what else is in that process is as it was.
+
+Run in the environment that has vLLM (:mod:`tests.contracts.test_environments`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlinf.channels.world import World
+from rlinf.engines import engines
+from rlinf.errors import ConfigError, DataError, StageError
+from rlinf.models.causal_lm import CausalLM
+from tests.contracts.test_engine import TOKENS, Tried, assert_alike
+from tests.rlinf.engines.test_external import engine_of, skips, tried
+
+__all__ = ["tried"]
+NAME = "vllm_in_process"
+
+
+@pytest.fixture(scope="module", params=[skips(NAME)])
+def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tried]:
+    yield from engine_of(request.param, tmp_path_factory.mktemp("engine"))
+
+
+def test_requests_that_are_there_from_the_beginning_give_the_same_bytes_again(tried: Tried) -> None:
+    requests = [tried.request(range(9)), tried.request(range(9, 20), temperature=0.7)]
+    tried.engine.load(tried.folder, 3)  # nothing is cached
+    first = tried.answers(*requests)
+    tried.engine.load(tried.folder, 3)
+    for number, row in tried.answers(*requests).items():
+        for name, column in row.items():
+            assert column.tobytes() == first[number][name].tobytes()
+
+
+def test_its_start_leaves_the_process_as_it_was(tried: Tried) -> None:
+    own: Any = tried.engine
+    own.close()
+    threads, gone = torch.set_num_threads, set(os.environ)
+    children = psutil.Process().children(recursive=True)
+    own.load(tried.folder, 3)
+    assert torch.set_num_threads is threads
+    assert {name for name in set(os.environ) - gone if not name.startswith("VLLM_")} == set()
+    assert "LD_PRELOAD" not in os.environ
+    assert gc.get_freeze_count() == 0
+    assert psutil.Process().children(recursive=True) == children
+    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("rlinf-")]
+
+
+def test_the_process_group_of_a_trainer_outlives_it(tried: Tried) -> None:
+    """And the weights do not."""
+    own: Any = tried.engine
+    assert dist.get_world_size() == 1
+    network = weakref.ref(own._llm.model_executor.driver_worker.worker.model_runner.get_model())
+    assert network() is not None
+    own.close()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 1
+    assert network() is None
+    own.load(tried.folder, 3)
+
+
+def test_weights_that_do_not_fit_close_it(tried: Tried) -> None:
+    """And it can be loaded again."""
+    request = tried.request()
+    before = tried.answers(request)
+    state = dict(tried.policy.module.state_dict())
+    name = next(name for name in state if "mlp" in name)
+    wrong = {**state, name: state[name][:1]}
+    lacks = {n: tensor for n, tensor in state.items() if n != name}
+    for tensors in (wrong, lacks):
+        with pytest.raises(DataError, match=name):
+            tried.engine.load_state(tensors.items(), 4)
+        assert tried.engine.version == -1
+        with pytest.raises(DataError, match="load a folder first"):
+            tried.engine.load_state(state.items(), 4)
+        tried.engine.load(tried.folder, 3)
+        assert_alike(tried.answers(request), before, tried)
+
+
+def test_another_network_takes_its_place(tried: Tried, tmp_path: Path) -> None:
+    narrow = TOKENS.model_copy(update={"layers": 1})
+    CausalLM.create(narrow, {"alphabet": "0123456789+="}, 1, tmp_path)
+    other = Tried(tried.engine, "tokens", tmp_path, CausalLM.load(tmp_path, narrow))
+    other.engine.load(tmp_path, 4)
+    request = other.request(range(4))
+    got = other.answers(request)
+    judged = other.judged(request, [other.taken(got[n])[0] for n in range(4)], 1.0)
+    for number, expected in enumerate(judged):
+        np.testing.assert_allclose(other.taken(got[number])[1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [skips(NAME)])
+def test_it_is_in_no_process_with_a_trainer_of_several(name: str, tmp_path: Path) -> None:
+    """Whichever of the two comes first."""
+    CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, tmp_path)
+    World().connect("cpu")
+    with pytest.raises(StageError, match="process group of 1, and its stage has 2 processes"):
+        World(0, 2).connect("cpu")
+    cls = engines.get(name)
+    engine = cls(cls.Config(), CausalLM, TOKENS)
+    engine.world = World(0, 2)
+    with pytest.raises(ConfigError, match=r"engine\.name: vllm_in_process cannot share a process"):
+        engine.load(tmp_path, 1)

@@ -1,0 +1,195 @@
+"""Chunks of actions, and instructions: against a plain loop that takes one action after another."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.algorithms.ppo import PPO, PPOConfig
+from rlinf.config import validate
+from rlinf.data.batch import Sample, assemble
+from rlinf.data.instructions import INSTRUCTION, decoded
+from rlinf.data.record import Identity, Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.envs.base import Episodes
+from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.seen import encoded
+from rlinf.errors import ConfigError, InputError
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.seeding import generator
+from stages.collect import collect
+
+WORDS = "tests.rlinf.envs.speaking_worlds:make"
+
+
+def collected(
+    task: GymConfig, chunk: int, *, horizon: int, seed: int = 0, split: Any = "train"
+) -> tuple[list[Record], MLPPolicy]:
+    """Experience of three samples with a policy of chunks, and that policy."""
+    policy = MLPConfig(hidden=(8,), chunk=chunk)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        MLPPolicy.create(policy, GymEnvironment.measured(task), seed, folder)
+        engine = DirectEngine(DirectConfig(), MLPPolicy, policy)
+        engine.load(folder, 0)
+        with contextlib.closing(GymEnvironment(task, None)) as environment:
+            episodes = Episodes(seed, 0, split, range(3), 3, 1, horizon, 1.0)
+            records = sorted(collect(environment, engine, episodes, "rollout"), key=_identity)
+        return records, MLPPolicy.load(folder, policy)
+
+
+def _identity(record: Record) -> Identity:
+    return record.identity
+
+
+def replayed(task: GymConfig, record: Record, seed: int, split: str) -> dict[str, list[Any]]:
+    """What its actions do, one after the other, in a world of one's own."""
+    import gymnasium
+
+    world = gymnasium.make(task.id, **task.kwargs)
+    columns: dict[str, list[Any]] = {}
+    episode, over = 0, True
+    for chunk in record.steps["actions"]:
+        if over:
+            random = generator(seed, 0, split, "reset", record.identity.sample, episode)
+            seen = world.reset(seed=int(random.integers(2**31)))[0]
+            episode, over = episode + 1, False
+        row = {"observations": seen.astype(np.float32), "rewards": 0.0, "executed": 0}
+        ends = (False, False)
+        for action in chunk:
+            box = hasattr(world.action_space, "low")
+            taken = np.clip(action, world.action_space.low, world.action_space.high) if box else 0
+            seen, reward, *ends, _ = world.step(taken if box else int(action))
+            row["rewards"] += float(reward)
+            row["executed"] += 1
+            if any(ends):
+                break
+        over = any(ends)
+        row |= {"terminated": ends[0], "truncated": ends[1] and not ends[0]}
+        for column, value in row.items():
+            columns.setdefault(column, []).append(value)
+    return columns
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(["CartPole-v1", "Pendulum-v1"]),
+    chunk=st.integers(2, 9),
+    limit=st.integers(1, 40),
+    halves=st.sampled_from([1, 2]),
+    split=st.sampled_from(["train", "test"]),
+    seed=st.integers(0, 99),
+)
+def test_a_chunk_is_its_actions_one_after_the_other_to_the_end_of_the_episode(
+    name: str, chunk: int, limit: int, halves: Any, split: str, seed: int
+) -> None:
+    task = GymConfig(id=name, kwargs={"max_episode_steps": limit}, halves=halves)
+    records, policy = collected(task, chunk, horizon=8, seed=seed, split=split)
+    for record in records:
+        for column, expected in replayed(task, record, seed, split).items():
+            np.testing.assert_allclose(record.steps[column], expected, rtol=1e-5, err_msg=column)
+        executed, submask = record.steps["executed"], record.steps["submask"]
+        assert record.steps["actions"].shape[1] == chunk
+        assert submask.shape == record.steps["logprobs"].shape
+        for row, count in zip(submask, executed, strict=True):
+            assert (row[:count] == 1).all()
+            assert (row[count:] == 0).all()
+        with torch.no_grad():
+            said = policy.evaluate(policy.collate([record]), 1.0)
+        np.testing.assert_allclose(said.logprobs[0], record.steps["logprobs"], atol=1e-5)
+        if record.info["episodes"] == 1 and split == "test":
+            assert record.info["episode_length"] == executed.sum()
+            assert record.info["return"] == pytest.approx(record.steps["rewards"].sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"processes": 2}, {"processes": 1, "halves": 2}])
+def test_processes_and_halves_give_the_same_bytes(options: dict[str, Any]) -> None:
+    task = GymConfig(id="CartPole-v1")
+    one, _ = collected(task, 3, horizon=12)
+    other, _ = collected(task.model_copy(update=options), 3, horizon=12)
+    for a, b in zip(one, other, strict=True):
+        assert a.info == b.info
+        assert a.steps.keys() == b.steps.keys()
+        for column in a.steps:
+            assert a.steps[column].tobytes() == b.steps[column].tobytes(), column
+
+
+def test_advantages_of_chunks_are_those_of_their_summed_rewards() -> None:
+    """Generalised advantages by their definition, where a step is a whole chunk."""
+    gamma, lam = 0.9, 0.8
+    task = GymConfig(id="CartPole-v1", kwargs={"max_episode_steps": 21})
+    records, _ = collected(task, 4, horizon=14)
+    rows = [
+        Sample(r, Record(r.identity, {"rewards": r.steps["rewards"]}, info={"keep": 1}))
+        for r in records
+    ]
+    batch = assemble(rows)
+    config = PPOConfig(gamma=gamma, gae_lambda=lam, whiten_advantages=False)
+    found, _ = PPO(config).advantages(batch)
+    kinds = set()
+    for n, record in enumerate(records):
+        steps = record.steps
+        ends = (steps["terminated"] | steps["truncated"]).astype(bool)
+        for t in range(len(record)):
+            expected, weight = 0.0, 1.0
+            for k in range(t, len(record)):
+                last = k + 1 == len(record)
+                after = steps["bootstrap"][k] if ends[k] or last else steps["values"][k + 1]
+                after = 0.0 if steps["terminated"][k] else after
+                expected += weight * (steps["rewards"][k] + gamma * after - steps["values"][k])
+                weight *= gamma * lam
+                kinds.add((bool(steps["terminated"][k]), bool(steps["truncated"][k])))
+                if ends[k]:
+                    break
+            assert float(found[n, t]) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert {(True, False), (False, True)} <= kinds
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("told", [True, "stack the plates", False])
+def test_an_instruction_reaches_the_policy_and_the_trajectory(
+    told: bool | str, processes: int
+) -> None:
+    """It is that of the moment: this world asks for another thing after every third step."""
+    task = GymConfig(world=WORDS, id="two", processes=processes, instruction=told)
+    records, _ = collected(task, 2, horizon=4)
+    for record in records:
+        if told is False:
+            assert INSTRUCTION not in record.steps
+            continue
+        texts = [decoded(row) for row in record.steps[INSTRUCTION]]
+        own = ["öffne 0", "öffne 0", "öffne 1", "öffne 2"]
+        assert texts == (own if told is True else [told] * 4)
+
+
+def test_an_instruction_that_is_not_there_or_too_long_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task\.instruction: CartPole-v1 asks for nothing"):
+        GymEnvironment.measured(GymConfig(id="CartPole-v1", instruction=True))
+    with pytest.raises(ConfigError, match=r"task\.instruction: .*300 bytes.*256"):
+        validate(GymConfig, {"id": "CartPole-v1", "instruction": "x" * 300}, "task")
+
+
+@given(st.text(max_size=64))
+def test_an_instruction_is_kept_to_the_letter(text: str) -> None:
+    text = text.replace("\0", "")
+    assert decoded(encoded(text)) == text
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_simulator_without_an_expert_has_no_demonstrations(processes: int) -> None:
+    task = GymConfig(id="CartPole-v1", demonstrations=2, processes=processes)
+    with (
+        contextlib.closing(GymEnvironment(task, None)) as environment,
+        pytest.raises(InputError, match=r"task\.demonstrations: .*no expert"),
+    ):
+        environment.demonstrations(0, 0, 1)
+    assert GymEnvironment(GymConfig(id="CartPole-v1"), None).demonstrations(0, 0, 1) == []

@@ -1,0 +1,157 @@
+"""What a person did in the policy's place: in trajectories, transitions and demonstrations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from pipeline.commands.demonstrations import take_helped
+from rlinf.channels.file import FileReader, FileWriter
+from rlinf.data.batch import Sample, assemble
+from rlinf.data.counted import counted
+from rlinf.data.lerobot_writer import episodes_of
+from rlinf.data.record import Record
+from rlinf.data.transitions import carried_out, transitions_of
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.envs.base import Episodes
+from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.errors import DataError, InputError
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.replay import prior
+from stages.collect import collect
+from tests.rlinf.envs.helped_worlds import STEPS
+
+HELPED: dict[str, Any] = {
+    "world": "tests.rlinf.envs.helped_worlds:make",
+    "id": "helped",
+    "observation": 1,
+    "action": {"kind": "box", "size": 2},
+}
+HORIZON = 23
+
+
+def collected(folder: Path, chunk: int = 1, **changed: Any) -> list[Record]:
+    config = GymConfig.model_validate({**HELPED, **changed})
+    small = MLPConfig(hidden=(8,), chunk=chunk)
+    MLPPolicy.create(small, GymEnvironment.describe(config), 0, folder)
+    engine = DirectEngine(DirectConfig(), MLPPolicy, small)
+    engine.load(folder, 0)
+    with contextlib.closing(GymEnvironment(config, None)) as environment:
+        episodes = Episodes(0, 0, "train", range(3), 3, 1, HORIZON, 1.0)
+        records = list(collect(environment, engine, episodes, "rollout"))
+        counts = Counter[str]()
+        environment.score(records, counts)
+    assert counts["intervened_steps"] == sum(int(r.steps["intervened"].sum()) for r in records)
+    assert counts["late_steps"] == sum(int(r.steps["late"].sum()) for r in records)
+    return records
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    return collected(tmp_path_factory.mktemp("policy"))
+
+
+def begun(record: Record) -> np.ndarray:
+    """Of each step how many of its episode were before it."""
+    return record.steps["observations"][:, 0].astype(int)
+
+
+def test_trajectories_say_where_a_person_acted_and_keep_what_the_policy_drew(
+    records: list[Record],
+) -> None:
+    for record in records:
+        acted = record.steps["intervened"] != 0
+        assert (begun(record)[acted] % 3 == 1).all()
+        np.testing.assert_array_equal(record.steps["late"], begun(record) == 3)
+        drawn = np.clip(record.steps["actions"], -1, 1)
+        np.testing.assert_array_equal(record.steps["performed"][~acted], drawn[~acted])
+        np.testing.assert_array_equal(record.steps["performed"][acted], -drawn[acted])
+    assert sum(int(r.steps["intervened"].sum()) for r in records) > 0
+
+
+@pytest.mark.parametrize("options", [{"processes": 1}, {"processes": 2, "halves": 2}])
+def test_processes_tell_the_same(
+    records: list[Record], options: dict[str, Any], tmp_path: Path
+) -> None:
+    for mine, theirs in zip(records, collected(tmp_path, **options), strict=True):
+        for name in ("intervened", "performed", "late"):
+            np.testing.assert_array_equal(mine.steps[name], theirs.steps[name], err_msg=name)
+
+
+def test_transitions_have_what_was_carried_out(records: list[Record]) -> None:
+    for record in records:
+        acted = record.steps["intervened"] != 0
+        rows = transitions_of(record, record.steps["rewards"])
+        assert len(rows) == HORIZON, "with those steps, and their rewards"
+        np.testing.assert_array_equal(rows["actions"][acted], record.steps["performed"][acted])
+        np.testing.assert_array_equal(rows["actions"][~acted], record.steps["actions"][~acted])
+        written = np.concatenate([episode["actions"] for episode in episodes_of(record)])
+        np.testing.assert_array_equal(written, rows["actions"], err_msg="for LeRobot")
+
+
+def test_chunks_say_it_of_each_of_their_actions(tmp_path: Path) -> None:
+    for record in collected(tmp_path, chunk=2):
+        acted = record.steps["intervened"]
+        assert acted.shape == (HORIZON, 2)
+        second = np.isin(begun(record) % STEPS, (0,))
+        np.testing.assert_array_equal(acted[second][:, 0], 0)
+        # An episode of five actions is two chunks and a half: what was not begun is nobody's.
+        cut = record.steps["executed"] == 1
+        assert cut.any()
+        np.testing.assert_array_equal(record.steps["performed"][cut][:, 1], 0)
+        done = carried_out(record)
+        np.testing.assert_array_equal(done[acted != 0], record.steps["performed"][acted != 0])
+
+
+def test_helped_episodes_become_prior_data(records: list[Record], tmp_path: Path) -> None:
+    source, to = tmp_path / "data", tmp_path / "prior"
+    source.mkdir()
+    writer = FileWriter(source, "trajectories")
+    for record in records:
+        writer.put(record)
+    writer.close()
+    wanted = []
+    for record in records:
+        rows = transitions_of(record, record.steps["rewards"])
+        for start in range(0, HORIZON, STEPS):
+            part = slice(start, min(start + STEPS, HORIZON))
+            if record.steps["intervened"][part].any():
+                wanted.append(rows[part])
+    said = take_helped(source, to)
+    assert said.startswith(f"{len(wanted)} episodes, {sum(map(len, wanted))} steps")
+    assert 0 < len(wanted) < 3 * -(-HORIZON // STEPS), "some were helped and some were not"
+    prior.check(to)
+    found = prior.load(to)
+    np.testing.assert_array_equal(found.take(np.arange(len(found))), np.concatenate(wanted))
+    again = next(iter(FileReader(sorted(to.glob("trajectories-*.h5")))))
+    np.testing.assert_array_equal(again.steps["actions"], carried_out(again)), "once and for all"
+    with pytest.raises(InputError, match="is not empty"):
+        take_helped(source, to)
+    with pytest.raises(DataError, match=r"has no file trajectories-\*\.h5"):
+        take_helped(tmp_path, tmp_path / "other")
+
+
+def test_algorithms_of_the_policys_own_choices_refuse_them(records: list[Record]) -> None:
+    helped = next(record for record in records if record.steps["intervened"].any())
+    with pytest.raises(InputError, match="a person acted in it"):
+        assemble([Sample(helped)])
+
+
+def test_an_episode_that_is_lost_at_its_first_step_has_the_same_columns(tmp_path: Path) -> None:
+    """As where there is one world at a time, and nothing else tells."""
+    file = tmp_path / "fell"
+    lost, whole = (
+        collected(tmp_path, kwargs={"falls": str(file)}, processes=processes)[0]
+        for processes in (1, 0)
+    )
+    assert not counted(lost)[0]
+    assert counted(whole).all()
+    assert {n: (c.dtype, c.shape) for n, c in lost.steps.items()} == {
+        n: (c.dtype, c.shape) for n, c in whole.steps.items()
+    }

@@ -1,0 +1,1 @@
+"""Isaac Lab 2.3, as far as the adapter calls it."""

@@ -1,0 +1,3 @@
+"""Names of activities."""
+
+BEHAVIOR_ACTIVITIES = ["picking_up_trash", "turning_on_radio"]

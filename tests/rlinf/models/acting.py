@@ -1,0 +1,113 @@
+"""Trajectories of policies that see pictures and an instruction, as an engine makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.ppo import PPO, PPOConfig
+from rlinf.channels.local import LocalChannel
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.data.batch import Sample
+from rlinf.data.instructions import INSTRUCTION
+from rlinf.data.record import Identity, Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.envs.loop import COLUMN_OF
+from rlinf.envs.seen import encoded
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+
+SPEC: dict[str, Any] = {
+    "observation": 5,
+    "action": {"kind": "box", "size": 3},
+    "images": {"front": [16, 24], "wrist": [16, 24]},
+}
+TEXTS = ("reach", "push the block to the left")
+
+
+def request(count: int, time: int, temperature: float = 1.0, seed: int = 0) -> Record:
+    random = np.random.default_rng(seed)
+    steps: dict[str, Any] = {
+        "sample": np.arange(count),
+        "observation": random.normal(size=(count, 5)).astype(np.float32),
+        INSTRUCTION: np.stack([encoded(TEXTS[i % 2]) for i in range(count)]),
+    }
+    for camera, (height, width) in SPEC["images"].items():
+        steps[f"images.{camera}"] = random.integers(0, 256, (count, height, width, 3), np.uint8)
+    info: dict[str, Any] = {"time": time, "horizon": 3, "temperature": temperature}
+    return Record(Identity(0, 0), steps, info=info)
+
+
+def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) -> list[Record]:
+    """Trajectories of three steps of five samples, by the engine."""
+    engine = DirectEngine(DirectConfig(), cls, config)
+    engine.load(folder, 0)
+    asked = [request(5, time, temperature, time) for time in range(3)]
+    channel = LocalChannel()
+    for each in asked:
+        channel.put(each)
+    channel.close()
+    replies = list(engine.generate(channel, seed=3, stage="rollout"))
+    records = []
+    for row in range(5):
+        steps: dict[str, Any] = {}
+        for ask, reply in zip(asked, replies, strict=True):
+            seen = {**ask.steps, "observations": ask.steps["observation"], **reply.steps}
+            for name, column in seen.items():
+                steps.setdefault(COLUMN_OF.get(name, name), []).append(column[row])
+        columns = {name: np.stack(column) for name, column in steps.items()}
+        columns["submask"] = np.ones_like(columns["logprobs"], np.uint8)
+        info: dict[str, Any] = {"group": row, "policy_version": 0}
+        records.append(Record(Identity(0, row), columns, info=info))
+    return records
+
+
+def trainer(cls: Any, config: Any, folder: Path, **options: Any) -> FSDPTrainer:
+    return FSDPTrainer(
+        cls.load(folder, config),
+        FSDPConfig(token_budget=400, device="cpu", **options),
+        OptimizerSection(lr=1e-3),
+        World(),
+    )
+
+
+def rewarded(records: list[Record]) -> list[Sample]:
+    """With rewards of some kind."""
+    random = np.random.default_rng(0)
+    return [
+        Sample(
+            record,
+            Record(
+                record.identity,
+                {"rewards": random.normal(size=3).astype(np.float32)},
+                info={"keep": 1},
+            ),
+            Record(record.identity),
+        )
+        for record in records
+    ]
+
+
+def assert_recomputed(learns: FSDPTrainer, records: list[Record], temperature: float) -> None:
+    """The trainer says of trajectories what the engine said as it made them."""
+    for row, outputs in learns.forward(records, temperature):
+        sampled = records[row].steps["logprobs"]
+        np.testing.assert_allclose(outputs.logprobs.numpy(), sampled, atol=1e-5)
+        assert outputs.values is not None
+        np.testing.assert_allclose(outputs.values.numpy(), records[row].steps["values"], atol=1e-5)
+
+
+def assert_first_update(learns: FSDPTrainer, records: list[Record], level: Any) -> None:
+    """Before any step the policy is that which sampled, and there is something to learn."""
+    learner = Learner(learns, {"policy": 1e-3, "value": 1e-3}, temperature=1.0)
+    algorithm = PPO(PPOConfig(logprob_level=level, old_logprobs="rollout", value_coefficient=0.0))
+    algorithm.update(learner, [rewarded(records)])
+    found = learner.metrics
+    # Advantages have a mean of zero, and every ratio is one.
+    assert abs(found["policy_loss"]) < 1e-5
+    assert found["clip_share"] == 0
+    assert found["kl_old"] < 1e-7
+    assert found["grad_norm"] > 1e-2
