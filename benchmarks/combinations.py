@@ -24,6 +24,13 @@ SMALL_TEXT = (
     "rollout.horizon=6",
 )
 VECTORS = ["engine=direct", "reward=environment", "rollout.batch=2", "rollout.group_size=4"]
+SEEN = (
+    *("task=inverted_pendulum", "task.images={free: [32, 32]}", "task.instruction=balance"),
+    *VECTORS,
+    *("rollout.horizon=4", "model.hidden=32", "model.layers=2", "model.heads=2"),
+    *("model.kv_heads=1", "model.intermediate=64", "model.vision_hidden=16"),
+    *("model.vision_heads=2", "model.patch=16", "model.proprio=4", "model.chunk=3"),
+)
 PENDULUM = ("task=pendulum", *VECTORS, "rollout.horizon=20", "model.hidden=[16]")
 
 
@@ -65,6 +72,11 @@ COLUMNS = {
         ),
     ),
     "flow": Column("`flow`: vectors", ("model=flow", *PENDULUM)),
+    "vla": Column("`vla`: pictures and words", ("model=vla", *SEEN)),
+    "smolvla": Column(
+        "`smolvla`: pictures and words",
+        ("model=smolvla", *SEEN, "model.image=32", "model.merge=1", "model.steps=2"),
+    ),
     "mlp_q": Column(
         "`mlp_q`: vectors",
         ("model=mlp_q", *PENDULUM, "model.critic_hidden=[16]"),

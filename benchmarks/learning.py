@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,7 @@ def theirs(name: str, seed: int) -> Iterator[Point]:
     """The same of Stable-Baselines3, on one thread."""
     import stable_baselines3
     import torch
+    from gymnasium.wrappers import TransformReward
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize, sync_envs_normalization
@@ -107,7 +109,14 @@ def theirs(name: str, seed: int) -> Iterator[Point]:
     row = ROWS[name].theirs
     assert row is not None
     torch.set_num_threads(1)
-    env, held_out = make_vec_env(row.env, row.environments), make_vec_env(row.env)
+    scale = row.reward_scale
+    env = make_vec_env(
+        row.env,
+        row.environments,
+        wrapper_class=TransformReward,
+        wrapper_kwargs={"func": lambda reward: scale * reward},
+    )
+    held_out = make_vec_env(row.env)
     if row.standardised:
         env = VecNormalize(env, norm_reward=False)
         held_out = VecNormalize(held_out, norm_reward=False, training=False)
@@ -133,7 +142,7 @@ def main() -> int:
     if asked.name:
         for whose in ("ours", "theirs") if asked.only is None else (asked.only,):
             measure(asked.name, asked.seed, whose)
-        draw(asked.name, curves().get(asked.name, {}))
+        draw(asked.name, curves())
     put("rows", table(curves()))
     if not asked.name:
         put("combinations", matrix(curves()))
@@ -182,6 +191,16 @@ def curves() -> Known:
     return known
 
 
+def goal_of(name: str, known: Known) -> float:
+    """The score that a row is to reach; infinity where it is that of curves not yet measured."""
+    goal = ROWS[name].goal
+    if goal is not None:
+        return goal
+    theirs = [found["theirs"] for found in known.get(name, {}).values() if "theirs" in found]
+    last = [run["curve"][-1]["score"] for run in theirs]
+    return float(np.mean(last)) if last else math.inf
+
+
 def table(known: Known) -> str:
     """A line for each row that was measured, in Markdown: what every seed reached, and when."""
     lines = [
@@ -191,7 +210,8 @@ def table(known: Known) -> str:
     for name, row in ROWS.items():
         seeds = sorted(known.get(name, {}).items())
         runs = [found["ours"] for _, found in seeds if "ours" in found]
-        begin = f"| {row.method} | {row.task} | `{name}` | {row.goal:g} |"
+        goal = goal_of(name, known)
+        begin = f"| {row.method} | {row.task} | `{name}` | {goal:.4g} |"
         if not runs:
             lines.append(f"{begin} not measured | |")
             continue
@@ -199,7 +219,7 @@ def table(known: Known) -> str:
         for run in runs:
             cut = "" if run.get("complete") else " (cut off)"
             last.append(f"{run['curve'][-1]['score']:.4g}{cut}")
-            reached = [p["steps"] for p in run["curve"] if p["score"] >= row.goal]
+            reached = [p["steps"] for p in run["curve"] if p["score"] >= goal]
             first.append(f"{reached[0]:,.0f}" if reached else "not reached")
         when = ", ".join(first) + (f" {row.unit}" if any(f[0].isdigit() for f in first) else "")
         lines.append(f"{begin} {', '.join(last)} | {when} |")
@@ -238,16 +258,17 @@ def cell(algorithm: str, column: str, known: Known) -> str:
         ]
         if not seeds:
             continue
-        reached = all(any(p["score"] >= row.goal for p in curve) for curve in seeds)
+        goal = goal_of(name, known)
+        reached = all(any(p["score"] >= goal for p in curve) for curve in seeds)
         mean = np.mean([curve[-1]["score"] for curve in seeds])
         word = "learns" if reached else "goal not reached"
         said.append(f"{word}: {row.task} {mean:.4g}")
     return "; ".join(said) or "runs"
 
 
-def draw(name: str, seeds: dict[str, Any]) -> None:
+def draw(name: str, known: Known) -> None:
     """Every curve of a row, ours and theirs, and the goal."""
-    row = ROWS[name]
+    row, goal, seeds = ROWS[name], goal_of(name, known), known.get(name, {})
     figure, axis = plt.subplots(figsize=(7, 3.6))
     labels = {"ours": "rlinf", "theirs": "Stable-Baselines3"}
     colours = {"ours": COLOURS["train"], "theirs": COLOURS["rollout"]}
@@ -258,7 +279,7 @@ def draw(name: str, seeds: dict[str, Any]) -> None:
             scores = [point["score"] for point in measured["curve"]]
             label, style = f"{labels[whose]}, seed {seed}", styles[int(seed) % len(styles)]
             axis.plot(steps, scores, f"o{style}", ms=3, color=colours[whose], label=label)
-    axis.axhline(row.goal, color="0.6", lw=1, label=f"goal {row.goal:g}")
+    axis.axhline(goal, color="0.6", lw=1, label=f"goal {goal:.4g}")
     axis.set_xlabel(row.unit)
     axis.set_ylabel("held-out score")
     axis.set_title(f"{row.method}, {row.task}", fontsize=10)
