@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
+from pipeline.fitting import check_fit, check_replay, check_values
 from pipeline.launch import ClusterConfig
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
-from rlinf.algorithms import algorithms
 from rlinf.channels.world import ParallelLayout
 from rlinf.config import RunConfig, validate
 from rlinf.engines import engines
-from rlinf.envs import environments
 from rlinf.envs.base import Extent
-from rlinf.errors import ConfigError, RlinfError, nearest, require
-from rlinf.fit import (
-    DEMONSTRATIONS,
-    GROUPS,
-    HELD_OUT_DEMONSTRATIONS,
-    LANGUAGE_MODEL,
-    REPLAY,
-    REPLAYS,
-    STALE,
-)
+from rlinf.errors import ConfigError, nearest, require
+from rlinf.fit import LANGUAGE_MODEL, REPLAYS
 from rlinf.interpreters import OF_STAGES, check_interpreter, know, missing_modules, named
-from rlinf.models import policies
-from rlinf.registry import Registry, own_attribute
-from rlinf.rewards import rewards
+from rlinf.registry import own_attribute
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
@@ -72,11 +61,8 @@ def check(config: RunConfig) -> None:
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
     algorithm.check(model_options)
-    if REPLAY in algorithm.needs and not trainer.takes_batches:
-        raise ConfigError(
-            f"trainer.name: {config.trainer.name!r} takes no batches of transitions; set "
-            "trainer=fsdp"
-        )
+    check_replay(config, algorithm, trainer, trainer_options)
+    check_values(config, algorithm, trainer_options)
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.minibatches:
         raise ConfigError(
@@ -245,72 +231,6 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
         pool = of.get(stage)
         size = job.nodes * job.processes if pool is None else sizes[pool]
         layout.check(1 if stage in comes_and_goes else size, key)
-
-
-class Part(NamedTuple):
-    """A part of the run, and all that could stand in its place."""
-
-    section: str
-    name: str
-    registry: Registry
-
-    @property
-    def key(self) -> str:
-        return f"{self.section}.name"
-
-
-def check_fit(config: RunConfig) -> None:
-    """See that what each part needs is offered by another one (:mod:`rlinf.fit`).
-
-    Raises:
-        ConfigError: a need is not met; names the parts of the same kind that would fit.
-    """
-    parts = [
-        Part("task", config.task.name, environments),
-        Part("model", config.model.name, policies),
-        Part("engine", config.engine.name, engines),
-        Part("reward", config.reward.name, rewards),
-        Part("algorithm", config.algorithm.name, algorithms),
-    ]
-    flow = flow_of(config)
-    offered = {word for part in parts for word in part.registry.get(part.name).offers}
-    offered |= flow.offers
-    if config.rollout.group_size > 1:
-        offered.add(GROUPS)
-    sources = (source for stage in flow.table.values() for source in stage.inputs.values())
-    if config.rollout.staleness and any(source.lags for source in sources):
-        offered.add(STALE)
-    for part in parts:
-        missing = part.registry.get(part.name).needs - offered
-        if missing:
-            others = [name for name in part.registry.names() if _fits(part.registry, name, offered)]
-            raise ConfigError(
-                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
-                f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
-                + (f"; here fits: {', '.join(others)}" if others else "")
-            )
-    if missing := flow.needs - offered:
-        raise ConfigError(
-            f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
-        )
-    if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
-        raise ConfigError(
-            f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
-            "set it to 0"
-        )
-    if config.warm_start.held_out and HELD_OUT_DEMONSTRATIONS not in offered:
-        raise ConfigError(
-            f"warm_start.held_out: task {config.task.name!r} has no held-out demonstrations to "
-            "take the loss of; set it to 0"
-        )
-
-
-def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
-    try:
-        needs: frozenset[str] = registry.get(name).needs
-    except (RlinfError, ImportError):
-        return False
-    return needs <= offered
 
 
 def check_tracker(name: str, key: str) -> None:

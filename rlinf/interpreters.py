@@ -40,7 +40,12 @@ def interpreter(name: str, key: str) -> str:
     Raises:
         ConfigError: it is not there.
     """
-    known = json.loads(os.environ.get(TABLE, "{}"))
+    if not name:
+        raise ConfigError(f"{key}: is empty; name an interpreter, or leave it out")
+    try:
+        known = dict(json.loads(os.environ.get(TABLE, "{}")))
+    except ValueError as error:
+        raise ConfigError(f"{TABLE}: no JSON object of paths by name ({error})") from None
     folder = Path(os.environ.get(FOLDER, "~/.cache/rlinf/envs")).expanduser()
     if os.sep in name:
         path = Path(name).expanduser().absolute()
@@ -98,5 +103,10 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"{key}: {path} does not run as a Python interpreter ({error})") from None
+        why = f"no answer within {LONGEST_S:g} s"
+        if isinstance(error, subprocess.CalledProcessError):
+            why = f"it ended with {error.returncode}: {error.stderr.strip()[-200:]}"
+        elif isinstance(error, OSError):
+            why = str(error)
+        raise ConfigError(f"{key}: {path} does not run as a Python interpreter ({why})") from None
     return done.stdout.split()

@@ -26,14 +26,18 @@ from rlinf.private import is_private
 
 SHM = Path("/dev/shm")
 PREFIX = "rlinf-"
-SEGMENT = re.compile(PREFIX + r"(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}(-[01])?")
+SEGMENT = re.compile(PREFIX + r"(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{8,16}(-[01])?")
 """User, space of process numbers, process, its start, and what tells its segments apart."""
 
 
 def segment_name() -> str:
-    """A new name for shared memory that is of no use once this process has ended."""
+    """A new name for shared memory that is of no use once this process has ended.
+
+    No longer than it must be: servers make sockets in folders of such names, whose paths end at 107
+    bytes.
+    """
     owner = (os.getuid(), space(), os.getpid(), own_start())
-    return PREFIX + "-".join(map(str, owner)) + f"-{secrets.token_hex(8)}"
+    return PREFIX + "-".join(map(str, owner)) + f"-{secrets.token_hex(4)}"
 
 
 def make(name: str, size: int) -> mmap.mmap:

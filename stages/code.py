@@ -27,6 +27,7 @@ from rlinf.algorithms import algorithms
 from rlinf.config import PLACES, RunConfig, digest
 from rlinf.engines import engines
 from rlinf.envs import environments
+from rlinf.envs.worlds import worlds
 from rlinf.errors import CodeError
 from rlinf.models import policies
 from rlinf.registry import Registry
@@ -50,6 +51,8 @@ REGISTRIES: Mapping[str, Registry] = {
 READERS = frozenset({"task", "reward", "algorithm"})
 """Sections whose files count by what is in them; a model's folder is kept with the run."""
 FILE = "file:"
+STARTED = "STARTED"
+"""Of a module: the names of those that other processes run for it, a tuple of texts."""
 CARRIERS = (
     "rlinf.artifacts",
     "rlinf.channels",
@@ -224,6 +227,11 @@ def _names(config: RunConfig, stage: str) -> set[str]:
     ]
     found = {*named, *_files(config, flow.table[stage].sections)}
     left = [flow.program(stage), *(target.partition(":")[0] for target in named)]
+    world = (config.task.model_extra or {}).get("world")
+    if "task" in flow.table[stage].sections and isinstance(world, str):
+        # A simulator's process imports it by its name, and may alone be able to.
+        module = worlds.target(world, "task.world").partition(":")[0]
+        left += [module] if _path(module) else []
     packages = {name.partition(".")[0] for name in left}
     while left:
         name = left.pop()
@@ -247,11 +255,12 @@ def _names(config: RunConfig, stage: str) -> set[str]:
 def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
     """Names of the data files of the sections that make records: by their keys, not their paths.
 
-    Classes are not imported for it, so any text that is the path of a file counts as one.
+    Classes are not imported for it, so any text that is the path of a file counts as one, and of an
+    algorithm that of a folder: prior data.
     """
     for section in READERS.intersection(sections):
         for key, text in _texts(getattr(config, section).model_extra or {}):
-            if key not in PLACES and _is_file(text):
+            if key.partition(".")[0] not in PLACES and _is_data(section, text):
                 yield f"{FILE}{section}.{key}"
 
 
@@ -264,9 +273,10 @@ def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((f"{key}.{inner}", text) for inner, text in _texts(value))
 
 
-def _is_file(text: str) -> bool:
+def _is_data(section: str, text: str) -> bool:
     try:
-        return Path(text).expanduser().is_file()
+        path = Path(text).expanduser()
+        return path.is_file() or (section == "algorithm" and bool(text) and path.is_dir())
     except (OSError, RuntimeError):  # too long for a path; a home that nobody has
         return False
 
@@ -277,15 +287,18 @@ def _path_of(config: RunConfig, name: str) -> Path:
 
 
 def _content(path: Path) -> str:
-    """Digest of the content of a data file; empty: it is gone."""
+    """Digest of the content of a data file, or of all in a folder; empty: it is gone."""
     try:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            return digest([[str(file.relative_to(path)), _content(file)] for file in files])
         mark = path.stat()
         return _digest(path, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
     except OSError:
         return ""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _digest(path: Path, mark: tuple[int, ...]) -> str:
     content = xxhash.xxh3_128()
     with path.open("rb") as file:
@@ -346,7 +359,7 @@ def _module(name: str) -> _Module:
     for text in _meaning(parsed):
         meaning.update(text)
     source = Source(xxhash.xxh3_128_hexdigest(raw), meaning.hexdigest())
-    return _Module(source, frozenset(_imports(parsed, package)))
+    return _Module(source, frozenset([*_imports(parsed, package), *_started(parsed)]))
 
 
 @cache
@@ -389,6 +402,13 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
                 base = ".".join([*parents, *([base] if base else [])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _started(parsed: ast.Module) -> Iterator[str]:
+    """Modules that a module has other processes run, which it names in :data:`STARTED`."""
+    for node in parsed.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == STARTED:
+            yield from ast.literal_eval(node.value)
 
 
 def _meaning(node: Any) -> Iterator[bytes]:

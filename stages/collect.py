@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import replace
 
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks
 from rlinf.envs.base import Environment, Episodes
+from rlinf.errors import RequeueRequested
+
+
+class _Unread(Exception):
+    """Nobody takes the trajectories any more."""
 
 
 def collect(
@@ -17,19 +23,39 @@ def collect(
     episodes: Episodes,
     stage: str,
     hooks: Hooks = NO_HOOKS,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Generator[Record]:
     """Trajectories of ``episodes``, each as soon as it is complete.
 
     The engine answers in a thread of its own. An error on either side ends both and is raised here.
+    Where they are not taken to the end, the samples under way are left as they are.
+
+    Args:
+        stopping: whether the allocation is about to end; asked at every step of the engine.
+
+    Raises:
+        RequeueRequested: it is.
     """
     observations, actions = LocalChannel(capacity=64), LocalChannel()
     failure: list[BaseException] = []
+    unread = threading.Event()
+
+    def gives_up(left: int, of: int) -> bool:
+        if unread.is_set():
+            raise _Unread
+        if stopping():
+            raise RequeueRequested(f"{stage}: stopping with {left} of {of} samples left")
+        return hooks.gives_up is not None and hooks.gives_up(left, of)
+
+    asked = replace(hooks, gives_up=gives_up)
 
     def generate() -> None:
         try:
-            replies = engine.generate(observations, seed=episodes.seed, stage=stage, hooks=hooks)
+            replies = engine.generate(observations, seed=episodes.seed, stage=stage, hooks=asked)
             for reply in replies:
                 actions.put(reply)
+        except _Unread:
+            observations.close()
         except BaseException as error:
             failure.append(error)
             observations.close()
@@ -38,13 +64,17 @@ def collect(
 
     worker = threading.Thread(target=generate, name="generate", daemon=True)
     worker.start()
+    taken = False
     try:
         yield from environment.simulate(episodes, observations, actions)
+        taken = True
     except Exception:
         if failure:
             raise failure[0] from None
         raise
     finally:
+        if not taken:
+            unread.set()
         observations.close()
         worker.join()
     if failure:

@@ -12,6 +12,7 @@ from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.base import Engine
 from rlinf.envs.base import VIDEO, Environment, Episodes
+from rlinf.errors import StageError
 from stages.collect import collect
 from stages.context import Context
 from stages.layout import VIDEOS
@@ -48,11 +49,13 @@ def run(ctx: Context) -> None:
         output.put(without(trajectory, unseen))
     output.close()
     if trajectories:
-        ctx.metric("score", float(np.mean(scores)), weight=len(scores))
+        scored = [score for score in scores if not np.isnan(score)]
+        if scored:
+            ctx.metric("score", float(np.mean(scored)), weight=len(scored))
         lengths = [counted(trajectory).sum() for trajectory in trajectories]
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         for name, value in environment.measures(trajectories).items():
-            ctx.metric(name, value, weight=len(scores))
+            ctx.metric(name, value, weight=len(scored))
         ctx.count(counts, len(scores), "held-out answers")
 
 
@@ -69,6 +72,9 @@ def held_out(
 
     Args:
         filmed: see :class:`rlinf.envs.base.Episodes`.
+
+    Raises:
+        StageError: none could be scored.
     """
     episodes = Episodes(
         seed=0,
@@ -83,9 +89,15 @@ def held_out(
         sampling=(ctx.config.evaluate.sampling or ctx.config.rollout.sampling).settings(),
     )
     trajectories = []
-    with contextlib.closing(collect(environment, engine, episodes, "evaluate")) as made:
+    collecting = collect(environment, engine, episodes, "evaluate", stopping=ctx.stopping)
+    with contextlib.closing(collecting) as made:
         for trajectory in made:
             trajectories.append(trajectory)
             ctx.progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda record: record.identity)
-    return trajectories, environment.score(trajectories, counts)
+    scores = environment.score(trajectories, counts)
+    if scores and np.isnan(scores).all():
+        raise StageError(
+            f"none of {len(scores)} held-out episodes could be scored; the log says why each failed"
+        )
+    return trajectories, scores

@@ -53,7 +53,8 @@ def judged(
     scores = list[float]()
     if environment is not None:
         scores = environment.score(trajectories, troubles)
-    judgements = reward.judgements(trajectories, scores)
+    # One that could not be taken is of a trajectory of which no step counts.
+    judgements = reward.judgements(trajectories, np.nan_to_num(scores).tolist())
     rewards = [np.asarray(judgement.worth, np.float32) for judgement in judgements]
     found = [judgement.trouble for judgement in judgements]
     troubles.update(dict.fromkeys(reward.troubles, 0))
@@ -95,7 +96,7 @@ def run(ctx: Context) -> None:
             verdict = judged(reward, algorithm, environment, trajectories, troubles)
         part, rewards, kept = verdict.scores, verdict.rewards, verdict.kept
         total, group, judged_ones = verdict.totals, verdict.groups, verdict.judged
-        shown = part or total.tolist()
+        shown = np.nan_to_num(part).tolist() or total.tolist()
         for trajectory, score, steps, counts, trouble in zip(
             trajectories, shown, rewards, kept, verdict.troubles, strict=True
         ):
@@ -107,7 +108,7 @@ def run(ctx: Context) -> None:
             if reward.troubles:
                 info["trouble"] = trouble
             output.put(Record(trajectory.identity, {"rewards": steps}, info=info))
-        scores += part
+        scores += [score for score in part if not np.isnan(score)]
         # What nobody judged is no part of the mean.
         totals.append(total[judged_ones])
         groups.append(group[judged_ones])
@@ -124,6 +125,6 @@ def run(ctx: Context) -> None:
         ctx.metric("std", float(every_total.std()), weight=len(every_total))
         ctx.metric("group_std", float(np.mean(spread)), weight=len(spread))
     if scores:
-        ctx.metric("score", float(np.mean(scores)), weight=count)
+        ctx.metric("score", float(np.mean(scores)), weight=len(scores))
     ctx.metric("kept_share", float(every_kept.mean()), weight=count)
     ctx.count(troubles, count, "samples")

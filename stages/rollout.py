@@ -85,12 +85,11 @@ def collected(
         begun=begun,
         sampling=settings.sampling.settings(),
     )
-    # Asked all the same: it also stops the engine when the allocation ends.
-    resumes = environment.resumes
-    asked = gives_up and (lambda left, of: gives_up(left, of) and resumes)
-    hooks = Hooks(newer_weights(ctx, engine) if follows else None, asked)
+    hooks = Hooks(
+        newer_weights(ctx, engine) if follows else None, gives_up if environment.resumes else None
+    )
     with ctx.span("generate"):
-        yield from collect(environment, engine, episodes, "rollout", hooks)
+        yield from collect(environment, engine, episodes, "rollout", hooks, ctx.stopping)
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 Row = dict[str, float | None]
 """Of the curve: a step, its loss, and :data:`MEASURES` where they were taken."""
 MEASURES = ("score", "held_out_loss")
+LOOKED_AT = 32
 PROGRESS = "progress"
 """Folder beside the attempts; removed when the stage commits."""
 
@@ -124,7 +125,12 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
     )
     curve = load_progress(ctx, trainer)
     known = [row["score"] for row in curve if row["score"] is not None]
+    if not curve and trainer.policy.observes:
+        # Before the first step: the policy learns by the statistics that it goes on with.
+        look_at(ctx, trainer, environment)
     for step in range(len(curve), settings.max_steps):
+        if curve and reached(curve[-1], settings.stop_at):
+            break
         shown = environment.demonstrations(ctx.config.seed, step, settings.batch)
         records = [trainer.policy.demonstrated(record, ctx.config.seed) for record in shown]
         length = max(len(record) for record in records)
@@ -149,9 +155,25 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
         if beyond is not None:
             log.info("warm start: step %d, held-out loss %.4f nats", step + 1, beyond)
         ctx.progress(step + 1, settings.max_steps, f"fine-tuning steps{told}")
-        if score is not None and score >= settings.stop_at:
-            break
     return curve
+
+
+def reached(row: Row, goal: float) -> bool:
+    """Whether the score that ends the fine-tuning was measured at a step."""
+    return row["score"] is not None and row["score"] >= goal
+
+
+def look_at(ctx: Context, trainer: Trainer, environment: Any) -> None:
+    """Have the policy follow the statistics of the demonstrations of the first :data:`LOOKED_AT`
+    steps."""
+    settings = ctx.config.warm_start
+    trainer.policy.observe(
+        [
+            record
+            for step in range(min(LOOKED_AT, settings.max_steps))
+            for record in environment.demonstrations(ctx.config.seed, step, settings.batch)
+        ]
+    )
 
 
 def counts_of(record: Record) -> np.ndarray:
@@ -219,7 +241,7 @@ def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> f
     if ctx.world.rank == 0:
         engine.load(folder, 0)
         starts = range(ctx.config.evaluate.samples)
-        score += float(np.mean(held_out(ctx, environment, engine, starts, Counter())[1]))
+        score += float(np.nanmean(held_out(ctx, environment, engine, starts, Counter())[1]))
         shutil.rmtree(folder)
     if ctx.world.size > 1:
         torch.distributed.broadcast(score, 0)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeline.durations import duration
 from pipeline.facts import facts
 from pipeline.notices import notices
@@ -77,9 +79,19 @@ def html(data: ReportData) -> str:
         facts=facts(
             {} if record is None else record.model_dump(), data.run.config.seed, data.manifests
         ),
-        config=(run / CONFIG).read_text(encoding="utf-8"),
+        config=shown((run / CONFIG).read_text(encoding="utf-8")),
         plan=plan,
     )
+
+
+def shown(config: str) -> str:
+    """A configuration (YAML) without what may be secret: values of ``cluster.env``."""
+    values = yaml.safe_load(config)
+    cluster = values.get("cluster") or {}
+    if not cluster.get("env"):
+        return config
+    cluster["env"] = dict.fromkeys(cluster["env"], "(not shown)")
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def interactive(template: str, content: Mapping[str, Any], ours: Sequence[str], **more: Any) -> str:

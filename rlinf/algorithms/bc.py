@@ -15,7 +15,7 @@ from pydantic import Field
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.off_policy import fitting, tensors_of
+from rlinf.algorithms.off_policy import fitting, required, tensors_of
 from rlinf.config import Section
 from rlinf.data.batch import Sample
 from rlinf.fit import IMITATION, REPLAY, REPLAYS, WITHOUT_ROLLOUTS
@@ -44,6 +44,7 @@ class BC(Algorithm):
     offers = frozenset({REPLAYS})
 
     def check(self, model: Any) -> None:
+        required(model, "normalise_observations", False, "bc follows no statistics")
         prior.check(self.config.prior)
 
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:

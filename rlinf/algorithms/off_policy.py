@@ -43,7 +43,8 @@ class OffPolicyConfig(Section):
     min_transitions: int = Field(default=1, gt=0)
     """None are made before so many transitions are there."""
     policy_every: int = Field(default=1, gt=0)
-    """The policy learns at every so manieth step, the critics at each."""
+    """The policy learns at every so manieth step of an iteration, counted back from its last one;
+    the critics at each."""
     gamma: float = Field(default=0.99, gt=0, le=1)
     tau: float = Field(default=0.005, gt=0, le=1)
     """Share by which target networks move towards the critics after each step."""
@@ -108,7 +109,7 @@ class OffPolicy(Algorithm):
         module: Any = learner.policy.module
 
         def only(number: int) -> Collection[str] | None:
-            return None if self._policy_learns(number) else self.learning
+            return None if self._policy_learns(number, count) else self.learning
 
         def after() -> None:
             if getattr(module, "targets", None) is not None:
@@ -141,7 +142,7 @@ class OffPolicy(Algorithm):
             for step in range(steps):
                 batch = {name: column[step] for name, column in columns.items()}
                 batch["next_noise"] = drawn[step, 0]
-                if self._policy_learns(first + step):
+                if self._policy_learns(first + step, count):
                     batch["noise"] = drawn[step, 1]
                 if self.subset is not None:
                     chosen = random.choice(critics, self.subset, replace=False)
@@ -149,8 +150,9 @@ class OffPolicy(Algorithm):
                 yield batch
             learner.progress(first + steps, count)
 
-    def _policy_learns(self, number: int) -> bool:
-        return (number + 1) % self.config.policy_every == 0
+    def _policy_learns(self, number: int, count: int) -> bool:
+        """Whether it does at a step (from 0) of so many, the last of which is always one."""
+        return (count - 1 - number) % self.config.policy_every == 0
 
     def _sources(self, policy: Any, online: Transitions) -> tuple[Transitions, Transitions]:
         """What was collected, and what was there before.

@@ -101,6 +101,15 @@ class PolicyGradientConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _reward_is_of_the_policy(self) -> PolicyGradientConfig:
+        if self.kl_reward and self.old_logprobs != "recompute":
+            raise ValueError(
+                "kl_reward is of the policy before the update, whose log-probabilities the "
+                "inference stage computes; it needs old_logprobs: recompute"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _behaviour_is_known(self) -> PolicyGradientConfig:
         if self.behaviour_weight_cap is None:
             for key in ("behaviour_weight_level", "behaviour_weight_outside"):

@@ -19,7 +19,7 @@ from rlinf.data.counted import counted
 from rlinf.data.instructions import INSTRUCTION, decoded
 from rlinf.data.lerobot import ACTION, CAMERAS, INFO, REWARD, STATE, SUCCESS
 from rlinf.data.record import Record
-from rlinf.data.transitions import carried_out
+from rlinf.data.transitions import carried_out, refuse_chunks
 from rlinf.data.video import write_video
 from rlinf.errors import InputError, require
 
@@ -54,6 +54,7 @@ def episodes_of(trajectory: Record) -> Iterator[dict[str, np.ndarray]]:
             f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; demonstrations are made "
             "of trajectories that a simulator gave (task.name=gym)"
         )
+    refuse_chunks(trajectory)
     done = (np.asarray(steps["terminated"]) | np.asarray(steps["truncated"])).astype(np.uint8)
     ends = [*(np.flatnonzero(done) + 1).tolist()]
     if not ends or ends[-1] < len(trajectory):

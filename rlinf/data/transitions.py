@@ -123,6 +123,7 @@ def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
             f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; transitions are made of "
             "trajectories that a simulator gave (task.name=gym)"
         )
+    refuse_chunks(trajectory)
     seen, length = np.asarray(steps["observations"], np.float32), len(trajectory)
     actions = carried_out(trajectory).astype(np.float32).reshape(length, -1)
     if seen.ndim != 2:
@@ -144,6 +145,19 @@ def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
     # Nothing follows: what stands there must not depend on which episode came next.
     rows["next_observations"][ended] = seen[ended]
     return rows[counted(trajectory)]
+
+
+def refuse_chunks(trajectory: Record) -> None:
+    """
+    Raises:
+        InputError: its steps are chunks of actions, of which nothing says what was seen between
+            them.
+    """
+    if "executed" in trajectory.steps:
+        raise InputError(
+            f"{trajectory.identity}: its policy acts by chunks, and what was seen between their "
+            "actions was not kept; collect with model.chunk=1"
+        )
 
 
 def concatenated(parts: Iterable[np.ndarray]) -> np.ndarray:

@@ -132,7 +132,7 @@ class Hooks:
     have ``version``."""
     gives_up: Callable[[int, int], bool] | None = None
     """Given how many samples are unfinished and how many have been asked: whether to reply those
-    under way as they are, as ``unfinished``. Engines whose samples are short need not ask. What it
+    under way as they are, as ``unfinished``. Engines whose requests are short need not ask. What it
     raises ends :meth:`Engine.generate`."""
 
 

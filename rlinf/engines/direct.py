@@ -55,8 +55,11 @@ class DirectEngine(Storages, Engine):
 
     def load(self, folder: Path, version: int) -> None:
         self.close()  # the old ones leave the memory first
-        self._policy = self._class.load(folder, self._policy_config)
-        placed(self._policy.module.eval(), self.device)
+        # Also where they come while samples are under way: of tensors that are made in inference
+        # mode no later state can take the place.
+        with torch.inference_mode(False):
+            self._policy = self._class.load(folder, self._policy_config)
+            placed(self._policy.module.eval(), self.device)
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

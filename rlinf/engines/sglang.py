@@ -20,6 +20,8 @@ from rlinf.engines.legs import Ask, Leg
 from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
 
+STARTED = ("rlinf.engines.inside.rlinf_sglang",)
+"""Is part of the identity of what the engine makes (:mod:`stages.code`)."""
 PARTS = ["kv_cache", "weights"]
 """Of its memory."""
 

@@ -16,6 +16,8 @@ from rlinf.engines.legs import Ask, Leg
 from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import ServerConfig, ServerEngine
 
+STARTED = ("rlinf.engines.inside.rlinf_vllm",)
+"""Is part of the identity of what the engine makes (:mod:`stages.code`)."""
 VARIABLES = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension knows the sampler of the first one
     "VLLM_NO_USAGE_STATS": "1",

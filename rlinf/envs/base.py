@@ -156,7 +156,8 @@ class Environment(Part, ABC):
 
     @abstractmethod
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        """The task's own measure of each finished trajectory: what evaluation averages.
+        """The task's own measure of each finished trajectory: what evaluation averages; NaN where
+        it could not be taken, which evaluation leaves out.
 
         Args:
             counts: takes what could not be scored as meant, by kind (time-outs, for instance); a

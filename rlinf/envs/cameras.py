@@ -46,6 +46,7 @@ class Pictured:
         self.action_space = world.action_space
         self.observation_space = world.observation_space
         self.starts = getattr(world, "starts", 0)
+        self.tells = getattr(world, "tells", ())
         self.unwrapped = bare
         if hasattr(world, "expert"):
             self.expert = world.expert

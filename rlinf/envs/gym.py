@@ -342,7 +342,7 @@ class GymEnvironment(Environment):
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         """Of the episodes that a trajectory completed (of the open one, if none) the mean return,
-        or the share that had success."""
+        or the share that had success; NaN where the simulator failed in all of them."""
         counts["failed_episodes"] += sum(
             int(trajectory.info["failed"]) for trajectory in trajectories
         )
@@ -351,13 +351,15 @@ class GymEnvironment(Environment):
             if told:
                 counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in told)
         measure = "success_once" if self.config.success else "return"
-        return [float(trajectory.info[measure]) for trajectory in trajectories]
+        return [
+            float(t.info[measure]) if t.info.get("scored", True) else float("nan")
+            for t in trajectories
+        ]
 
     def measures(self, trajectories: Sequence[Record]) -> dict[str, float]:
-        return {
-            name: float(np.mean([trajectory.info[name] for trajectory in trajectories]))
-            for name in (*MEASURES[:2], *(MEASURES[2:] if self.config.success else ()))
-        }
+        scored = [t.info for t in trajectories if t.info.get("scored", True)]
+        names = (*MEASURES[:2], *(MEASURES[2:] if self.config.success else ()))
+        return {name: float(np.mean([info[name] for info in scored])) for name in names if scored}
 
     def close(self) -> None:
         self._worlds.close()
@@ -405,6 +407,8 @@ def make(config: GymConfig) -> Any:
                 "in a process of its own; set 1"
             )
         return make(**_values(config))
+    except Refused as error:
+        raise ConfigError(str(error)) from None
     except (ImportError, ValueError) as error:
         raise ConfigError(refusal(error)) from None
 

@@ -233,6 +233,10 @@ class _Trajectories:
         start, lost = int(self.starts[row]), self._lost[row]
         self._ended[row].pop()
         lost.append(slice(int(self._first[row]), int(self._length[row])))
+        # Rewards of steps that do not count are those of the choice before, which here was of
+        # another episode.
+        self.columns["rewards"][row, lost[-1]] = 0
+        self._measured[:, row] = 0
         if len(lost) == FAILURES:
             raise SimulatorError(f"start {start}: the simulator fails: {error}")
         log.warning("start %d: the simulator failed: %s", start, error)
@@ -274,11 +278,17 @@ class _Trajectories:
                         "stop_reason": "stop" if ended else "length",
                         **dict(zip(MEASURES, means.tolist(), strict=True)),
                         "episodes": len(ended),
+                        "scored": self._scored(row),
                         "failed": len(self._lost[row]),
                     },
                 )
             )
         return found
+
+    def _scored(self, row: int) -> bool:
+        """Whether there is an episode to measure: one that ended, or the open one."""
+        lost = self._lost[row]
+        return bool(self._ended[row]) or not lost or lost[-1].stop < self._length[row]
 
     def _mask(self, row: int) -> np.ndarray:
         """The step column ``mask``, also where all steps count: another sample may have lost some,

@@ -18,10 +18,22 @@ from .seen import Images, Refused
 
 
 def maker(target: str) -> Callable[..., Any]:
-    """What ``FILE:attribute`` or ``module:attribute`` names."""
+    """What ``FILE:attribute`` or ``module:attribute`` names; Refused for what is not there."""
     module, _, name = target.rpartition(":")
+    try:
+        found = _module(module)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise Refused(f"task.world: {module}: {error} ({sys.executable})") from None
+    if not hasattr(found, name):
+        raise Refused(f"task.world: {module} has no {name!r}")
+    make: Callable[..., Any] = getattr(found, name)
+    return make
+
+
+def _module(module: str) -> Any:
+    """One by its name or its file."""
     if not module.endswith(".py"):
-        return getattr(importlib.import_module(module), name)
+        return importlib.import_module(module)
     # It may import files beside it, as a part of their package: ours would bring more.
     folder, file = os.path.split(os.path.abspath(module))  # noqa: PTH100
     beside: Any = types.ModuleType("rlinf_worlds")
@@ -34,7 +46,7 @@ def maker(target: str) -> Callable[..., Any]:
     found = importlib.util.module_from_spec(spec)
     sys.modules[name_of_file] = found
     spec.loader.exec_module(found)
-    return getattr(found, name)
+    return found
 
 
 def says(make: Callable[..., Any], name: str) -> bool:

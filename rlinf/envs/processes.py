@@ -197,7 +197,8 @@ class Process:
             answer, columns = self._link.get()
         except TimeoutError:
             raise _Died(
-                f"simulator process {self.pid} answered nothing for {self._timeout_s:g} s"
+                f"simulator process {self.pid} answered nothing for {self._timeout_s:g} s "
+                "(task.timeout_s; more task.processes have fewer worlds to begin each)"
             ) from None
         except (EOFError, OSError):
             raise self._death() from None

@@ -23,10 +23,10 @@ class Refused(Exception):
 
 
 def named(observation: Any) -> Arrays:
-    """An observation as arrays by name."""
+    """An observation as arrays by name, copied: a world may show all in one buffer."""
     if not isinstance(observation, dict):
-        return {STATE: np.asarray(observation)}
-    return {name: np.asarray(array) for name, array in observation.items()}
+        return {STATE: np.array(observation)}
+    return {name: np.array(array) for name, array in observation.items()}
 
 
 class Look:

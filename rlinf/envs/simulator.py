@@ -95,6 +95,11 @@ class Worlds:
             starts: where episodes begin in worlds that have numbered states for that, counted
                 through again where there are fewer; by default the seeds choose.
         """
+        if self._once and max(numbers, default=0):
+            raise Refused(
+                "task.world: its module says SINGLE, and several worlds are asked for; it must be "
+                "found by the interpreter of the stage too, which reads that there"
+            )
         while len(self._worlds) <= max(numbers, default=-1):
             self._worlds.append(self._make())
         for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
@@ -195,7 +200,7 @@ class Worlds:
         look = Look(world)
         for _ in range(most):
             row = among(look.at(observation))
-            action = np.asarray(world.expert())
+            action = np.array(world.expert())
             (does,) = performed(world.action_space, action[None])
             if hasattr(world.action_space, "low"):
                 action = does
@@ -285,6 +290,8 @@ class Batch:
             self._world = made(functools.partial(self._make, count=wanted), {})
             self._count = self._world.count
         seen = self._shown(self._world.reset(list(numbers), list(seeds)))
+        for row, error in unfit(seen).items():
+            raise ValueError(f"environment {numbers[row]}: {error} after its reset")
         refuse_others(self._images, sorted(seen.keys() - {STATE, INSTRUCTION}))
         for name, size in self._images.items():
             if seen[name].shape[1:] != (*size, 3):
@@ -296,7 +303,8 @@ class Batch:
         return seen
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
-        """As of :class:`Worlds`; where the world raises, the episodes of all have ended."""
+        """As of :class:`Worlds`; where the world raises, the episodes of all have ended, and where
+        it shows of one what is not finite, that one's."""
         rows, space = list(numbers), self._world.action_space
         if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
             raise Refused(
@@ -305,7 +313,8 @@ class Batch:
             )
         whole = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
         whole[rows] = performed(space, actions)
-        reward, ends, errors = np.zeros(len(rows)), np.zeros((len(ENDS), len(rows)), np.uint8), {}
+        reward, ends = np.zeros(len(rows)), np.zeros((len(ENDS), len(rows)), np.uint8)
+        errors = dict[int, str]()
         try:
             seen, gained, *ended = self._world.step(whole)
         except Exception:  # a simulator may raise anything
@@ -315,11 +324,17 @@ class Batch:
                 self._world.close()
             self._world = None
         else:
-            for name, column in self._shown(seen).items():
-                self._seen[name][rows] = column[rows]
+            shown = {name: column[rows] for name, column in self._shown(seen).items()}
             reward[:] = np.asarray(gained, np.float64)[rows]
             ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
             ends[3] = ends[2]
+            errors = unfit(shown)
+            for row in np.flatnonzero(~np.isfinite(reward)).tolist():
+                errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
+            fit = [row for row in range(len(rows)) if row not in errors]
+            for name, column in shown.items():
+                self._seen[name][[rows[row] for row in fit]] = column[fit]
+            reward[list(errors)], ends[:, list(errors)] = 0, np.array(LOST, np.uint8)[:, None]
         columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
         columns.update(zip(ENDS, ends))  # noqa: B905 - Python 3.9
         return {**columns, **among({n: c[rows] for n, c in self._seen.items()})}, errors

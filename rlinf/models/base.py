@@ -224,7 +224,7 @@ class Policy(Part, ABC):
         for each of them, and how many of its positions that are."""
         return b"", 0
 
-    adapts: ClassVar[bool] = True
+    adapts: bool = True
     """Whether low-rank adapters can be trained in place of its weights."""
     packs: bool = False
     """Whether :meth:`use_packing` works."""

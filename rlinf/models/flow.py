@@ -17,6 +17,7 @@ from rlinf.fit import ACTS, IMITATION, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, Spec, StepOutputs
 from rlinf.models.denoising import CHAIN, Denoising, DenoisingConfig, log_deviation, times
 from rlinf.models.observed import Observed, ObservingPolicy, network
+from rlinf.seeding import generator
 
 
 class FlowConfig(DenoisingConfig):
@@ -98,12 +99,26 @@ class FlowPolicy(ObservingPolicy):
                 f"{spec['action']['size']} numbers; use model=mlp, or another task"
             )
 
+    def demonstrated(self, record: Record, seed: int = 0) -> Record:
+        """With what is drawn to imitate each step: ``noise`` ``[T, A]`` and ``uniform`` ``[T]``."""
+        random = generator(seed, "imitation", *record.identity.key)
+        noise = random.standard_normal((len(record), self.size), np.float32)
+        steps = {"noise": noise, "uniform": random.random(len(record), np.float32)}
+        return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
+
     def collate(self, records: Sequence[Record]) -> Batch:
-        """As of the base, and ``chain`` ``[B, T, N + 1, A]``."""
+        """As of the base, and ``chain`` ``[B, T, N + 1, A]``, or, of demonstrations, ``noise`` and
+        ``uniform``."""
         length = max(len(record) for record in records)
-        return {**super().collate(records), CHAIN: pad([r.steps[CHAIN] for r in records], length)}
+        names = [CHAIN] if CHAIN in records[0].steps else ["noise", "uniform"]
+        more = {name: pad([r.steps[name] for r in records], length) for name in names}
+        return {**super().collate(records), **more}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        """Log-probabilities, entropies and values ``[B, T]``; of demonstrations minus their losses
+        of imitation alone."""
+        if CHAIN not in batch:
+            return StepOutputs(-self.imitation(batch) * batch["mask"])
         logprobs, spread, values = self.judge(batch["observations"], batch[CHAIN], temperature)
         mask = batch["mask"]
         return StepOutputs(logprobs * mask, spread * mask if entropy else None, values * mask)
@@ -149,12 +164,14 @@ class FlowPolicy(ObservingPolicy):
 
     def imitation(self, batch: Batch) -> Tensor:
         """Conditional flow matching (arXiv 2210.02747, eq. 14): the squared error of the velocity
-        at a point between noise and action, at a time drawn evenly."""
+        at a point between noise and action, at a time drawn evenly; ``[...]`` of columns
+        ``[..., A]``."""
         action, noise = batch["actions"] / self.scale, batch["noise"]
-        tau = 1 - batch["uniform"][:, None]
+        tau = 1 - batch["uniform"][..., None]
         points = tau * noise + (1 - tau) * action
-        velocity, _, _ = self.module(batch["observations"], points[:, None], tau[:, None])
-        return (velocity[:, 0] - (noise - action)).square().mean(-1)
+        at = (points[..., None, :], tau[..., None, :])
+        velocity, _, _ = self.module(batch["observations"], *at)
+        return (velocity[..., 0, :] - (noise - action)).square().mean(-1)
 
     def group(self, parameter: str) -> str:
         return "value" if parameter.startswith("value.") else "policy"

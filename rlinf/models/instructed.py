@@ -47,14 +47,6 @@ def instructions_of(column: np.ndarray | None, count: int) -> np.ndarray:
     return np.zeros((count, 1), np.uint8) if column is None else column
 
 
-def chunks_of(actions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each step of actions ``[T, D]`` the chunk that begins there, ``[T, C, D]``, and which of
-    them there are, bool ``[T, C]``: those behind the end are the last one again."""
-    follows = np.arange(len(actions))[:, None] + np.arange(length)
-    inside = follows < len(actions)
-    return actions[np.minimum(follows, len(actions) - 1)], inside
-
-
 class Rows:
     """The steps of a batch side by side, without its padding, which would cost as much."""
 

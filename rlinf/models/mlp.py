@@ -13,8 +13,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rlinf.config import Section
+from rlinf.data.record import Record
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, StepOutputs
+from rlinf.models.chunks import chunks_of
 from rlinf.models.observed import Observed, ObservingPolicy, network
 
 
@@ -72,6 +74,15 @@ class MLPPolicy(ObservingPolicy):
     groups = ("policy", "value")
     Network: ClassVar[type[ActorCritic]] = ActorCritic
     module: ActorCritic
+
+    def demonstrated(self, record: Record, seed: int = 0) -> Record:
+        """Of a policy of chunks, at each step of an expert's actions the chunk that begins there;
+        places behind the end do not count."""
+        if self.chunk == 1:
+            return record
+        chunks, counts = chunks_of(record.steps["actions"], self.chunk)
+        steps = {**record.steps, "actions": chunks, "submask": counts}
+        return Record(record.identity, steps, record.context, record.info)
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         out, log_std, values = self._parameters(batch["observations"], batch)

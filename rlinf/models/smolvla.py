@@ -32,11 +32,12 @@ from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.chunks import chunks_of
 from rlinf.models.cnn import PICTURE
 from rlinf.models.denoising import CHAIN, Denoising, log_deviation, times
 from rlinf.models.fit import check_fit
 from rlinf.models.headers import check_headers
-from rlinf.models.instructed import Prompts, Rows, chunks_of, instructions_of
+from rlinf.models.instructed import Prompts, Rows, instructions_of
 from rlinf.models.lerobot_scaling import (
     ACTION,
     NORMALISER,
@@ -100,6 +101,7 @@ class SmolVLAPolicy(Policy):
         self.module, self._folder, self._noise_range = module, folder, config.noise_range
         self.chunk = (int(settings["n_action_steps"]), size_of(settings, ACTION))
         """Actions of a chunk, and numbers of an action."""
+        self.adapts = config.noise != "learned"  # its head is no adapter's
         self.steps = int(settings["num_steps"])
         self._denoising = Denoising(self.steps, config.noise_level, 2)
         self._pictures = [PICTURE + name for name in cameras_of(settings, config.cameras).values()]
@@ -235,9 +237,8 @@ class SmolVLAPolicy(Policy):
     def demonstrated(self, record: Record, seed: int = 0) -> Record:
         """Of each step of an expert's actions ``[T, D]`` the chunk that begins there, and what is
         drawn to imitate it: ``noise`` ``[T, C, max_action_dim]`` and ``uniform`` ``[T]``."""
-        length, size = self.chunk
-        chunks, inside = chunks_of(record.steps["actions"], length)
-        counts = np.broadcast_to(inside[..., None], (*inside.shape, size)).astype(np.uint8)
+        length = self.chunk[0]
+        chunks, counts = chunks_of(record.steps["actions"], length)
         random = generator(seed, "imitation", *record.identity.key)
         shape = (len(record), length, self._widths[1])
         steps = {

@@ -34,10 +34,11 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.action_bins import STATISTICS, ActionBins, read_statistics
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.chunks import chunks_of
 from rlinf.models.cnn import PICTURE
 from rlinf.models.fit import check_fit
 from rlinf.models.headers import check_headers
-from rlinf.models.instructed import Prompts, Rows, chunks_of, instructions_of
+from rlinf.models.instructed import Prompts, Rows, instructions_of
 from rlinf.models.loading import WEIGHTS, copy_companions, read_weights, weight_files
 from rlinf.models.tokenizer import ALPHABET, read_tokenizer, write_character_tokenizer
 from rlinf.models.vla_folder import VLAConfig, check_task, dataset_of, new_settings, vla_settings
@@ -152,9 +153,7 @@ class VLAPolicy(Policy):
     def demonstrated(self, record: Record, seed: int = 0) -> Record:
         """Of each step of an expert's actions ``[T, D]`` the chunk that begins there, as tokens;
         places behind the end do not count."""
-        length, size = self.module.chunk
-        chunks, inside = chunks_of(record.steps["actions"], length)
-        counts = np.broadcast_to(inside[..., None], (*inside.shape, size)).astype(np.uint8)
+        chunks, counts = chunks_of(record.steps["actions"], self.module.chunk[0])
         steps = {"actions": chunks, "tokens": self.bins.tokens(chunks), "submask": counts}
         return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
 

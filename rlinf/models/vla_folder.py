@@ -153,3 +153,12 @@ def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
         width, heads = settings[part]["hidden_size"], settings[part]["num_attention_heads"]
         if width % heads:
             raise ConfigError(f"model.{key}: a width of {width} is not {heads} heads of one size")
+    text = settings["text_config"]
+    heads, shared = text["num_attention_heads"], text["num_key_value_heads"]
+    if heads % shared:
+        raise ConfigError(f"model.kv_heads: {shared} cannot be shared by model.heads {heads}")
+    if text["hidden_size"] // heads % 2:
+        raise ConfigError(
+            f"model.heads: a width of {text['hidden_size']} in {heads} heads gives an odd size; "
+            "rotary positions need an even one"
+        )

@@ -41,6 +41,7 @@ TRANSIENT = frozenset({408, 409, 425, 429})
 """Status codes after which the same request may succeed, besides those from 500 on."""
 OF_THE_REQUEST = frozenset({400, 413, 422})
 """Those that refuse this request, and not every one."""
+LATE = "no answer within {:g} s"
 BYTES_PER_TOKEN = 4
 """Where a server does not say how many tokens it took."""
 UNANSWERED, REFUSED, OVER_BUDGET = "unanswered", "refused", "over_budget"
@@ -210,6 +211,11 @@ class ChatEndpoint:
                     raise ConfigError(f"{KEY}: {config.url} refuses requests with {last}")
                 told = retry_after(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
+                if not isinstance(error, _Unreached):
+                    # What was answered is lost, and billed all the same.
+                    used = len(body) // BYTES_PER_TOKEN
+                    self._spent.add(used)
+                    tokens += used
                 last = self._shown(f"{type(error).__name__}: {error}".encode())
             if attempt == config.retries or (told is not None and told > config.longest_wait_s):
                 break
@@ -233,6 +239,7 @@ class ChatEndpoint:
             )
         else:
             connection = http.client.HTTPConnection(host, port, timeout=config.timeout_s)
+        until = time.monotonic() + config.timeout_s
         late, opened = threading.Event(), list[socket.socket]()
 
         def end() -> None:
@@ -246,8 +253,13 @@ class ChatEndpoint:
         timer.daemon = True
         timer.start()
         try:
-            connection.connect()
+            connection.sock = _connected(host, port or connection.default_port, until)
             opened.append(connection.sock)  # it lets go of it before the last byte has come
+            if self._tls is not None:
+                connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=host)
+                opened.append(connection.sock)
+            if late.is_set():  # before there was something to shut down
+                raise _Unreached(LATE.format(config.timeout_s))
             connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
             response = connection.getresponse()
             data = response.read(LARGEST_BYTES + 1)
@@ -256,9 +268,9 @@ class ChatEndpoint:
             if len(data) > LARGEST_BYTES:
                 raise ValueError(f"an answer of more than {LARGEST_BYTES >> 20} MiB")
             return response.status, {k.lower(): v for k, v in response.headers.items()}, data
-        except (OSError, http.client.HTTPException):
-            if late.is_set():
-                raise TimeoutError(f"no answer within {config.timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            if late.is_set() and not isinstance(error, _Unreached):
+                raise TimeoutError(LATE.format(config.timeout_s)) from None
             raise
         finally:
             timer.cancel()
@@ -268,6 +280,36 @@ class ChatEndpoint:
         """The begin of what a server said, on one line; some repeat the key they were given."""
         text = " ".join(data[:2000].decode(errors="replace").split())
         return (text if self._key is None else text.replace(self._key, "(key)"))[:300]
+
+
+class _Unreached(OSError):
+    """The request was not sent."""
+
+
+def _connected(host: str, port: int, until: float) -> socket.socket:
+    """A connection, whose addresses have equal parts of the time that is left to try them.
+
+    Raises:
+        _Unreached: there is none by then.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _Unreached(str(error)) from None
+    why = "it has no address"
+    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
+        left = until - time.monotonic()
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.settimeout(max(left / (len(addresses) - tried), 0.001))
+            found.connect(address)
+            found.settimeout(max(until - time.monotonic(), 0.001))
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return found
+        except OSError as error:
+            found.close()
+            why = str(error)
+    raise _Unreached(f"{host}:{port} cannot be reached ({why})")
 
 
 def retry_after(value: str | None) -> float | None:

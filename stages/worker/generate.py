@@ -175,8 +175,6 @@ class Generator:
             output.forget(channel)
 
         def gives_up(left: int, of: int) -> bool:
-            if ctx.stopping():
-                raise RequeueRequested(f"stopping with {left} of {of} samples left")
             return claim in self._successors and left <= TAIL * of
 
         rest = []

@@ -186,6 +186,19 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         ["algorithm", "old_logprobs: recompute"],
     ),
     (
+        "kl-reward",
+        "arithmetic",
+        {"algorithm.kl_reward": 0.1, "algorithm.old_logprobs": "interpolate"},
+        ["algorithm", "kl_reward is of the policy before the update", "recompute"],
+    ),
+    (
+        "lora-values",
+        "cartpole",
+        {"trainer.lora": {"rank": 2}},
+        ["trainer.lora: adapters leave the value head", "trainer.lora=null"],
+    ),
+    ("python-empty", "cartpole", {"task.python": ""}, ["task.python: is empty"]),
+    (
         "ppo-text",
         "arithmetic",
         {"algorithm": {"name": "ppo"}},

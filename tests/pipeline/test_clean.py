@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,14 @@ def test_memory_of_others_stays(whose: str) -> None:
         assert path.exists()
     finally:
         path.unlink()
+
+
+def test_a_socket_in_a_folder_of_shared_memory_has_a_path_that_can_be_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a user with a long number on a machine that was up for months, as vLLM makes it."""
+    monkeypatch.setattr("rlinf.segments.space", lambda: 4026533333)
+    monkeypatch.setattr("rlinf.segments.own_start", lambda: 2_000_000_000)
+    monkeypatch.setattr(os, "getuid", lambda: 1_867_200_512)
+    monkeypatch.setattr(os, "getpid", lambda: 4_194_303)
+    assert len(str(SHM / segment_name() / str(uuid.uuid4()))) <= 107

@@ -21,7 +21,7 @@ from pipeline.commands.experiment import execute
 from pipeline.launch import interpreter_of
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError
-from rlinf.interpreters import TABLE
+from rlinf.interpreters import TABLE, interpreter, missing_modules
 from slurm.jobs import Resources, State
 from stages.flow import on_policy
 from tests.environments import need_environment
@@ -162,3 +162,15 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
             execute(values)
         assert error.value.exit_code == 65
         assert not (Path(values["run"]["root"]) / values["run"]["name"]).exists()
+
+
+def test_a_table_of_interpreters_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TABLE, "{bad")
+    with pytest.raises(ConfigError, match="RLINF_INTERPRETERS: no JSON object"):
+        interpreter("any", "engine.python")
+    monkeypatch.delenv(TABLE)
+    with pytest.raises(
+        ConfigError, match=r"engine\.python: /bin/cat .*ended with 1: .*cat"
+    ) as told:
+        missing_modules("/bin/cat", "engine.python", ["torch"])
+    assert "find_spec" not in str(told.value), "not the program that was tried"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from pipeline import metrics
 from pipeline.commands.experiment import execute, prepare
@@ -23,7 +24,7 @@ from pipeline.notices import notices
 from pipeline.report import write_report
 from pipeline.report.charts import CHARTS
 from pipeline.report.data import read
-from pipeline.report.page import stage_table, tiles
+from pipeline.report.page import shown, stage_table, tiles
 from pipeline.report.transcripts import Sample, chosen, pack, samples_of
 from pipeline.run import Run
 from rlinf import tree
@@ -248,3 +249,15 @@ def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Pa
     page = write_report(run).read_text()
     assert lane in page
     assert lane in data_of(page)["gantt"]["lanes"]
+
+
+def test_a_page_to_be_sent_has_no_secrets_of_the_environment() -> None:
+    config = "run:\n  name: a\ncluster:\n  launcher: slurm\n  env: {JUDGE_KEY: sk-1, OTHER: x}\n"
+    told = shown(config)
+    assert "sk-1" not in told
+    assert yaml.safe_load(told)["cluster"] == {
+        "launcher": "slurm",
+        "env": {"JUDGE_KEY": "(not shown)", "OTHER": "(not shown)"},
+    }
+    plain = "# as it is\nrun: {name: a}\ncluster: {env: {}}\n"
+    assert shown(plain) == plain

@@ -188,3 +188,44 @@ def test_a_record_is_read_as_it_was_written(compose: Compose, tmp_path: Path) ->
     (tmp_path / CODE).write_bytes(b"\xff")
     with pytest.raises(CodeError, match="damaged"):
         read_code(tmp_path)
+
+
+def test_what_other_processes_run_by_its_name_counts(
+    compose: Compose, outside: Path, tmp_path: Path
+) -> None:
+    values = compose()
+    values["engine"] = {"name": "vllm"}
+    assert "rlinf.engines.inside.rlinf_vllm" in Code.of(validate(RunConfig, values)).modules
+    values["task"] = {"name": "gym", "id": "any", "world": "metaworld"}
+    assert "rlinf.envs.worlds.metaworld" in Code.of(validate(RunConfig, values)).modules
+    (tmp_path / "my_world.py").write_text("import outside_helper\ndef make(): ...\n")
+    values["task"]["world"] = "my_world:make"
+    rollout = set(Code.of(validate(RunConfig, values), "rollout").stages["rollout"])
+    assert {"my_world", "outside_helper"} <= rollout
+    values["task"]["world"] = "in_another_interpreter:make"
+    assert not any("another" in name for name in Code.of(validate(RunConfig, values)).modules)
+
+
+def test_a_judges_key_is_no_data_file(compose: Compose, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret")
+    values = compose()
+    endpoint = {"url": "http://localhost/v1", "key_file": str(tmp_path / "key")}
+    values["reward"] = {"name": "judge", "endpoint": endpoint, "model": "m", "prompt": "{response}"}
+    assert Code.of(validate(RunConfig, values)).files == {}
+
+
+def test_prior_data_in_a_folder_count_by_what_is_in_them(compose: Compose, tmp_path: Path) -> None:
+    (tmp_path / "prior" / "data").mkdir(parents=True)
+    (tmp_path / "prior" / "data" / "one.h5").write_text("1")
+    values = compose()
+    values["algorithm"]["prior"] = str(tmp_path / "prior")
+    config = validate(RunConfig, values)
+    before = Code.of(config)
+    assert set(before.files) == {"file:algorithm.prior"}
+    (tmp_path / "prior" / "data" / "two.h5").write_text("2")
+    after = Code.of(config)
+    assert after.differing(before) == ["file:algorithm.prior"]
+    assert after.digest("train") != before.digest("train")
+    (tmp_path / "prior").rename(tmp_path / "moved")
+    values["algorithm"]["prior"] = str(tmp_path / "moved")
+    assert Code.of(validate(RunConfig, values)) == after

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from rlinf.data.record import Record
+from rlinf.data.record import Identity, Record
+from rlinf.engines.base import NO_HOOKS, Engine, Hooks
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import Prompt, PromptEnvironment
+from rlinf.errors import RequeueRequested
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
 from stages.collect import collect
 
@@ -58,3 +63,60 @@ def test_an_empty_prompt_does_not_shift_the_trainers_log_probs(tmp_path: Path) -
     for i, record in enumerate(records):
         got = outputs.logprobs[i, : len(record)].numpy()
         np.testing.assert_allclose(got, record.steps["logprobs"], atol=2e-5)
+
+
+class Endless(Engine):
+    """Asks its hooks before every token, of which there are as many as it is let."""
+
+    Config = TransformersConfig
+    steps = 0
+
+    def __init__(self) -> None:
+        pass
+
+    def load(self, folder: Path, version: int) -> None: ...
+
+    def load_state(self, tensors: Any, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def generate(self, requests: Any, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS) -> Any:
+        for request in requests:
+            for _ in range(100_000):
+                self.steps += 1
+                time.sleep(0.001)
+                if hooks.gives_up is not None:
+                    hooks.gives_up(1, 1)
+            yield request
+
+
+class Waiting(Asked):
+    """Shows one trajectory, then waits for the engine."""
+
+    def simulate(self, episodes: Episodes, observations: Any, actions: Any) -> Any:
+        observations.put(Record(Identity(0, 0), {"sample": np.arange(1)}))
+        yield Record(Identity(0, 1), {"actions": np.zeros(1)})
+        actions.get()
+
+
+ONE = Episodes(0, 0, "train", range(1), 1, 1, 8, 1.0)
+
+
+def test_an_engine_whose_samples_nobody_takes_ends() -> None:
+    """A stage that is told to stop would otherwise generate the whole rest of its batch."""
+    engine = Endless()
+    made = collect(Waiting(None, None), engine, ONE, "rollout")
+    next(made)
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 20
+    assert engine.steps < 50_000
+
+
+def test_an_engine_ends_when_the_allocation_does() -> None:
+    engine = Endless()
+    made = collect(Waiting(None, None), engine, ONE, "rollout", stopping=lambda: engine.steps >= 3)
+    next(made)
+    with pytest.raises(RequeueRequested, match="rollout: stopping with 1 of 1 samples left"):
+        next(made)
+    assert engine.steps == 3

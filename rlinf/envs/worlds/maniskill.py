@@ -69,7 +69,9 @@ class World:
 
     def step(self, action: Any) -> Any:
         seen, reward, _, truncated, info = self._env.step(np.asarray(action, np.float32))
-        return seen, float(reward), False, bool(truncated), {"success": bool(info["success"])}
+        # Tasks of control alone have none.
+        told = {"success": bool(info["success"])} if "success" in info else {}
+        return seen, float(reward), False, bool(truncated), told
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
         """What a camera sees, uint8 ``[H, W, 3]``."""

@@ -9,7 +9,10 @@ that no package brings, by their key of ``kwargs``, with what they are and where
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,14 +47,15 @@ class Needs(NamedTuple):
 
 
 def needs_of(world: str) -> Needs:
-    """What a world needs; of a function of the user's own (``module:function``) nothing is known.
+    """What a world needs; of a function of the user's own (``module:function``), whose module is
+    read and not imported, what it says by literals.
 
     Raises:
         ConfigError: it is unknown; names the nearest.
     """
     target = worlds.target(world, "task.world")
     if ":" in world:
-        return Needs()
+        return Needs(**_told(target.rpartition(":")[0]))
     module = importlib.import_module(target.partition(":")[0])
     told = {
         name: getattr(module, name.upper())
@@ -59,3 +63,21 @@ def needs_of(world: str) -> Needs:
         if hasattr(module, name.upper())
     }
     return Needs(**told)
+
+
+def _told(module: str) -> dict[str, Any]:
+    """What a module or file of the user's says at its top; nothing of one that is not here."""
+    try:
+        spec = None if module.endswith(".py") else importlib.util.find_spec(module)
+        file = Path(module) if spec is None else Path(str(spec.origin))
+        body = ast.parse(file.read_text()).body
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return {}
+    told = {}
+    for line in body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            name = line.targets[0].id
+            if name == name.upper() and name.lower() in Needs._fields:
+                with contextlib.suppress(ValueError):
+                    told[name.lower()] = ast.literal_eval(line.value)
+    return told

@@ -219,8 +219,12 @@ def learned(folder: Path, parts: list[Sample], **settings: Any) -> tuple[Recorde
 def test_there_are_as_many_steps_as_new_transitions_ask_for(tmp_path: Path) -> None:
     algorithm, learner, _ = learned(tmp_path, [sample(20)], update_ratio=2.5, policy_every=3)
     assert learner.updates == len(algorithm.asked) == 50
-    assert [("noise" in batch) for batch in algorithm.asked[:6]] == [False, False, True] * 2
+    noisy = ["noise" in batch for batch in algorithm.asked]
+    assert noisy[-6:] == [False, False, True] * 2, "the policy learns in the last step"
+    assert noisy.count(True) == 17
     assert learner.metrics["steps"] == 50
+    algorithm, _, _ = learned(tmp_path, [sample(20)], updates=2, policy_every=20)
+    assert ["noise" in batch for batch in algorithm.asked] == [False, True]
     algorithm, learner, _ = learned(tmp_path, [sample(20)], min_transitions=21)
     assert learner.updates == 0
     assert learned(tmp_path, [sample(20)], updates=3)[1].updates == 3
@@ -234,9 +238,12 @@ def test_the_same_transitions_are_drawn_again_and_others_in_other_steps(tmp_path
     assert not torch.equal(one[0]["observations"], one[32]["observations"]), "in the next chunk"
 
 
-def test_targets_follow_the_critics_and_only_groups_that_learn_change(tmp_path: Path) -> None:
+def test_targets_follow_the_critics_and_only_groups_that_learn_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = policy_of(tmp_path).module
-    _, _, module = learned(tmp_path, [sample(20)], updates=1, policy_every=2, tau=0.25)
+    monkeypatch.setattr(Recorded, "_policy_learns", lambda *_: False)
+    _, _, module = learned(tmp_path, [sample(20)], updates=1, tau=0.25)
     for name, tensor in module.policy.state_dict().items():
         assert torch.equal(tensor, before.policy.state_dict()[name])
     old, new = before.targets.state_dict(), module.critics.state_dict()  # type: ignore[union-attr]

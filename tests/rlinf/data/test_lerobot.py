@@ -272,3 +272,10 @@ def test_a_video_of_odd_size_has_all_its_pictures(tmp_path: Path) -> None:
         assert np.abs(shown[:47, :63].astype(int) - given).mean() < 2
     with pytest.raises(ValueError, match="one size"):
         write_video(tmp_path / "b.mp4", [frames[0], frames[0][:20]], 20)
+
+
+def test_chunks_of_actions_are_no_demonstration() -> None:
+    record = trajectory(0, [4], [True], images=False)
+    record.steps["executed"] = np.full(4, 8, np.int32)
+    with pytest.raises(InputError, match="acts by chunks"):
+        list(lerobot_writer.episodes_of(record))

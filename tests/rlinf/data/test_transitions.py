@@ -66,3 +66,11 @@ def test_types_of_rows_are_told_apart_by_field() -> None:
     assert "field 'actions'" in str(misfit(row_type(3, 2), row_type(3, 1)))
     with pytest.raises(InputError, match="actions"):
         concatenated([np.zeros(1, row_type(3, 2)), np.zeros(1, row_type(3, 1))])
+
+
+def test_chunks_of_actions_are_no_transitions() -> None:
+    """Nothing says what was seen between their actions."""
+    actions = np.zeros((6, 3, 1), np.float32)
+    record = trajectory(actions=actions, executed=np.full(6, 3, np.int32))
+    with pytest.raises(InputError, match=r"acts by chunks.*model\.chunk=1"):
+        transitions_of(record, REWARDS)

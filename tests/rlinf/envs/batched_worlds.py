@@ -17,11 +17,14 @@ class Counters:
 
     Args:
         raises_at: a sum at which the simulator fails, for all of them.
+        nan_at: one in whose place it shows no number.
     """
 
-    def __init__(self, count: int, images: Mapping[str, Sequence[int]], raises_at: float) -> None:
+    def __init__(
+        self, count: int, images: Mapping[str, Sequence[int]], raises_at: float, nan_at: float
+    ) -> None:
         self.observation_space, self.action_space = Box(-99, 99, (2,)), Box(-1, 2, (1,))
-        self.count, self._images, self._raises_at = count, images, raises_at
+        self.count, self._images, self._raises_at, self._nan_at = count, images, raises_at, nan_at
         self._sums, self._steps = np.zeros(count, np.float32), np.zeros(count, np.int64)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> Any:
@@ -40,7 +43,8 @@ class Counters:
         pass
 
     def _shown(self) -> dict[str, np.ndarray]:
-        state = np.stack([self._sums, np.full(self.count, self.count)], 1).astype(np.float32)
+        sums = np.where(self._sums == self._nan_at, np.nan, self._sums)
+        state = np.stack([sums, np.full(self.count, self.count)], 1).astype(np.float32)
         pictures = {
             "top": np.full((self.count, 2, 3, 3), self._sums[:, None, None, None], np.uint8)
         }
@@ -48,4 +52,4 @@ class Counters:
 
 
 def make(id: str, kwargs: dict[str, Any], count: int, images: Any) -> Counters:
-    return Counters(count, images, kwargs.get("raises_at", 1e9))
+    return Counters(count, images, kwargs.get("raises_at", 1e9), kwargs.get("nan_at", 1e9))

@@ -12,6 +12,7 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 from torch.distributions import Normal
 
+from rlinf.data.record import Identity, Record
 from rlinf.errors import ConfigError
 from rlinf.models.denoising import CHAIN, diffusion, next_mean, times
 from rlinf.models.flow import FlowConfig, FlowPolicy
@@ -149,3 +150,34 @@ def test_what_it_cannot_make_is_refused(tmp_path: Path) -> None:
         FlowPolicy.create(FlowConfig(), numbered, 0, tmp_path)
     with pytest.raises(ValueError, match=r"noise_range: the first, 0.2, is to be below 0.1"):
         FlowConfig(noise_range=(0.2, 0.1))
+
+
+def test_demonstrations_are_imitated_by_flow_matching(tmp_path: Path) -> None:
+    config = FlowConfig(hidden=(16,), action_scale=2.0)
+    FlowPolicy.create(config, BOX, 0, tmp_path)
+    policy = FlowPolicy.load(tmp_path, config)
+    random = np.random.default_rng(0)
+    records = [
+        Record(
+            Identity(0, length),
+            {
+                "observations": random.normal(size=(length, 3)).astype(np.float32),
+                "actions": random.normal(size=(length, 2)).astype(np.float32),
+            },
+        )
+        for length in (3, 5)
+    ]
+    shown = [policy.demonstrated(record, 7) for record in records]
+    again = policy.demonstrated(records[0], 7)
+    np.testing.assert_array_equal(again.steps["noise"], shown[0].steps["noise"])
+    outputs = policy.evaluate(policy.collate(shown), 1.0)
+    assert outputs.logprobs[0, 3:].tolist() == [0, 0], "padding"
+    for row, record in enumerate(shown):
+        batch = {
+            name: torch.from_numpy(record.steps[name])
+            for name in ("observations", "actions", "noise", "uniform")
+        }
+        wanted = -policy.imitation(batch)
+        torch.testing.assert_close(outputs.logprobs[row, : len(record)], wanted)
+    outputs.logprobs.sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.module.parameters())

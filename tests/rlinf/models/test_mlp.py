@@ -174,3 +174,19 @@ def test_a_damaged_folder_is_named(tmp_path: Path, damage: str) -> None:
 def test_a_layer_without_units_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.hidden"):
         validate(MLPConfig, {"hidden": [64, 0]}, "model")
+
+
+@pytest.mark.parametrize("spec", [DISCRETE, BOX])
+def test_demonstrations_for_chunks_are_the_actions_that_follow(spec: dict[str, Any]) -> None:
+    made = policy(spec, chunk=3)
+    record = trajectory(spec, 4)
+    shown = made.demonstrated(record)
+    actions = record.steps["actions"]
+    np.testing.assert_array_equal(shown.steps["actions"][0], actions[:3])
+    np.testing.assert_array_equal(shown.steps["actions"][2, :2], actions[2:])
+    assert shown.steps["submask"].sum((1, 2)).tolist() == [
+        count * (1 if spec is DISCRETE else 2) for count in (3, 3, 2, 1)
+    ]
+    outputs = made.evaluate(made.collate([shown]), 1.0)
+    assert outputs.logprobs.shape == (1, *shown.steps["submask"].shape)
+    assert policy(spec).demonstrated(record) is record

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import email.utils
+import json
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from socket import SOCK_STREAM
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from rlinf.config import validate
 from rlinf.errors import ConfigError
 from rlinf.rewards.endpoint import (
+    BYTES_PER_TOKEN,
     OVER_BUDGET,
     REFUSED,
     UNANSWERED,
@@ -27,6 +32,9 @@ from rlinf.rewards.endpoint import (
 from tests.rlinf.rewards.chat_server import ChatServer, Reply, chat_server
 
 QUESTION = [{"role": "user", "content": "is it?"}]
+SENT = len(json.dumps({"model": "tiny", "messages": QUESTION, "temperature": 0.0}))
+SENT //= BYTES_PER_TOKEN
+"""Tokens of that request, as far as its length tells."""
 SECRET = "sk-of-nobody-0123456789"
 
 
@@ -63,7 +71,8 @@ def test_what_may_pass_is_tried_again(server: ChatServer, status: int) -> None:
 )
 def test_an_answer_of_another_form_is_none(server: ChatServer, body: bytes) -> None:
     server.queue.extend([Reply(body=body)] * 2)
-    assert ask(server, retries=1) == Answer(None, UNANSWERED, 2, 0)
+    # Both were billed: what is known of them is the length of what was sent.
+    assert ask(server, retries=1) == Answer(None, UNANSWERED, 2, 2 * SENT)
     server.queue.extend([Reply(body=body)])
     assert ask(server, retries=1).text == "Score: 1"
 
@@ -79,8 +88,28 @@ def test_a_slow_answer_is_waited_for_only_so_long(server: ChatServer, slow: Repl
     """Also where some byte comes again and again, which keeps a socket's own limit from passing."""
     server.queue.append(slow)
     began = time.monotonic()
-    assert ask(server, timeout_s=0.5, retries=0) == Answer(None, UNANSWERED, 1, 0)
+    assert ask(server, timeout_s=0.5, retries=0) == Answer(None, UNANSWERED, 1, SENT)
     assert time.monotonic() - began < 1.4
+
+
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]  # more than it lets in: further ones wait
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        found = socket.getaddrinfo("127.0.0.1", urlsplit(server.url).port, type=SOCK_STREAM)
+        silent = (*found[0][:4], full.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [silent, *found])
+        began = time.monotonic()
+        assert ask(server, timeout_s=2.0, retries=0) == Answer("Score: 1", "", 1, 10)
+        assert time.monotonic() - began > 0.9, "the first one had its half of the time"
+        for one in waiting:
+            one.close()
 
 
 def test_it_waits_as_long_as_the_server_asks(server: ChatServer) -> None:

@@ -1,0 +1,141 @@
+"""What the parts of a run need of each other, checked before it begins (:mod:`rlinf.fit`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rlinf.algorithms import algorithms
+from rlinf.algorithms.base import Algorithm
+from rlinf.config import RunConfig
+from rlinf.engines import engines
+from rlinf.envs import environments
+from rlinf.errors import ConfigError, RlinfError
+from rlinf.fit import (
+    ACTION_VALUES,
+    DEMONSTRATIONS,
+    GROUPS,
+    HELD_OUT_DEMONSTRATIONS,
+    REPLAY,
+    STALE,
+    VALUES,
+    WITHOUT_ROLLOUTS,
+)
+from rlinf.models import policies
+from rlinf.registry import Registry
+from rlinf.rewards import rewards
+from rlinf.trainers.base import Trainer
+from stages.flow import flow_of
+
+
+class Part(NamedTuple):
+    """A part of the run, and all that could stand in its place."""
+
+    section: str
+    name: str
+    registry: Registry
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.name"
+
+
+def check_fit(config: RunConfig) -> None:
+    """See that what each part needs is offered by another one (:mod:`rlinf.fit`).
+
+    Raises:
+        ConfigError: a need is not met; names the parts of the same kind that would fit.
+    """
+    parts = [
+        Part("task", config.task.name, environments),
+        Part("model", config.model.name, policies),
+        Part("engine", config.engine.name, engines),
+        Part("reward", config.reward.name, rewards),
+        Part("algorithm", config.algorithm.name, algorithms),
+    ]
+    flow = flow_of(config)
+    offered = {word for part in parts for word in part.registry.get(part.name).offers}
+    offered |= flow.offers
+    if config.rollout.group_size > 1:
+        offered.add(GROUPS)
+    sources = (source for stage in flow.table.values() for source in stage.inputs.values())
+    if config.rollout.staleness and any(source.lags for source in sources):
+        offered.add(STALE)
+    for part in parts:
+        missing = part.registry.get(part.name).needs - offered
+        if missing:
+            others = [name for name in part.registry.names() if _fits(part.registry, name, offered)]
+            raise ConfigError(
+                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
+                f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
+                + (f"; here fits: {', '.join(others)}" if others else "")
+            )
+    if missing := flow.needs - offered:
+        raise ConfigError(
+            f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
+        )
+    if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
+        raise ConfigError(
+            f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
+            "set it to 0"
+        )
+    if config.warm_start.held_out and HELD_OUT_DEMONSTRATIONS not in offered:
+        raise ConfigError(
+            f"warm_start.held_out: task {config.task.name!r} has no held-out demonstrations to "
+            "take the loss of; set it to 0"
+        )
+
+
+def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
+    try:
+        needs: frozenset[str] = registry.get(name).needs
+    except (RlinfError, ImportError):
+        return False
+    return needs <= offered
+
+
+def check_replay(
+    config: RunConfig, algorithm: Algorithm, trainer: type[Trainer], options: Any
+) -> None:
+    """See that an algorithm that learns from transitions can, and does so in every iteration.
+
+    Args:
+        options: of the trainer.
+
+    Raises:
+        ConfigError: it cannot, or would not.
+    """
+    if REPLAY not in algorithm.needs:
+        return
+    if not trainer.takes_batches:
+        raise ConfigError(
+            f"trainer.name: {config.trainer.name!r} takes no batches of transitions; set "
+            "trainer=fsdp"
+        )
+    collects = WITHOUT_ROLLOUTS not in flow_of(config).offers
+    if not collects and getattr(algorithm.config, "updates", 1) is None:
+        raise ConfigError(
+            "algorithm.updates: optimizer steps are counted by new transitions, and "
+            f"flow={config.flow} collects none; say how many an iteration has"
+        )
+    dtype = getattr(options, "param_dtype", "float32")
+    if ACTION_VALUES in algorithm.needs and dtype != "float32":
+        raise ConfigError(
+            f"trainer.param_dtype: the critics of {config.algorithm.name!r} compute in float32, "
+            f"not in {dtype}; set trainer.param_dtype=float32"
+        )
+
+
+def check_values(config: RunConfig, algorithm: Algorithm, options: Any) -> None:
+    """See that the value head learns, where there is one that has to.
+
+    Args:
+        options: of the trainer.
+
+    Raises:
+        ConfigError: adapters alone are trained.
+    """
+    if VALUES in algorithm.needs and getattr(options, "lora", None) is not None:
+        raise ConfigError(
+            f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "
+            "needs one that learns; set trainer.lora=null, or choose an algorithm without values"
+        )

@@ -1,0 +1,84 @@
+"""Combinations that would run and learn nothing, or fail long after they began, are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from pipeline.check import check
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError
+
+Compose = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def prior(tmp_path: Path) -> Path:
+    """Transitions of the pendulum."""
+    path = tmp_path / "prior.hdf5"
+    with h5py.File(path, "w") as file:
+        for name, size in (("observations", 3), ("next_observations", 3), ("actions", 1)):
+            file[name] = np.zeros((5, size))
+        file["rewards"], file["terminated"] = np.zeros(5), np.ones(5)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "said"),
+    [
+        (
+            "pendulum_sac",
+            ["flow=offline", "algorithm.prior={prior}", "algorithm.prior_share=1.0"],
+            r"algorithm\.updates: .*flow=offline collects none",
+        ),
+        (
+            "pendulum_sac",
+            ["trainer.param_dtype=bfloat16"],
+            r"trainer\.param_dtype: the critics of 'sac' .* trainer\.param_dtype=float32",
+        ),
+        (
+            "pendulum_bc",
+            ["algorithm.prior={prior}", "model.normalise_observations=true"],
+            r"model\.normalise_observations: bc follows no statistics",
+        ),
+    ],
+)
+def test_what_would_learn_nothing_is_refused(
+    compose: Compose, prior: Path, experiment: str, words: list[str], said: str
+) -> None:
+    values = compose(*(word.format(prior=prior) for word in words), experiment=experiment)
+    with pytest.raises(ConfigError, match=said):
+        check(validate(RunConfig, values))
+
+
+def test_what_learns_offline_is_accepted(compose: Compose, prior: Path) -> None:
+    words = ["flow=offline", f"algorithm.prior={prior}", "algorithm.prior_share=1.0"]
+    values = compose(*words, "algorithm.updates=3", experiment="pendulum_sac")
+    check(validate(RunConfig, values))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.heads=2"], r"model\.kv_heads: 4 cannot be shared by model\.heads 2"),
+        (["model.kv_heads=3"], r"model\.kv_heads: 3 cannot be shared"),
+        (
+            ["model.hidden=36", "model.heads=4"],
+            r"model\.heads: a width of 36 in 4 heads gives an odd size",
+        ),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(
+    compose: Compose, words: list[str], said: str
+) -> None:
+    seen = ["model=vla", "task.images={free: [32, 32]}", "task.instruction=balance"]
+    more = ["reward=environment", "engine=direct", "algorithm=grpo", "rollout.group_size=2"]
+    values = compose(*seen, *more, *words, experiment="inverted_pendulum_flow")
+    with pytest.raises(ConfigError, match=said):
+        check(validate(RunConfig, values))

@@ -1,0 +1,53 @@
+"""A world of which some episodes fail at their third step, with a reward of 1 at every step,
+success at the first, and one buffer for all that it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.rlinf.envs.speaking_worlds import Space
+
+STEPS = 4
+
+
+class World:
+    action_space = Space(-np.ones(2, np.float32), np.ones(2, np.float32))
+    observation_space = Space(-np.ones(1, np.float32), np.ones(1, np.float32))
+    cameras = ("side",)
+
+    def __init__(self, fails: Sequence[int], told: bool) -> None:
+        self._fails, self._told = fails, told
+        self._episode, self._steps = 0, 0
+        self._shown = np.zeros(1, np.float32)
+        if told:
+            self.tells = ("intervened", "performed")
+
+    def reset(self, seed: int | None = None) -> Any:
+        self._episode, self._steps, self._shown[0] = self._episode + 1, 0, 0
+        return self._shown, {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        if self._episode in self._fails and self._steps == 3:
+            raise ZeroDivisionError("the third step")
+        self._shown[0] = self._steps
+        told = {"intervened": True, "performed": -np.asarray(action)} if self._told else {}
+        return self._shown, 1.0, self._steps == STEPS, False, {"success": self._steps == 1, **told}
+
+    def expert(self) -> np.ndarray:
+        return np.zeros(2, np.float32)
+
+    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+        return np.zeros((height, width, 3), np.uint8)
+
+    def close(self) -> None:
+        pass
+
+
+def make(id: str, kwargs: dict[str, Any]) -> World:
+    """``kwargs``: ``fails``, the numbers of the episodes (from 1) that do; ``told``: whether a
+    person is said to act at every step."""
+    return World(kwargs.get("fails", []), bool(kwargs.get("told")))

@@ -1,0 +1,165 @@
+"""An episode that a simulator lost leaves nothing behind: no reward, no score, no action."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.data.counted import counted
+from rlinf.data.record import Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.envs.base import Episodes
+from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.simulator import Batch, Refused, Worlds
+from rlinf.envs.worlds.needs import Needs, needs_of
+from rlinf.errors import ConfigError, StageError
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.rewards.base import Resources
+from rlinf.rewards.environment import EnvironmentReward
+from stages.collect import collect
+from stages.evaluate import held_out
+from tests.rlinf.envs import batched_worlds, breaking_worlds
+
+BREAKING: dict[str, Any] = {
+    "world": "tests.rlinf.envs.breaking_worlds:make",
+    "id": "any",
+    "observation": 1,
+    "action": {"kind": "box", "size": 2},
+}
+POLICY = MLPConfig(hidden=(4,))
+
+
+def engine_for(config: GymConfig, folder: Path) -> DirectEngine:
+    bare = config.model_copy(update={"images": {}})
+    MLPPolicy.create(POLICY, GymEnvironment.describe(bare), 0, folder)
+    engine = DirectEngine(DirectConfig(), MLPPolicy, POLICY)
+    engine.load(folder, 0)
+    return engine
+
+
+def played(split: str, starts: int, folder: Path, **changed: Any) -> tuple[Any, list[Record]]:
+    config = GymConfig.model_validate({**BREAKING, **changed})
+    engine = engine_for(config, folder)
+    episodes = Episodes(0, 0, split, range(starts), starts, 1, 10, 1.0)  # type: ignore[arg-type]
+    with contextlib.closing(GymEnvironment(config, None)) as environment:
+        return environment, list(collect(environment, engine, episodes, "rollout"))
+
+
+def test_its_rewards_are_nobodys(tmp_path: Path) -> None:
+    """They would be credited to the last step that counts, which is of another episode."""
+    _, (record,) = played("train", 1, tmp_path, kwargs={"fails": [2]})
+    assert counted(record).tolist() == [True] * 4 + [False] * 3 + [True] * 3
+    assert record.steps["rewards"].tolist() == [1] * 4 + [0] * 3 + [1] * 3
+    reward = EnvironmentReward(EnvironmentReward.Config(), Resources())
+    (found,) = reward.judgements([record], [])
+    assert np.asarray(found.worth).tolist() == record.steps["rewards"].tolist()
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_it_is_not_scored(success: bool, tmp_path: Path) -> None:
+    """It had success before the simulator failed."""
+    changed = {"kwargs": {"fails": [1]}, "success": success}
+    environment, records = played("test", 2, tmp_path, **changed)
+    assert all(not counted(record).any() for record in records)
+    counts = Counter[str]()
+    assert all(math.isnan(score) for score in environment.score(records, counts))
+    assert counts["failed_episodes"] == 2
+    assert environment.measures(records) == {}
+    environment, (whole,) = played("test", 1, tmp_path, success=success)
+    assert environment.score([whole], counts) == [1.0 if success else 4.0]
+    assert environment.measures([*records, whole])["return"] == 4
+
+
+def test_an_evaluation_without_a_score_fails(tmp_path: Path) -> None:
+    config = GymConfig.model_validate({**BREAKING, "kwargs": {"fails": [1]}})
+    engine = engine_for(config, tmp_path)
+    sampling = SimpleNamespace(settings=dict)
+    rollout = SimpleNamespace(horizon=10, sampling=sampling)
+    evaluate = SimpleNamespace(samples=2, horizon=None, temperature=1.0, sampling=None)
+    told: Any = SimpleNamespace(
+        config=SimpleNamespace(evaluate=evaluate, rollout=rollout),
+        progress=lambda *_: None,
+        stopping=lambda: False,
+    )
+    with (
+        contextlib.closing(GymEnvironment(config, None)) as environment,
+        pytest.raises(StageError, match="none of 2 held-out episodes could be scored"),
+    ):
+        held_out(told, environment, engine, range(2), Counter())
+
+
+def test_what_a_pictured_world_tells_is_kept(tmp_path: Path) -> None:
+    _, (record,) = played(
+        "train", 1, tmp_path, kwargs={"told": True}, images={"side": [2, 2]}, processes=1
+    )
+    assert record.steps["intervened"].all()
+    clipped = np.clip(record.steps["actions"], -1, 1)
+    np.testing.assert_array_equal(record.steps["performed"], -clipped)
+
+
+def test_demonstrations_of_a_world_with_one_buffer_are_what_it_showed() -> None:
+    worlds = Worlds(lambda: breaking_worlds.make("any", {}))
+    shown = worlds.demonstrate(0, 10)
+    assert shown["seen.state"].tolist() == [[0]], "to its first success"
+    seen = [worlds.reset([0], [0])["state"]]
+    seen += [worlds.step([0], np.zeros((1, 2)))[0]["seen.state"] for _ in range(3)]
+    assert np.concatenate(seen)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_what_a_module_of_the_users_says_is_read_without_importing_it() -> None:
+    found = needs_of("tests.rlinf.envs.single_worlds:make")
+    assert found.single
+    assert not found.batched
+    assert found.assets == {"file": "the robot's description"}
+    assert found.packages == ()
+    assert needs_of("tests.rlinf.envs.batched_worlds:make").batched
+    assert needs_of("not.here:make") == Needs()
+
+
+def test_a_robot_of_the_users_has_one_world(tmp_path: Path) -> None:
+    world = "tests.rlinf.envs.single_worlds:make"
+    config = GymConfig.model_validate({**BREAKING, "world": world, "kwargs": {"file": "here"}})
+    with pytest.raises(ConfigError, match=r"task\.halves: .* has one world at a time"):
+        GymEnvironment.extent(
+            config.model_copy(update={"halves": 2, "kwargs": {"file": str(tmp_path)}}), None
+        )
+    _, records = played("train", 3, tmp_path, world=world)
+    assert len(records) == 3
+    with pytest.raises(Refused, match=r"task\.world: its module says SINGLE"):
+        Worlds(lambda: breaking_worlds.make("any", {}), once=True).reset([0, 1], [0, 0])
+
+
+def test_of_a_batch_the_episode_that_is_not_finite_is_lost() -> None:
+    batch = Batch(lambda **of: batched_worlds.make("any", {"nan_at": 4.0}, **of))
+    batch.reset([0, 1], [2, 3])
+    came, errors = batch.step([0, 1], np.array([[0.5], [1.0]]))
+    assert list(errors) == [1]
+    assert "not finite" in errors[1]
+    assert came["terminated"].tolist() == [0, 1]
+    assert came["reward"].tolist() == [2.5, 0.0]
+    assert came["seen.state"][1].tolist() == [3.0, 2.0], "what it showed last"
+    with pytest.raises(ValueError, match=r"environment 1: .* not finite after its reset"):
+        batch.reset([0, 1], [2, 4])
+
+
+@pytest.mark.parametrize(
+    ("world", "said"),
+    [
+        ("tests.rlinf.envs.breaking_worlds:mkae", r"task\.world: .*breaking_worlds has no 'mkae'"),
+        ("tests.not_there:make", r"task\.world: tests\.not_there: No module named"),
+    ],
+)
+@pytest.mark.parametrize("apart", [{}, {"images": {"side": [2, 2]}}])
+def test_a_world_that_is_not_there_is_refused_by_its_key(
+    world: str, said: str, apart: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        GymEnvironment.measured(GymConfig.model_validate({**BREAKING, **apart, "world": world}))

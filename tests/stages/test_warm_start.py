@@ -1,0 +1,88 @@
+"""The warm start stops where it was to stop, however often it is begun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlinf.channels.world import World
+from rlinf.config import WarmStartSection
+from rlinf.data.record import Identity, Record
+from stages import warm_start
+from stages.warm_start import fine_tune
+
+
+class Task:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+        seen = np.full((2, 1), step, np.float32)
+        return [
+            Record(Identity(step, n), {"observations": seen, "actions": seen}) for n in range(count)
+        ]
+
+
+class Policy:
+    observes = True
+
+    def __init__(self) -> None:
+        self.seen = list[float]()
+
+    def demonstrated(self, record: Record, seed: int) -> Record:
+        return record
+
+    def observe(self, records: Sequence[Record]) -> None:
+        self.seen += [float(record.steps["observations"][0, 0]) for record in records]
+
+
+class Trainer:
+    """Counts its steps, which are its state."""
+
+    def __init__(self) -> None:
+        self.policy, self.steps = Policy(), 0
+
+    def step(self, records: list[Record], loss: Any, lr: float) -> dict[str, float]:
+        assert self.policy.seen or self.steps, "it learns by the statistics that it goes on with"
+        self.steps += 1
+        return {"loss": 1.0}
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "steps").write_text(str(self.steps))
+
+    def load(self, folder: Path) -> None:
+        self.steps = int((folder / "steps").read_text())
+
+
+@pytest.fixture
+def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    settings = WarmStartSection(max_steps=20, evaluate_every=2, stop_at=0.4, batch=2, scored=True)
+    monkeypatch.setattr(warm_start, "held_environment", lambda *_: Task())
+    monkeypatch.setattr(warm_start, "bare_engine", lambda *_: object())
+    monkeypatch.setattr(warm_start, "evaluate", lambda ctx, trainer, *_: trainer.steps / 10)
+    return SimpleNamespace(
+        config=SimpleNamespace(seed=0, warm_start=settings),
+        out=tmp_path,
+        key="key",
+        world=World(),
+        progress=lambda *_: None,
+    )
+
+
+def test_one_that_had_reached_its_goal_is_not_trained_further(ctx: Any, tmp_path: Path) -> None:
+    """The job may have died while it wrote the weights."""
+    first, again = Trainer(), Trainer()
+    curve: Any = fine_tune(ctx, first, tmp_path)  # type: ignore[arg-type]
+    assert [row["score"] for row in curve] == [None, 0.2, None, 0.4]
+    assert fine_tune(ctx, again, tmp_path) == curve  # type: ignore[arg-type]
+    assert again.steps == first.steps == 4
+    assert again.policy.seen == [], "statistics are part of what was loaded"
+
+
+def test_statistics_are_those_of_the_first_demonstrations(ctx: Any, tmp_path: Path) -> None:
+    trainer = Trainer()
+    fine_tune(ctx, trainer, tmp_path)  # type: ignore[arg-type]
+    assert trainer.policy.seen == [step for step in range(20) for _ in range(2)]
