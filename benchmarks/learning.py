@@ -113,7 +113,7 @@ def theirs(name: str, seed: int) -> Iterator[Point]:
     env = make_vec_env(
         row.env,
         row.environments,
-        wrapper_class=lambda env: TransformReward(env, lambda reward: scale * reward),
+        wrapper_class=lambda env: TransformReward(env, lambda reward: scale * float(reward)),
     )
     held_out = make_vec_env(row.env)
     if row.standardised:
