@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from benchmarks.learning import BEGIN, PAGE, cell, curves, table, words_of, write_prior
+from benchmarks.learning import BEGIN, PAGE, cell, curves, goal_of, table, words_of, write_prior
 from benchmarks.learning_rows import ROWS
 from pipeline.check import check
 from pipeline.commands.experiment import compose, execute
@@ -71,6 +71,12 @@ def test_a_cell_says_what_all_seeds_reached() -> None:
     known["sums_grpo"]["2"] = run(0.2, 0.4)
     assert cell("grpo", "causal_lm", known) == "goal not reached: one-digit sums 0.7"
     assert cell("rloo", "causal_lm", known) == "runs"
+    both = {"theirs": run(0, 500)["ours"]}
+    known["hopper_ppo"] = {"0": {**run(0, 400), **both}, "1": {**run(0, 700), **both}}
+    assert goal_of("hopper_ppo", known) == 500
+    assert "learns: Hopper-v5 550" in cell("ppo", "mlp", known)
+    known["hopper_ppo"]["1"] = {**run(0, 550), **both}
+    assert "goal not reached: Hopper-v5 475" in cell("ppo", "mlp", known)
 
 
 @pytest.mark.usefixtures("undrawn")
