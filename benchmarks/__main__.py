@@ -125,6 +125,14 @@ ROWS = {
     "first_model_gain_points": "first_model",
     "first_model_gain_lower": "first_model",
     "first_model_minutes": "first_model",
+    "vla_start": "vla",
+    "vla_gain_points": "vla",
+    "vla_gain_lower": "vla",
+    "vla_minutes": "vla",
+    "smolvla_start": "smolvla",
+    "smolvla_gain_points": "smolvla",
+    "smolvla_gain_lower": "smolvla",
+    "smolvla_minutes": "smolvla",
 }
 """Each row and the module that measures it (several rows may come from one measurement)."""
 

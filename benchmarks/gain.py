@@ -1,0 +1,77 @@
+"""What a run gained between its first evaluation and its last, start by start.
+
+All versions of the weights play the same held-out starts with the same randomness, so a gain is a
+mean of differences, with the interval of that. A run stays in ``runs``: one that was cut off goes
+on, one that is finished is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.row import Row
+from pipeline.commands.results import Results
+from pipeline.metrics import manifest_of
+from rlinf import tree
+from rlinf.channels.file import FileReader
+from stages.flow import EVALUATE
+from stages.layout import stage_folder
+
+RUNS = tree.ROOT / "runs"
+NORMAL_95 = 1.96
+
+
+def rlinf(*words: str | Path) -> None:
+    """Run a command of the project's own."""
+    command = Path(sys.executable).with_name("rlinf")
+    subprocess.run([command, *words], cwd=tree.ROOT, check=True)
+
+
+def gain(prefix: str, run: Results, points: float) -> list[Row]:
+    """The share of right answers (solved starts) before, the gain in points with the lower end of
+    its 95 % interval, and the minutes of all stages.
+
+    Args:
+        points: the gain that is wanted.
+    """
+    scored = [row["version"] for row in run.evaluations()]
+    first, last = (scores(run, version) for version in (scored[0], scored[-1]))
+    gained, count = last - first, len(first)
+    mean, spread = float(gained.mean()), float(gained.std(ddof=1)) / math.sqrt(count)
+    lower = mean - NORMAL_95 * spread
+    return [
+        Row(f"{prefix}_start", float(first.mean()), "share", None, "lower", count, 0.0),
+        Row(f"{prefix}_gain_points", 100 * mean, "points", points, "higher", count, 100 * spread),
+        Row(f"{prefix}_gain_lower", 100 * lower, "points", 0, "higher", count, 0.0),
+        Row(f"{prefix}_minutes", minutes(run), "min", 90, "lower", 1, 0.0),
+    ]
+
+
+def scores(run: Results, version: int) -> np.ndarray:
+    """Score of each held-out start ``[starts]``, in their order."""
+    from stages.parts import WEIGHTS, environment_class, policy_class
+
+    policy, policy_options = policy_class(run.config)
+    task, options = environment_class(run.config)
+    warm = stage_folder(run.folder, "warm_start", 0)
+    manifest = json.loads((warm / "manifest.json").read_text())
+    processor = policy.processor(warm / manifest["data"] / WEIGHTS, policy_options)
+    out = stage_folder(run.folder, EVALUATE, version)
+    evaluated = manifest_of(run.folder, EVALUATE, version)
+    assert evaluated is not None
+    records = list(FileReader((out / evaluated.data).glob("trajectories-r*.h5")))
+    records.sort(key=lambda record: record.identity)
+    return np.array(task(options, processor).score(records, Counter()))
+
+
+def minutes(run: Results) -> float:
+    """Of all stages, one after the other in one process, evaluations among them."""
+    timings = [json.loads(path.read_text())["timing"] for path in run.folder.rglob("manifest.json")]
+    return sum(timing["end"] - timing["start"] for timing in timings) / 60
