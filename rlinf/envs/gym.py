@@ -91,6 +91,9 @@ class GymConfig(Section):
     ``info`` says; else its return."""
     processes: int = Field(default=0, ge=0)
     """Processes that step the environments beside the policy; 0: the stage's own does."""
+    at_once: int | None = Field(default=None, gt=0)
+    """Most environments of a stage's process at once, for simulators that fill the memory: the
+    others wait for them, and nothing else changes; null: all that a stage has."""
     python: str | None = None
     """The interpreter of those processes, one at least then: a path, or the name of an environment
     that ``make env`` has made or the site file knows. It needs numpy and Gymnasium alone."""
@@ -270,7 +273,7 @@ class GymEnvironment(Environment):
         single = needs_of(self.config.world).single
         records = []
         try:
-            each = 1 if single else len(samples) or 1
+            each = 1 if single else self.config.at_once or len(samples) or 1
             for first in range(0, len(samples), each):
                 parts = self._parts(episodes, samples[first : first + each])
                 records += overlapped(parts, put, actions.get)

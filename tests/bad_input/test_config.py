@@ -236,6 +236,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("python", "cartpole", {"task.python": "nothere"}, ["task.python", "make env NAME=nothere"]),
     ("python-path", "cartpole", {"task.python": "/no/python"}, ["task.python: there is no"]),
     ("text-python", "arithmetic", {"task.python": "/bin/sh"}, ["task.python: unknown key"]),
+    ("at-once", "cartpole", {"task.at_once": 0}, ["task.at_once"]),
     ("halves", "cartpole", {"task.halves": 3}, ["task.halves"]),
     ("hidden", "cartpole", {"model.hidden": [64, 0]}, ["model.hidden.1"]),
     ("hidden-text", "cartpole", {"model.hidden": ["64"]}, ["model.hidden.0"]),

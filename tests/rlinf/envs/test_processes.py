@@ -100,7 +100,8 @@ def test_the_division_changes_no_byte(name: str, tmp_path: Path) -> None:
     engine = engine_for(task, tmp_path)
     with simulators(task) as plain:
         expected = [contents(run(plain, engine, split=split)) for split in ("train", "test")]
-    for options in ({"halves": 2}, {"processes": 1, "halves": 2}, {"processes": 3}):
+    divisions: list[dict[str, Any]] = [{"halves": 2}, {"processes": 1, "halves": 2}]
+    for options in (*divisions, {"processes": 3}, {"at_once": 2}, {"at_once": 3, "processes": 2}):
         with simulators(task, **options) as divided:
             for split, wanted in zip(("train", "test"), expected, strict=True):
                 assert contents(run(divided, engine, split=split)) == wanted, (options, split)
