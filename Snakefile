@@ -22,8 +22,9 @@ from rlinf.errors import RlinfError
 sys.setrecursionlimit(1_000_000)
 
 try:
-    run = described.prepare(config, begins=workflow.is_main_process)
-    if workflow.is_main_process and not workflow.output_settings.dryrun:
+    dry = workflow.output_settings.dryrun
+    run = described.prepare(config, begins=workflow.is_main_process, dry=dry)
+    if workflow.is_main_process and not dry:
         run.settle()
 except RlinfError as error:
     print(f"error: {error}", file=sys.stderr)

@@ -7,6 +7,7 @@ requeueing are left aside: they look rarely, guess time-outs from run times, and
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from launchers.backlog import Backlog, Entry, noted
 from launchers.base import Job, tail
-from rlinf.errors import EXIT_BAD_INPUT
+from rlinf.errors import EXIT_BAD_INPUT, SlurmError
 from slurm.client import Queued, SlurmClient
 from slurm.ids import whole_of
 from slurm.jobs import State, Status
@@ -23,6 +24,7 @@ from slurm.quotas import Quotas
 from slurm.reasons import stuck
 
 MANIFEST = "manifest.json"
+log = logging.getLogger("rlinf")
 
 
 @dataclass
@@ -44,7 +46,11 @@ class SubmititLauncher:
     hold_patience_s: float = 900.0
     """How long a job may be held before it is given up. It stays in the queue, so that whoever
     holds it may release it and resume the run."""
+    silence_s: float = 600.0
+    """How long Slurm may not answer before that is an error."""
     _watched: dict[str, Entry] = field(default_factory=dict)
+    _last: dict[str, Status] = field(default_factory=dict)
+    _silent_since: float | None = None
     _missing: dict[str, float] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=count)
 
@@ -124,12 +130,37 @@ class SubmititLauncher:
                 found[name] = entry.end
         if len(found) == len(ids):
             return found
+        unknown = [name for name in ids if name not in found]
+        try:
+            found |= self._asked_for(unknown)
+            self._silent_since = None
+        except SlurmError as error:
+            found |= self._unanswered(unknown, error)
+        self._last.update(found)
+        return found
+
+    def _unanswered(self, names: Collection[str], error: SlurmError) -> dict[str, Status]:
+        """What was known last, while Slurm does not answer: its controller may be restarting.
+
+        Raises:
+            SlurmError: it has not answered for :attr:`silence_s`.
+        """
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since = now
+            log.warning("Slurm does not answer, and is asked again: %s", error)
+        if now - self._silent_since > self.silence_s:
+            raise error
+        waits = Status(State.PENDING, None, "Slurm does not answer")
+        return {name: self._last.get(name, waits) for name in names}
+
+    def _asked_for(self, names: Collection[str]) -> dict[str, Status]:
+        """Statuses by the queue and, of jobs that are not there, by accounting."""
+        found: dict[str, Status] = {}
         queue = self.client.queue()
         ended: dict[str, str] = {}
-        for name in ids:
+        for name in names:
             entry = self._watched[name]
-            if name in found:
-                continue
             if entry.refusal is not None:
                 found[name] = Status(State.FAILED, entry.refusal.exit_code, str(entry.refusal))
             elif entry.id is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,11 +39,15 @@ def litter(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 
 def temporary(run: Path) -> Iterator[Path]:
     """Files of a run that were never finished."""
-    for path in run.rglob(".*"):
-        with contextlib.suppress(OSError):
-            named = TEMPORARY.fullmatch(path.name) and not path.name.startswith(f".{lock.LOCK}.")
-            if named and path.is_file() and lock.age_s(path) > OLD_S:
-                yield path
+    # Jobs of an earlier driver may remove folders meanwhile, which os.walk passes over.
+    for folder, _, names in os.walk(run):
+        for name in names:
+            if not TEMPORARY.fullmatch(name) or name.startswith(f".{lock.LOCK}."):
+                continue
+            path = Path(folder, name)
+            with contextlib.suppress(OSError):
+                if path.is_file() and lock.age_s(path) > OLD_S:
+                    yield path
 
 
 def sweep(run: Path) -> None:

@@ -10,14 +10,23 @@ from pathlib import Path
 
 from pipeline.flow import Graph, Node
 from pipeline.run import Run
-from rlinf.artifacts import Manifest, is_pruned, quarantine, read_manifest, verify
+from rlinf.artifacts import PRUNED, Manifest, is_pruned, quarantine, read_manifest, verify
 from rlinf.errors import ArtifactError, OtherWorkError
 from stages.code import Code
+from stages.flow import EVALUATE
 from stages.identity import Ledger, read_ledger, stage_key
 
 SET_ASIDE = "set-aside"
 """Folder of a run for results that were made anew: by time, then as in the run."""
 log = logging.getLogger("rlinf")
+
+
+def left_out(graph: Graph, run: Path, node: Node) -> bool:
+    """Whether a node is an evaluation, not made, of weights that retention has removed: iterations
+    would have to be made again for it."""
+    if node.stage != EVALUATE or read_manifest(graph.folder(run, node)) is not None:
+        return False
+    return any(is_pruned(graph.folder(run, source)) for source in graph.inputs(node).values())
 
 
 @dataclass
@@ -126,13 +135,17 @@ class Committed:
         return self.ledger.keeps(manifest) or manifest.key == self._key(node, manifest.inputs)
 
     def _whole(self, node: Node) -> Manifest | None:
-        folder = self._folder(node)
+        folder, manifest = self._folder(node), None
         try:
             manifest = read_manifest(folder)
             if manifest is not None and not is_pruned(folder):
                 verify(folder, manifest, checksums=False)
             return manifest
         except ArtifactError as error:
+            if manifest is not None and any(path.name == PRUNED for path in folder.iterdir()):
+                # Pools of an earlier driver prune on. Listed, for that a file was not there a
+                # moment ago is what a network filesystem remembers.
+                return manifest
             log.warning("%s; it will be rebuilt", error)
             quarantine(error.manifest, error.data)
             return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.clean import sweep
-from pipeline.committed import Committed
+from pipeline.committed import Committed, left_out
 from pipeline.flow import Graph, Node
 from pipeline.lock import Lock
 from pipeline.metrics import Written
@@ -149,6 +149,7 @@ class Driver:
         self._failures: dict[Node, int] = {}
         self._running: set[Node] = set()
         self._looked = 0.0
+        self._left_out = False
         self._written = Written(self.run.folder)
 
     def drive(self) -> None:
@@ -225,8 +226,18 @@ class Driver:
             node = next(nodes, None)
             if node is None:
                 break
-            if node not in self._done:
-                found.append(node)
+            if node in self._done:
+                continue
+            if left_out(self.graph, self.run.folder, node):
+                if not self._left_out:
+                    log.warning(
+                        "%s is left out, as are all evaluations of weights that the retention "
+                        "policy has removed (retention.every keeps some)",
+                        node.name,
+                    )
+                self._left_out = True
+                continue
+            found.append(node)
         return found
 
     def _ready(self, node: Node) -> bool:
@@ -260,6 +271,11 @@ class Driver:
                 raise outcome.error
             return []
         if outcome.exit_code == EXIT_BAD_INPUT:
+            gone = self._gone(node)
+            sources = self.graph.inputs(node).values()
+            if not all(source in self._done or source in self._running for source in sources):
+                # Another stage found it damaged first: it is made again, and this one waits.
+                return gone
             raise outcome.error or InputError(f"{node.name}: {outcome.reason}")
         self._failures[node] = self._failures.get(node, 0) + 1
         if self._failures[node] > self.retries:

@@ -20,7 +20,7 @@ from pipeline.run import Run
 from rlinf.channels.curve import INTERFACE, LOOPBACK
 from rlinf.channels.world import LAYOUT
 from rlinf.config import RunConfig, Section
-from rlinf.errors import ConfigError, RequeueRequested
+from rlinf.errors import EXIT_REQUEUE, ConfigError, RequeueRequested
 from rlinf.interpreters import interpreter, know, named
 from slurm.jobs import Resources, State, Status
 from stages.flow import Flow
@@ -273,6 +273,8 @@ class LauncherExecutor:
                 continue
             del self._ids[node]
             code = 0 if status.state is State.DONE else status.exit_code or 1
+            if status.state in (State.PREEMPTED, State.NODE_FAIL):
+                code = EXIT_REQUEUE  # no fault of the stage's
             reason = status.reason or status.state.value
             ended[node] = Outcome(code, f"{status.state.value}: {reason}" if code else "")
         if not ended:

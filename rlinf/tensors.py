@@ -201,6 +201,9 @@ def save_tensors(
     with path.open("wb", buffering=0) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, tensor in state.each:
+            like = state.like[name]
+            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+                raise ValueError(f"{path}: {name} came as {tensor.dtype} {tuple(tensor.shape)}")
             for other in wanted.pop(id(state.like[name]), ()):
                 file.seek(8 + len(header) + entries[other][0])
                 left = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -36,7 +36,12 @@ def run(ctx: Context) -> None:
     trainer = held_trainer(ctx)
     trainer.discard()
     learner = StageLearner(ctx, trainer)
-    algorithm.update(learner, learner.parts())
+    try:
+        algorithm.update(learner, learner.parts())
+    except Exception:
+        # What shares weights out may keep gradients of its own, which the next attempt would add.
+        ctx.resident.drop_trainer()
+        raise
     on_device(ctx, trainer)
     with ctx.span("save"):
         state = trainer.snapshot() if ctx.live else None

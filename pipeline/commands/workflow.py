@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.commands.driver_job import refuse_beside_job
 from pipeline.commands.experiment import compose
 from pipeline.commands.experiment import prepare as prepare_run
-from pipeline.committed import Committed
+from pipeline.committed import Committed, left_out
 from pipeline.driver import call_of
 from pipeline.flow import Graph, Node
 from pipeline.launch import interpreter_of
@@ -26,7 +27,7 @@ from rlinf.channels.world import LAYOUT, SHARES
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError
 from stages.flow import EVALUATE
-from stages.layout import PLAN
+from stages.layout import CONFIG, PLAN
 
 DEFAULT_EXPERIMENT = "arithmetic_short"
 """What a bare ``snakemake`` runs: every stage of a few iterations, each a process of its own."""
@@ -37,7 +38,7 @@ ITERATION = "iteration"
 log = logging.getLogger("rlinf")
 
 
-def prepare(settings: Mapping[str, Any], *, begins: bool = True) -> Workflow:
+def prepare(settings: Mapping[str, Any], *, begins: bool = True, dry: bool = False) -> Workflow:
     """The workflow of ``--config experiment=... key=value``, or of an existing run: ``run=NAME``.
 
     Keys are those of the configuration with ``__`` for a dot, which Snakemake allows in no key, or
@@ -46,9 +47,11 @@ def prepare(settings: Mapping[str, Any], *, begins: bool = True) -> Workflow:
 
     Args:
         begins: False in a job of the workflow, whose run is there and has its driver.
+        dry: nothing is written into a run that is there.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
+        RunLockedError: a driver is at work there.
     """
     chosen = dict(settings)
     choice = Choice.of(redo=bool(chosen.pop("redo", 0)), keep=bool(chosen.pop("keep", 0)))
@@ -63,14 +66,20 @@ def prepare(settings: Mapping[str, Any], *, begins: bool = True) -> Workflow:
                 f"run={named} goes on with that run as it is; leave out {', '.join(further)}, "
                 "or start another run with experiment=... run__name=..."
             )
-        return Workflow(Run.open(_folder(named)), choice, by_iteration=jobs == ITERATION)
+        run = Run.open(_folder(named))
+        if begins and not dry:
+            refuse_beside_job(run)
+        return Workflow(run, choice, by_iteration=jobs == ITERATION)
     experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
     overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flat(chosen))]
     values = compose(overrides)
-    if begins:
+    config = validate(RunConfig, values)
+    if dry and (config.run.folder / CONFIG).exists():
+        run = Run(config.run.folder, config)
+    elif begins:
         run = prepare_run(values, choice)
     else:
-        run = Run.open(validate(RunConfig, values).run.folder)
+        run = Run.open(config.run.folder)
     return Workflow(run, choice, by_iteration=jobs == ITERATION)
 
 
@@ -102,6 +111,7 @@ class Workflow:
             PlanError: a stage has several processes, which one job of one process cannot be.
         """
         self._run, self._choice = run, choice
+        self._lock: Lock | None = None
         self.folder = run.folder
         self._graph = Graph(run.config)
         self._plan = Plan.read(run.folder)
@@ -128,7 +138,10 @@ class Workflow:
 
         Raises:
             MismatchError: it is not, and nobody chose what to do.
+            RunLockedError: results are to be set aside or kept, and a driver is at work there.
         """
+        if self._choice is not Choice.ASK:
+            self.own()
         if self._plan.grain == "segment":
             log.warning(
                 "the plan has pools (grain: segment), which Snakemake does not use: every stage "
@@ -150,7 +163,9 @@ class Workflow:
         Raises:
             RunLockedError: it has another.
         """
-        atexit.register(Lock(self.folder / LOCK).release)
+        if self._lock is None:
+            self._lock = Lock(self.folder / LOCK)
+            atexit.register(self._lock.release)
 
     def output(self, stage: str) -> str:
         """The manifest of a stage; with ``{i}`` where there is one per iteration."""
@@ -257,6 +272,7 @@ class Workflow:
         last = self._graph.iterations
         newest = Node(self._graph.flow.publishes, last - 1)
         nodes = [Node(EVALUATE, v) for v in range(last + 1) if self._graph.evaluated(v)]
+        nodes = [node for node in nodes if not left_out(self._graph, self.folder, node)]
         return [str(self._manifest(node)) for node in [newest, *nodes]]
 
     def _manifest(self, node: Node) -> Path:

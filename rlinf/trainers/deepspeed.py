@@ -85,6 +85,11 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 "trainer.stage: 3 shares out weights that are trained, and here not all are "
                 "(trainer.lora); choose 1 or 2"
             )
+        if config.lora is not None and config.param_dtype != "float32":
+            raise ConfigError(
+                "trainer.param_dtype: DeepSpeed rounds weights that adapters leave alone, and "
+                "keeps no others; set trainer.param_dtype=float32, or choose trainer=fsdp"
+            )
         require("deepspeed", "deepspeed", "trainer=deepspeed")
         world.connect(self.device.type)
         self._outline = copy.deepcopy(policy.module) if _empty(policy.module) else None

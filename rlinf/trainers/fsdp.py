@@ -165,6 +165,10 @@ class FSDPTrainer(MinibatchTrainer):
                 begin(self.optimizer, parameter, self._moments)
             states = {name: self.optimizer.state[parameter] for name, parameter in own.items()}
             return {"model": own, "optimizer": {"state": states}}
+        # Before the first step: torch would take one of its own, which counts.
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                begin(self.optimizer, parameter, self._moments)
         model, optimizer = get_state_dict(self.policy.module, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 

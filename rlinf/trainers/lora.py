@@ -8,7 +8,8 @@ their usual names.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rlinf.config import Section
-from rlinf.errors import ConfigError, require
+from rlinf.errors import ConfigError, nearest, require
 from rlinf.models.base import Policy
 from rlinf.sharded import local, rows_of
 
@@ -62,8 +63,36 @@ class Adapters:
             raise ConfigError(f"trainer.lora.targets: {error}") from None
         self._policy = policy
         self.scale = settings.alpha / settings.rank
+        self._check(settings.targets)
         for _, layer in self._layers(policy.module):
             layer.register_state_dict_post_hook(_plain)
+
+    def _check(self, targets: Sequence[str]) -> None:
+        """See that every adapter can be merged, and every target has one.
+
+        Raises:
+            ConfigError: names the target.
+        """
+        module, key = self._policy.module, "trainer.lora.targets"
+        layers = {name: layer.get_base_layer() for name, layer in self._layers(module)}
+        for target in targets:
+            if not any(name == target or name.endswith(f".{target}") for name in layers):
+                known = {
+                    n.rpartition(".")[2] for n, m in module.named_modules() if _plain_linear(m)
+                }
+                raise ConfigError(f"{key}: {target!r} is nowhere{nearest(target, known)}")
+        users = Counter(id(weight) for _, weight in _weights(module))
+        for name, base in layers.items():
+            if not _plain_linear(base):
+                raise ConfigError(
+                    f"{key}: {name} is a {type(base).__name__}; adapters are merged into linear "
+                    "layers alone"
+                )
+            if users[id(base.weight)] > 1:
+                raise ConfigError(
+                    f"{key}: {name} shares its weight with another layer, so nothing can be merged "
+                    "into it; leave it out"
+                )
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """By name; of a sharded module this rank's rows, once its state was asked for."""
@@ -105,6 +134,15 @@ class Adapters:
         from peft.tuners.lora import LoraLayer
 
         return ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
+
+
+def _plain_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every place that a parameter is used at."""
+    return module.named_parameters(remove_duplicate=False)
 
 
 def _linear(policy: Policy) -> list[str]:

@@ -75,3 +75,11 @@ def test_rows_of_a_file_are_those_of_its_tensors(rows: int, data: st.DataObject)
     for name, (begin, end) in wanted.items():
         right = tensors[name]
         assert torch.equal(found[name], right[begin:end] if right.dim() else right)
+
+
+def test_a_tensor_of_another_type_than_was_said_is_no_file(tmp_path: Path) -> None:
+    """Its bytes would be read as those of the type in the header."""
+    like = {"a": torch.empty(3, device="meta")}
+    came = State(like, iter([("a", torch.zeros(3, dtype=torch.bfloat16))]))
+    with pytest.raises(ValueError, match=r"a came as torch\.bfloat16 \(3,\)"):
+        save_tensors(tmp_path / "f", came, ["a"], {})

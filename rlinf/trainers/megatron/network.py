@@ -253,6 +253,11 @@ def build(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="none",
     )
+    with torch.no_grad():
+        # Rows beyond the vocabulary, which no checkpoint has: what memory held may be no numbers.
+        for name, parameter in model.named_parameters():
+            if "word_embeddings" in name or "output_layer" in name:
+                parameter.zero_()
     if model.post_process:
         # Sequences are gathered before the positions to keep are taken.
         model.output_layer.sequence_parallel = False

@@ -89,6 +89,25 @@ def test_gradients_and_moments_are_of_adapters(folder: Path) -> None:
 def test_a_target_that_is_nowhere_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: .*no_proj"):
         make(folder, lora={"rank": 4, "targets": ["no_proj"]})
+    with pytest.raises(ConfigError, match=r"'v_porj' is nowhere.*v_proj"):
+        make(folder, lora={"rank": 4, "targets": ["q_proj", "v_porj"]})
+
+
+def test_what_cannot_be_merged_is_refused(folder: Path) -> None:
+    """Whoever takes the weights would not have what was trained."""
+    with pytest.raises(ConfigError, match="lm_head shares its weight with another layer"):
+        make(folder, lora={"rank": 4, "targets": ["q_proj", "lm_head"]})
+    with pytest.raises(ConfigError, match=r"embed_tokens is a Embedding; .* linear layers alone"):
+        make(folder, lora={"rank": 4, "targets": ["embed_tokens"]})
+
+
+def test_a_state_that_is_looked_at_before_the_first_step_changes_nothing(folder: Path) -> None:
+    """Torch would take an optimizer step of its own, and count it."""
+    looked, plain = make(folder, lora=None), make(folder, lora=None)
+    looked.snapshot()
+    for trainer in (looked, plain):
+        trainer.step(records(), loss, lr=LR)
+    assert_close(looked, plain, 0.0)
 
 
 RANKS = """
