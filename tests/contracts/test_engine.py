@@ -645,7 +645,11 @@ def test_an_engine_that_was_never_loaded_holds_nothing_and_can_be_closed(tried: 
 def test_weights_come_in_memory_after_some_that_came_on_the_way(tried: Tried) -> None:
     """As in a pool: a rollout takes newer weights from files, the next stage gets them handed."""
     told = iter([(tried.folder, 4)])
-    tried.answers(tried.request(), hooks=Hooks(newer=lambda: next(told, None)))
+    requests = LocalChannel()
+    requests.put(tried.request())
+    requests.close()
+    hooks = Hooks(newer=lambda: next(told, None))
+    assert len(list(tried.engine.generate(requests, seed=7, stage="rollout", hooks=hooks))) == 1
     assert tried.engine.version == 4
     state = {name: tensor.clone() for name, tensor in tried.policy.module.state_dict().items()}
     tried.engine.load_state(state.items(), 5)
