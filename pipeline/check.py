@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline.fitting import check_fit, check_replay, check_values
+from pipeline.fitting import check_fit, check_replay, check_values, warn_of_precision
 from pipeline.launch import ClusterConfig
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
@@ -63,6 +63,7 @@ def check(config: RunConfig) -> None:
     algorithm.check(model_options)
     check_replay(config, algorithm, trainer, trainer_options)
     check_values(config, algorithm, trainer_options)
+    warn_of_precision(config, trainer_options)
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.minibatches:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 from rlinf.algorithms import algorithms
@@ -25,6 +26,8 @@ from rlinf.registry import Registry
 from rlinf.rewards import rewards
 from rlinf.trainers.base import Trainer
 from stages.flow import flow_of
+
+log = logging.getLogger("rlinf")
 
 
 class Part(NamedTuple):
@@ -122,6 +125,20 @@ def check_replay(
         raise ConfigError(
             f"trainer.param_dtype: the critics of {config.algorithm.name!r} compute in float32, "
             f"not in {dtype}; set trainer.param_dtype=float32"
+        )
+
+
+def warn_of_precision(config: RunConfig, options: Any) -> None:
+    """Say so where most updates may be rounded away.
+
+    Args:
+        options: of the trainer.
+    """
+    half = getattr(config.model, "dtype", "float32") == "bfloat16"
+    if half and config.trainer.name == "fsdp" and getattr(options, "lora", None) is None:
+        log.warning(
+            "model.dtype=bfloat16: weights and moments are trained in it, and most steps at small "
+            "rates are rounded away; trainer.param_dtype=bfloat16 computes in it alone"
         )
 
 

@@ -82,3 +82,10 @@ def test_heads_that_do_not_divide_are_refused(
     values = compose(*seen, *more, *words, experiment="inverted_pendulum_flow")
     with pytest.raises(ConfigError, match=said):
         check(validate(RunConfig, values))
+
+
+def test_training_in_half_precision_is_said(
+    compose: Compose, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(validate(RunConfig, compose("model.dtype=bfloat16")))
+    assert "model.dtype=bfloat16: weights and moments are trained in it" in caplog.text
