@@ -16,6 +16,7 @@ from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
 from rlinf.envs.processes import Process
+from rlinf.envs.worlds.needs import Needs
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
@@ -155,7 +156,10 @@ def test_pictures_that_a_batch_does_not_make_are_refused(
         process.reset([0], [0])
 
 
-def test_a_batch_is_not_stepped_in_the_process_of_the_stage() -> None:
+def test_a_batch_has_a_process_of_its_own_whatever_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     config = GymConfig.model_validate({**MANY, "processes": 0})
+    GymEnvironment.verify(config)
+    # Where its module cannot be read beforehand, making it says so.
+    monkeypatch.setattr("rlinf.envs.gym.needs_of", lambda _: Needs())
     with pytest.raises(ConfigError, match=r"task\.processes: 0, but .* set 1"):
         GymEnvironment.verify(config)
