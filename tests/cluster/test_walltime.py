@@ -56,7 +56,7 @@ def test_a_stage_at_its_wall_time_limit_is_requeued_and_goes_on(
 def curve_at_the_stop(job: Job, identity: str, timeout_s: float = 75) -> list[Any]:
     """The fine-tuning's curve when the stage has asked to be started again."""
     deadline = time.monotonic() + timeout_s
-    while "stopping after" not in log(job):
+    while "stopping " not in log(job):
         assert time.monotonic() < deadline, log(job)
         time.sleep(0.1)
     return curve(job)
