@@ -103,14 +103,13 @@ def steps(side: str, case: str, folder: Path, turn: int, threads: int, waiting: 
 
 def run_ours(case: str, folder: Path, threads: int) -> list[float]:
     """The five stages in one process, committed to disk as always."""
+    from benchmarks.in_process import run_node
     from pipeline.commands.experiment import compose
     from pipeline.driver import InProcess
     from pipeline.flow import Graph
     from pipeline.freeze import create_run
     from rlinf.artifacts import read_manifest
     from rlinf.config import RunConfig, validate
-    from stages.layout import CONFIG
-    from stages.runner import StageCall
 
     with tempfile.TemporaryDirectory() as root:
         values = compose(
@@ -138,14 +137,7 @@ def run_ours(case: str, folder: Path, threads: int) -> list[float]:
                 continue
             if node.stage == "rollout":
                 start = time.perf_counter()
-            inputs = {k: graph.folder(run.folder, v) for k, v in graph.inputs(node).items()}
-            out = graph.folder(run.folder, node)
-            executor.start(
-                node, StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
-            )
-            (outcome,) = executor.ended().values()
-            if outcome.error:
-                raise outcome.error
+            out = run_node(run, graph, executor, node)
             if node.stage == "rollout":
                 manifest = read_manifest(out)
                 assert manifest is not None

@@ -70,13 +70,12 @@ def turn(side: str, settings: dict[str, int]) -> list[float]:
 
 def run_ours(settings: dict[str, int], root: str) -> list[float]:
     """The stages in one process, and simulators beside it."""
+    from benchmarks.in_process import run_node
     from pipeline.commands.experiment import compose
     from pipeline.driver import InProcess
     from pipeline.flow import Graph
     from pipeline.freeze import create_run
     from rlinf.config import RunConfig, validate
-    from stages.layout import CONFIG
-    from stages.runner import StageCall
 
     values = compose(
         [
@@ -102,14 +101,7 @@ def run_ours(settings: dict[str, int], root: str) -> list[float]:
             continue
         if node.stage == "rollout":
             start = time.perf_counter()
-        inputs = {k: graph.folder(run.folder, v) for k, v in graph.inputs(node).items()}
-        out = graph.folder(run.folder, node)
-        executor.start(
-            node, StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
-        )
-        (outcome,) = executor.ended().values()
-        if outcome.error:
-            raise outcome.error
+        run_node(run, graph, executor, node)
         if node.stage == "sync":
             rates.append(ENVIRONMENTS * HORIZON / (time.perf_counter() - start))
     return rates

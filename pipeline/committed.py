@@ -10,7 +10,15 @@ from pathlib import Path
 
 from pipeline.flow import Graph, Node
 from pipeline.run import Run
-from rlinf.artifacts import PRUNED, Manifest, is_pruned, quarantine, read_manifest, verify
+from rlinf.artifacts import (
+    MANIFEST,
+    PRUNED,
+    Manifest,
+    is_pruned,
+    quarantine,
+    read_manifest,
+    verify,
+)
 from rlinf.errors import ArtifactError, OtherWorkError
 from stages.code import Code
 from stages.flow import EVALUATE
@@ -24,7 +32,7 @@ log = logging.getLogger("rlinf")
 def left_out(graph: Graph, run: Path, node: Node) -> bool:
     """Whether a node is an evaluation, not made, of weights that retention has removed: iterations
     would have to be made again for it."""
-    if node.stage != EVALUATE or read_manifest(graph.folder(run, node)) is not None:
+    if node.stage != EVALUATE or (graph.folder(run, node) / MANIFEST).exists():
         return False
     return any(is_pruned(graph.folder(run, source)) for source in graph.inputs(node).values())
 

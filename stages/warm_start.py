@@ -46,6 +46,7 @@ Row = dict[str, float | None]
 """Of the curve: a step, its loss, and :data:`MEASURES` where they were taken."""
 MEASURES = ("score", "held_out_loss")
 LOOKED_AT = 32
+"""Steps whose demonstrations observations are standardised by, where they are."""
 PROGRESS = "progress"
 """Folder beside the attempts; removed when the stage commits."""
 

@@ -81,7 +81,8 @@ class Adapters:
                     n.rpartition(".")[2] for n, m in module.named_modules() if _plain_linear(m)
                 }
                 raise ConfigError(f"{key}: {target!r} is nowhere{nearest(target, known)}")
-        users = Counter(id(weight) for _, weight in _weights(module))
+        everywhere = module.named_parameters(remove_duplicate=False)
+        users = Counter(id(weight) for _, weight in everywhere)
         for name, base in layers.items():
             if not _plain_linear(base):
                 raise ConfigError(
@@ -138,11 +139,6 @@ class Adapters:
 
 def _plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
-
-
-def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every place that a parameter is used at."""
-    return module.named_parameters(remove_duplicate=False)
 
 
 def _linear(policy: Policy) -> list[str]:

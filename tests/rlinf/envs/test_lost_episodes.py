@@ -153,7 +153,10 @@ def test_of_a_batch_the_episode_that_is_not_finite_is_lost() -> None:
 @pytest.mark.parametrize(
     ("world", "said"),
     [
-        ("tests.rlinf.envs.breaking_worlds:maker", r"task\.world: .*breaking_worlds has no 'maker'"),
+        (
+            "tests.rlinf.envs.breaking_worlds:maker",
+            r"task\.world: .*breaking_worlds has no 'maker'",
+        ),
         ("tests.not_there:make", r"task\.world: tests\.not_there: No module named"),
     ],
 )
