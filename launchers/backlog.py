@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 
 from launchers.base import Job
 from launchers.sbatch import sbatch, sbatch_together
-from rlinf.artifacts import write_atomic
-from rlinf.errors import PlanError, RlinfError, SlurmError
+from rlinf.artifacts import MANIFEST, write_atomic
+from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmSilent
 from slurm.client import Queued, SlurmClient
-from slurm.ids import own_id
+from slurm.ids import own_id, whole_of
 from slurm.jobs import Resources, Status
 from slurm.quotas import Quotas, is_full, read_quotas
 
@@ -35,6 +37,8 @@ class Entry:
     job: Job
     id: str | None = None
     """Slurm's; None: not submitted yet."""
+    found: bool = False
+    """Whether an earlier process had submitted it."""
     refusal: RlinfError | None = None
     """Why it will not be submitted."""
     end: Status | None = None
@@ -57,38 +61,68 @@ class Backlog:
     client: SlurmClient
     quotas: Quotas | None = None
     """Limits on the number of jobs; asked of Slurm before the first submission when not given."""
+    shows_s: float = 30.0
+    """How long after a submission that was not answered its jobs may come into the queue."""
     _waiting: list[list[Entry]] = field(default_factory=list)
     """Jobs to be submitted on their own or in arrays, and several that start together."""
-    _queue: Mapping[str, Queued] = field(default_factory=dict)
+    _unknown: list[list[Entry]] = field(default_factory=list)
+    """Those of them that an earlier process may have submitted."""
+    _queue: Mapping[str, Queued] | None = None
     """At the last look. With what was submitted since, it tells how much room there is."""
     _since: list[Resources] = field(default_factory=list)
+    _unanswered: str | None = None
+    """Word in the comment of jobs that may have been submitted."""
     _pause_s: float = FIRST_PAUSE_S
     _resume: float = 0.0
 
-    def add(
-        self, units: Collection[list[Entry]], queue: Mapping[str, Queued] | None = None
-    ) -> None:
+    def add(self, units: Collection[list[Entry]]) -> None:
         """Let jobs wait behind the others, and submit what there is room for.
+
+        Jobs that an earlier process submitted, and that wait or run, are found again by the notes
+        beside their outputs; those that start together where all of them are there.
 
         Args:
             units: jobs, each by itself or with those that start together with it.
-            queue: what Slurm's queue was found to be just now, where it was asked.
+
+        Raises:
+            SlurmSilent: no answer; they wait.
         """
         self._waiting += units
-        self.admit(queue)
+        self._unknown += units
+        self.admit()
 
     def discard(self, entries: Collection[Entry]) -> None:
         """Forget jobs that wait here, and those that would start together with them."""
-        self._waiting = [unit for unit in self._waiting if not any(e in entries for e in unit)]
+        for units in (self._waiting, self._unknown):
+            units[:] = [unit for unit in units if not any(e in entries for e in unit)]
 
     def admit(self, queue: Mapping[str, Queued] | None = None) -> None:
-        """Submit of those waiting, in order, as many as limits allow; see :meth:`add`."""
+        """Submit of those waiting, in order, as many as limits allow; see :meth:`add`.
+
+        Args:
+            queue: what Slurm's queue was found to be just now, where it was asked.
+        """
+        looked_for = any(noted(entry.job.out) for unit in self._unknown for entry in unit)
+        if queue is None and (self._queue is None or looked_for):
+            queue = self.client.queue()
         if queue is not None:
             self._queue, self._since = queue, []
+        while self._unknown:
+            self._find(self._unknown[0])
+            del self._unknown[0]
+        if time.monotonic() >= self._resume and self._unanswered is not None:
+            # They could not run: submitit names their files by the answer.
+            self.client.cancel(self.client.with_comment(self._unanswered))
+            self._unanswered = None
         while self._waiting and time.monotonic() >= self._resume:
             first = self._waiting[0]
+            if all((entry.job.out / MANIFEST).exists() for entry in first):
+                del self._waiting[0]
+                continue
             try:
                 room = self._room(first)
+            except SlurmSilent:
+                raise
             except RlinfError as error:
                 for entry in first:
                     entry.refusal = error
@@ -98,12 +132,24 @@ class Backlog:
             if not room or not (self._start(alike[:room]) or self._start(alike[:1])):
                 return
 
+    def _find(self, unit: list[Entry]) -> None:
+        """Take up jobs that are there already; cancel those that are not what is wanted."""
+        notes = [(entry, note) for entry in unit if (note := noted(entry.job.out)) is not None]
+        there = [(entry, note) for entry, note in notes if active(self._queue, note.id)]
+        alike = {whole_of(note.id) for _, note in there if len(unit) > 1}
+        if len(there) == len(unit) and len(alike) < 2 and all(n.key == e.job.key for e, n in there):
+            for entry, note in there:
+                entry.id, entry.found = note.id, True
+            self._waiting.remove(unit)
+        elif there:
+            self.client.cancel([note.id for _, note in there])
+
     def _room(self, unit: Sequence[Entry]) -> int:
         """How many units like this one may be submitted now, as one array at most.
 
         Raises:
             PlanError: not even one, however long it waits.
-            SlurmError: Slurm does not answer.
+            SlurmSilent: Slurm does not answer.
         """
         if self.quotas is None:
             self.quotas = read_quotas(self.client)
@@ -111,7 +157,8 @@ class Backlog:
         needs = [quota for part in parts for quota in self.quotas.of(part)]
         room, first = self.quotas.array_size, unit[0]
         for quota in dict.fromkeys(needs):
-            counted = {identity for identity, job in self._queue.items() if quota.counts(job)}
+            queue = self._queue or {}
+            counted = {identity for identity, job in queue.items() if quota.counts(job)}
             if quota.most < needs.count(quota) + len(counted & {own_id()}):
                 raise PlanError(
                     f"{first.job.name}: {quota.what} is {quota.most}, which leaves no place for "
@@ -126,11 +173,19 @@ class Backlog:
         return room
 
     def _start(self, units: Sequence[list[Entry]]) -> bool:
-        """Submit the first of those waiting; False when there are too many jobs for now."""
+        """Submit the first of those waiting; False when there are too many jobs for now.
+
+        Raises:
+            SlurmSilent: no answer.
+        """
         entries = [entry for unit in units for entry in unit]
         submit = sbatch_together if _heterogeneous(units[0]) else sbatch
+        word = f"rlinf-{secrets.token_hex(8)}"
         try:
-            ids = submit([entry.job for entry in entries])
+            ids = submit([_commented(entry.job, word) for entry in entries])
+        except SlurmSilent:
+            self._unanswered, self._resume = word, time.monotonic() + self.shows_s
+            raise
         except SlurmError as error:
             if is_full(str(error)):
                 if len(units) == 1:
@@ -162,14 +217,40 @@ def _alike(unit: Sequence[Entry], other: Sequence[Entry]) -> bool:
     return mine.resources == theirs.resources and mine.logs == theirs.logs
 
 
-def noted(job: Job) -> str | None:
-    """The id of the job submitted last for this output, if there was one."""
+@dataclass(frozen=True)
+class Note:
+    """The job that was submitted last for an output."""
+
+    id: str
+    key: str
+
+
+def noted(out: Path) -> Note | None:
+    """What stands beside an output of the job submitted last for it, if there was one."""
     try:
-        return str(json.loads((job.out / NOTE).read_text())["id"])
-    except (OSError, ValueError, KeyError):
+        note = json.loads((out / NOTE).read_text())
+        return Note(str(note["id"]), str(note.get("key", "")))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
 
 
+def active(queue: Mapping[str, Queued] | None, identity: str) -> bool:
+    """Whether a job was in the queue, and not at its end."""
+    status = (queue or {}).get(identity)
+    return status is not None and status.state.active
+
+
+def _commented(job: Job, word: str) -> Job:
+    """The job with a word in its comment, by which it is found though sbatch was not answered."""
+
+    def with_word(part: Resources) -> Resources:
+        comment = f"{part.sbatch.get('comment', '')} {word}".strip()
+        return replace(part, sbatch={**part.sbatch, "comment": comment})
+
+    further = tuple(with_word(part) for part in job.further)
+    return replace(job, resources=with_word(job.resources), further=further)
+
+
 def _note(job: Job, identity: str) -> None:
-    note = {"id": identity, "name": job.name, "submitted": time.time()}
+    note = {"id": identity, "name": job.name, "key": job.key, "submitted": time.time()}
     write_atomic(job.out / NOTE, json.dumps(note))

@@ -22,6 +22,9 @@ class Job:
     module: str = "stages"
     further: tuple[Resources, ...] = ()
     """More processes of the same job on other devices; their ranks come after those above."""
+    key: str = ""
+    """Names what the job is made of. One that was submitted with another key is not found again,
+    but cancelled."""
     requeues: bool = True
     """Whether Slurm runs it again when it is asked to stop, preempted, or lost with its node; Slurm
     waits minutes before it does."""
@@ -66,6 +69,9 @@ class Launcher(Protocol):
 
     def cancel(self, ids: Collection[str]) -> None:
         """Stop these jobs."""
+
+    def withdraw(self, outs: Collection[Path]) -> None:
+        """Stop what another process submitted for these outputs and is there still."""
 
     def close(self) -> None:
         """The driver ends; local processes end with it, cluster jobs go on."""

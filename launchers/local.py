@@ -94,6 +94,9 @@ class LocalLauncher:
         for identity in ids:
             _kill(self._started[identity].processes)
 
+    def withdraw(self, outs: Collection[Path]) -> None:
+        """Nothing: processes end with the driver that started them."""
+
     def close(self) -> None:
         self.cancel(list(self._started))
 

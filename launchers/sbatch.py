@@ -18,9 +18,9 @@ from typing import Any
 from launchers.base import Job
 from launchers.job import ModuleCall
 from rlinf import machine
-from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError
+from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError, SlurmSilent
 from rlinf.tree import python_path
-from slurm.client import blocked_signals, run
+from slurm.client import blocked_signals, failure, run
 from slurm.deadline import MARGIN
 from slurm.ids import COMPONENT
 from slurm.jobs import Resources
@@ -67,6 +67,7 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
     Several become one job array, a single one does not.
 
     Raises:
+        SlurmSilent: no answer; the job may be there or not.
         SlurmError: it was refused; carries Slurm's message.
     """
     import submitit
@@ -82,7 +83,7 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
             submitted = [executor.submit(_call(job)) for job in jobs]
         return [str(entry.job_id) for entry in submitted]
     except FailedJobError as error:
-        raise SlurmError(f"{first.name}: sbatch refused the job: {_cause(error)}") from None
+        raise _failed(first.name, error) from None
 
 
 def sbatch_together(jobs: Sequence[Job]) -> list[str]:
@@ -92,6 +93,7 @@ def sbatch_together(jobs: Sequence[Job]) -> list[str]:
     others end too, and Slurm calls all of them failed.
 
     Raises:
+        SlurmSilent: no answer; the job may be there or not.
         SlurmError: it was refused; carries Slurm's message.
     """
     leader = _submit(together_script(jobs), jobs)
@@ -102,6 +104,7 @@ def sbatch_lasting(job: Job) -> str:
     """Submit a job of one process that is started again when it was killed, too; returns its id.
 
     Raises:
+        SlurmSilent: no answer; the job may be there or not.
         SlurmError: it was refused; carries Slurm's message.
     """
     return _submit(lasting_script(job), [job])
@@ -116,8 +119,7 @@ def _submit(script: str, jobs: Sequence[Job]) -> str:
             with _outside_of_jobs():
                 answer = run(("sbatch", "--parsable", file.name))
         except SlurmError as error:
-            names = " and ".join(job.name for job in jobs)
-            raise SlurmError(f"{names}: sbatch refused the job: {_cause(error)}") from None
+            raise _failed(" and ".join(job.name for job in jobs), error) from None
     # With several clusters it says on which one: 12;name.
     return answer.strip().partition(";")[0]
 
@@ -314,6 +316,13 @@ def parameters(name: str, needs: Resources, *, requeues: bool = True) -> dict[st
     given = {key: value for key, value in wanted.items() if value is not None}
     # Where nothing is said, None leaves it to the cluster; submitit would ask for five minutes.
     return given | {"time": needs.time_min}
+
+
+def _failed(name: str, error: Exception) -> SlurmError:
+    cause = _cause(error)
+    kind = type(error) if isinstance(error, SlurmSilent) else failure(cause)
+    what = "was not answered" if kind is SlurmSilent else "refused the job"
+    return kind(f"{name}: sbatch {what}: {cause}")
 
 
 def _cause(error: Exception) -> str:

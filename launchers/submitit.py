@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from launchers.backlog import Backlog, Entry, noted
+from launchers.backlog import Backlog, Entry, active, noted
 from launchers.base import Job, tail
-from rlinf.errors import EXIT_BAD_INPUT, SlurmError
+from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmSilent
 from slurm.client import Queued, SlurmClient
-from slurm.ids import whole_of
 from slurm.jobs import State, Status
 from slurm.quotas import Quotas
 from slurm.reasons import stuck
@@ -51,12 +50,12 @@ class SubmititLauncher:
     _watched: dict[str, Entry] = field(default_factory=dict)
     _last: dict[str, Status] = field(default_factory=dict)
     _silent_since: float | None = None
+    _to_cancel: set[str] = field(default_factory=set)
     _missing: dict[str, float] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self._backlog = Backlog(self.client, self.quotas)
-        self._asked = False
 
     @property
     def poll_s(self) -> float:
@@ -73,8 +72,7 @@ class SubmititLauncher:
             An id for each: Slurm's (``12``, ``12_3``), or one of this launcher for a job that waits
             for a place in the queue.
         """
-        entries, queue = self._found(jobs)
-        return self._add(entries, [[entry] for entry in entries if entry.id is None], queue)
+        return self._add([[Entry(job)] for job in jobs])
 
     def submit_together(self, jobs: Sequence[Job]) -> list[str]:
         """See :class:`launchers.base.Launcher`; found again where all of them are still there.
@@ -83,33 +81,18 @@ class SubmititLauncher:
             An id for each: Slurm's (``12+0``, ``12+1``), or one of this launcher for jobs that wait
             for places in the queue.
         """
-        entries, queue = self._found(jobs)
-        there = {whole_of(entry.id) for entry in entries if entry.id is not None}
-        if len(there) == 1 and all(entry.id is not None for entry in entries):
-            return self._add(entries, [], queue)
-        self.client.cancel([entry.id for entry in entries if entry.id is not None])
-        fresh = [Entry(job) for job in jobs]
-        return self._add(fresh, [fresh], queue)
+        return self._add([[Entry(job) for job in jobs]])
 
-    def _found(self, jobs: Sequence[Job]) -> tuple[list[Entry], dict[str, Queued] | None]:
-        """The jobs, with the ids of those still queued or running; the queue, if it was asked."""
-        notes = [noted(job) for job in jobs]
-        queue = None if self._asked and not any(notes) else self.client.queue()
-        self._asked = True
-        entries = [
-            Entry(job, note if note is not None and _active(queue, note) else None)
-            for job, note in zip(jobs, notes, strict=True)
-        ]
-        return entries, queue
-
-    def _add(
-        self, entries: list[Entry], fresh: list[list[Entry]], queue: dict[str, Queued] | None
-    ) -> list[str]:
-        """Watch jobs, and submit those that are not there yet."""
-        self._backlog.add(fresh, queue)
+    def _add(self, units: list[list[Entry]]) -> list[str]:
+        """Watch jobs, and submit those that are not there yet; while Slurm is silent they wait."""
+        entries = [entry for unit in units for entry in unit]
+        try:
+            self._backlog.add(units)
+        except SlurmSilent as error:
+            self._endure(error)
         for entry in entries:
             if entry.refusal is not None:
-                self._drop([entry for unit in fresh for entry in unit])
+                self._drop([entry for entry in entries if not entry.found])
                 raise entry.refusal
         names = [entry.id or f"waiting-{next(self._numbers)}" for entry in entries]
         self._watched.update(zip(names, entries, strict=True))
@@ -119,7 +102,7 @@ class SubmititLauncher:
         """By manifests first, then one ``squeue``, then one ``sacct`` for jobs that ended.
 
         A job that can never start is cancelled and has failed for bad input; so has one that
-        somebody holds, which stays.
+        somebody holds, which stays. While Slurm is silent jobs are as they were known last.
         """
         found: dict[str, Status] = {}
         for name in ids:
@@ -132,15 +115,20 @@ class SubmititLauncher:
             return found
         unknown = [name for name in ids if name not in found]
         try:
-            found |= self._asked_for(unknown)
+            self._cancel([])
+            queue = self.client.queue()
+            found |= self._judged_by(queue, unknown)
+            self._last.update(found)
+            self._backlog.admit(queue)
             self._silent_since = None
         except SlurmError as error:
-            found |= self._unanswered(unknown, error)
-        self._last.update(found)
+            self._endure(error)
+            waits = Status(State.PENDING, None, "Slurm does not answer")
+            found |= {n: self._last.get(n, waits) for n in unknown if n not in found}
         return found
 
-    def _unanswered(self, names: Collection[str], error: SlurmError) -> dict[str, Status]:
-        """What was known last, while Slurm does not answer: its controller may be restarting.
+    def _endure(self, error: SlurmError) -> None:
+        """Slurm does not answer: its controller may be restarting.
 
         Raises:
             SlurmError: it has not answered for :attr:`silence_s`.
@@ -151,13 +139,10 @@ class SubmititLauncher:
             log.warning("Slurm does not answer, and is asked again: %s", error)
         if now - self._silent_since > self.silence_s:
             raise error
-        waits = Status(State.PENDING, None, "Slurm does not answer")
-        return {name: self._last.get(name, waits) for name in names}
 
-    def _asked_for(self, names: Collection[str]) -> dict[str, Status]:
+    def _judged_by(self, queue: Mapping[str, Queued], names: Collection[str]) -> dict[str, Status]:
         """Statuses by the queue and, of jobs that are not there, by accounting."""
         found: dict[str, Status] = {}
-        queue = self.client.queue()
         ended: dict[str, str] = {}
         for name in names:
             entry = self._watched[name]
@@ -165,7 +150,7 @@ class SubmititLauncher:
                 found[name] = Status(State.FAILED, entry.refusal.exit_code, str(entry.refusal))
             elif entry.id is None:
                 found[name] = Status(State.PENDING, None, entry.said or "waits behind other jobs")
-            elif _active(queue, entry.id):
+            elif active(queue, entry.id):
                 found[name] = self._judged(entry, queue[entry.id])
                 self._missing.pop(entry.id, None)
             else:
@@ -174,14 +159,35 @@ class SubmititLauncher:
         for name, identity in ended.items():
             entry = self._watched[name]
             found[name] = self._end(entry, queue.get(identity), accounts.get(identity))
-        self._backlog.admit(queue)
         return found
 
     def cancel(self, ids: Collection[str]) -> None:
         self._drop([self._watched[name] for name in ids])
 
+    def withdraw(self, outs: Collection[Path]) -> None:
+        ids = [note.id for out in outs if (note := noted(out)) is not None]
+        if not ids:
+            return
+        try:
+            queue = self.client.queue()
+            self._cancel([identity for identity in ids if active(queue, identity)])
+        except SlurmSilent as error:
+            self._endure(error)
+
     def close(self) -> None:
         """Jobs go on without the driver; the next one finds them by their notes."""
+        try:
+            self._cancel([])
+        except SlurmError as error:
+            left = " ".join(sorted(self._to_cancel))
+            log.warning("jobs could not be cancelled (%s); do it with: scancel %s", error, left)
+
+    def _cancel(self, ids: Collection[str]) -> None:
+        """Cancel jobs, and those that could not be cancelled before."""
+        self._to_cancel.update(ids)
+        if self._to_cancel:
+            self.client.cancel(self._to_cancel)
+            self._to_cancel.clear()
 
     def _drop(self, entries: Sequence[Entry]) -> None:
         """Cancel jobs, those that wait here included."""
@@ -189,7 +195,10 @@ class SubmititLauncher:
         for entry in entries:
             if entry.id is None:
                 entry.end = Status(State.CANCELLED, None, "cancelled before it was submitted")
-        self.client.cancel([entry.id for entry in entries if entry.id is not None])
+        try:
+            self._cancel([entry.id for entry in entries if entry.id is not None])
+        except SlurmSilent as error:
+            self._endure(error)
 
     def _judged(self, entry: Entry, status: Status) -> Status:
         """The status of a job in the queue; gives up one that does not start by itself."""
@@ -205,7 +214,7 @@ class SubmititLauncher:
             return replace(status, reason=f"{why.reason}: {why.advice}")
         done = "was given up and left in the queue, where a resumed run finds it"
         if not why.held:
-            self.client.cancel([str(entry.id)])
+            self._cancel([str(entry.id)])
             done = "could never start and was cancelled"
         reason = (
             f"job {entry.id} in partition {status.partition} {done}: {why.reason}: {why.advice}"
@@ -246,12 +255,6 @@ class SubmititLauncher:
         """Whether a job has been missing in the queue for no longer than its grace."""
         since = self._missing.setdefault(identity, time.monotonic())
         return time.monotonic() - since < self.grace_s
-
-
-def _active(queue: dict[str, Queued] | None, identity: str) -> bool:
-    """Whether a job was in the queue, and not at its end."""
-    status = (queue or {}).get(identity)
-    return status is not None and status.state.active
 
 
 def _exit_note(job: Job, identity: str) -> tuple[int | None, int]:

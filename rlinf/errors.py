@@ -144,6 +144,10 @@ class SlurmError(RlinfError):
     """Slurm refused or could not be asked; carries Slurm's own message."""
 
 
+class SlurmSilent(SlurmError):
+    """Slurm did not answer: its controller restarts, say. What was asked for may be done or not."""
+
+
 class RequeueRequested(RlinfError):
     """The allocation is about to end; the stage left its work resumable."""
 

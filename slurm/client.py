@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rlinf.errors import SlurmError
+from rlinf.errors import SlurmError, SlurmSilent
 from slurm.ids import expand, whole_of
 from slurm.jobs import State, Status
 from slurm.states import parse_state
@@ -24,6 +24,13 @@ FILTERS = ("SQUEUE_", "SACCT_", "SINFO_")
 """Variables of a user's own that change what Slurm's commands show (``SQUEUE_PARTITION``)."""
 WARNINGS = (signal.SIGUSR2, signal.SIGTERM)
 """Signals by which Slurm says that a job is to end."""
+COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
+_SILENT = re.compile(
+    "unable to contact|socket timed out|connection (?:refused|failure|timed out|reset)"
+    "|zero bytes were transmitted|in standby|slurmctld is down|not responding",
+    re.IGNORECASE,
+)
+"""In messages of commands that had no answer from the controller."""
 _GONE = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
 
 
@@ -79,6 +86,15 @@ class SlurmClient:
         Those that ended a short while ago are among them.
         """
         return parse_queue(self.run(*QUEUE))
+
+    def with_comment(self, word: str) -> list[str]:
+        """Ids of this user's jobs in the queue that have a word in their comment.
+
+        Raises:
+            SlurmError: Slurm does not answer.
+        """
+        rows = _rows(self.run(*COMMENTS), 2)
+        return [identity for ids, comment in rows if word in comment for identity in expand(ids)]
 
     def accounting(self, ids: Collection[str]) -> dict[str, Status]:
         """What accounting knows of jobs; empty where there is no accounting."""
@@ -139,7 +155,8 @@ class SlurmClient:
         """Standard output of a Slurm command; its error output, where ``errors``.
 
         Raises:
-            SlurmError: not installed, no answer in time, or refused (with its own message).
+            SlurmSilent: no answer.
+            SlurmError: not installed, or refused (with its own message).
         """
         return run(command, errors=errors)
 
@@ -175,10 +192,16 @@ def run(command: Sequence[str], *, errors: bool = False) -> str:
                 env={k: v for k, v in os.environ.items() if not k.startswith(FILTERS)},
             )
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S:.0f} s") from None
+        raise SlurmSilent(f"{command[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if done.returncode:
-        raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+        said = done.stderr.strip() or done.stdout.strip()
+        raise failure(said)(f"{' '.join(command)}: {said}")
     return done.stderr if errors else done.stdout
+
+
+def failure(said: str) -> type[SlurmError]:
+    """What a command's message means: that there was no answer, or that it was refused."""
+    return SlurmSilent if _SILENT.search(said) else SlurmError
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:

@@ -21,6 +21,8 @@ from typing import Any
 from slurm.client import WARNINGS
 from slurm.deadline import stop_in
 
+SHARE = 0.75
+"""Of the time until work should stop: who is stopped after it had the time that there was."""
 log = logging.getLogger("rlinf")
 
 
@@ -32,6 +34,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._set = self._dropped = False
+        self._began = 0.0
         self._stop_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -49,9 +52,17 @@ class StopFlag:
             log.warning("this job's time is nearly up and no signal came yet: stopping")
         return self._set
 
+    def time_is_up(self) -> bool:
+        """Whether the flag is there because the job's time is nearly over, and not for a preemption
+        say; a signal may come early. Only where the end is known."""
+        if not self.is_set() or self._stop_at is None:
+            return False
+        return time.monotonic() - self._began > SHARE * (self._stop_at - self._began)
+
     def __enter__(self) -> StopFlag:
         left = stop_in()
-        self._stop_at = None if left is None else time.monotonic() + left
+        self._began = time.monotonic()
+        self._stop_at = None if left is None else self._began + left
 
         def handle(number: int, frame: FrameType | None) -> None:
             self._set = True

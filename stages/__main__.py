@@ -8,13 +8,19 @@ BEGAN = time.time()
 
 import argparse  # noqa: E402
 import logging  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from rlinf import machine, segments  # noqa: E402
-from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion  # noqa: E402
+from rlinf.errors import (  # noqa: E402
+    ConfigError,
+    RequeueRequested,
+    RlinfError,
+    told_of_exhaustion,
+)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -37,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     from slurm.signals import StopFlag
+    from stages.lives import Lives
     from stages.runner import StageCall, run_stage
 
     try:
@@ -49,8 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         call = StageCall(
             arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
         )
+        lives = Lives(call.out)
         with told_of_exhaustion(), StopFlag() as stop:
-            run_stage(call, stopping=stop.is_set, began=BEGAN)
+            try:
+                run_stage(call, stopping=stop.is_set, began=BEGAN)
+            except RequeueRequested:
+                if stop.time_is_up():
+                    lives.used_up(call.stage, os.environ.get("RLINF_ATTEMPT", str(BEGAN)))
+                raise
     except RlinfError as error:
         traceback.print_exc() if error.exit_code == 1 else None
         print(f"error: {error}", file=sys.stderr)

@@ -82,6 +82,7 @@ CARRIERS = (
     "stages.context",
     "stages.identity",
     "stages.layout",
+    "stages.lives",
     "stages.runner",
     "stages.turns",
     "stages.usage",

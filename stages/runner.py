@@ -49,6 +49,7 @@ from stages.context import Context, Input, Live
 from stages.flow import flow_of
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
+from stages.lives import PROGRESS, STOPPED
 from stages.resident import Resident
 from stages.usage import METER
 
@@ -329,7 +330,8 @@ class Attempt:
             extra=ctx.extra,
         )
         winner = commit(call.out, manifest)
-        shutil.rmtree(call.out / "progress", ignore_errors=True)
+        shutil.rmtree(call.out / PROGRESS, ignore_errors=True)
+        (call.out / STOPPED).unlink(missing_ok=True)
         return winner
 
 

@@ -31,6 +31,7 @@ from rlinf.seeding import torch_seed
 from rlinf.trainers.base import Loss, Trainer, of_steps
 from stages.context import Context
 from stages.evaluate import held_out
+from stages.lives import PROGRESS
 from stages.parts import (
     bare_engine,
     environment_class,
@@ -47,8 +48,6 @@ Row = dict[str, float | None]
 MEASURES = ("score", "held_out_loss")
 LOOKED_AT = 32
 """Steps whose demonstrations observations are standardised by, where they are."""
-PROGRESS = "progress"
-"""Folder beside the attempts; removed when the stage commits."""
 
 
 def run(ctx: Context) -> None:

@@ -121,7 +121,8 @@ def submitted(run: Run) -> tuple[str, Queued] | None:
 
 def noted_job(run: Run) -> str | None:
     """The id of the driver's job that was submitted last."""
-    return noted(Job("driver", (), run.folder / DRIVER, run.folder))
+    note = noted(run.folder / DRIVER)
+    return None if note is None else note.id
 
 
 def refuse_beside_job(run: Run) -> None:

@@ -1,9 +1,9 @@
 """Resident pools: one job per pool, whose workers take orders for many iterations.
 
-Pools are jobs of their own that find the driver through the run directory, in whatever order the
-queue starts them. A stage may be ordered before its inputs are committed: inputs made in the same
-pool stay in its memory, records made in another are sent while they are made. What is not in
-memory any more (a pool was lost, or came late) is read from disk once it is committed.
+Pools are jobs of their own that find the driver through the run directory, in whatever order they
+start. A stage may be ordered before its inputs are committed: those made in the same pool stay in
+its memory, records made in another are sent while they are made. What is not in memory any more (a
+pool was lost, or came late) is read from disk once it is committed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class PoolExecutor:
         (self.run.folder / POOLS).mkdir(exist_ok=True)
         self._controller = Controller(self.run.folder / CHANNELS, interface=self.cluster.listens_on)
         self._renewal.open()
-        self._renewal.scale()
 
     @property
     def _control(self) -> Controller:
@@ -280,7 +279,7 @@ class PoolExecutor:
     def _joined(self, event: Joined) -> None:
         found = self._member(event.worker)
         if found is not None:
-            found[1].joined[int(event.about["rank"])] = event.about
+            found[1].join(event.about)
             if found[0].slot is not None or found[0].helps:
                 # It may still do what an earlier driver asked for.
                 self._drop(event.worker)
@@ -340,6 +339,7 @@ class PoolExecutor:
         pool, member = found
         member.joined.pop(rank_of(event.worker), None)
         if event.reason == "left":
+            pool.see_use(member)
             self._hand_back(member, f"pool {pool.name} stopped", ended)
             return
         # Why it died Slurm may know by now, and nobody asks it once the job is given up.
@@ -425,6 +425,7 @@ class PoolExecutor:
             pool.resume = math.inf
             return
         if status.exit_code == EXIT_REQUEUE or status.state is State.PREEMPTED:
+            pool.see_use(member)
             member.finished = max(1, member.finished)
             what = f"job {member.job} stopped for Slurm, at the end of its time say"
         self._give_up(pool, member, what, ended)

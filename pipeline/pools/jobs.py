@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launchers.base import Job
@@ -10,7 +11,8 @@ from pipeline.needs import pool_needs
 from pipeline.plan import Plan
 from pipeline.pools.leases import PoolState
 from pipeline.run import Run
-from stages.layout import POOLS
+from rlinf.config import digest
+from stages.layout import CODE, POOLS
 
 
 def pool_states(plan: Plan) -> list[PoolState]:
@@ -47,7 +49,7 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
     here = [stage for stage, number in of.items() if number == pool.number and stage in flow.table]
     python = interpreter_of(run.config, flow, *here)
     needs, *further = (resources(part, cluster, python) for part in pool.needs)
-    return Job(
+    job = Job(
         f"pool/{name}",
         tuple(argv),
         pool_folder(run, pool) / str(pool.lease),
@@ -57,3 +59,13 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
         tuple(further),
         requeues=False,
     )
+    return replace(job, key=_key(run, job))
+
+
+def _key(run: Run, job: Job) -> str:
+    """A digest of all that the workers of a pool go by: what they are started with, on what, the
+    configuration that they read and the code that they have in memory."""
+    config = run.config.model_dump(mode="json", exclude={"cluster"})
+    code = (run.folder / CODE).read_text()
+    parts = [asdict(part) for part in job.components]
+    return digest([job.module, [*job.argv], parts, config, code])

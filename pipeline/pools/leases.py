@@ -9,6 +9,8 @@ from typing import Any
 
 from pipeline.flow import Node
 from pipeline.plan import StagePlan
+from rlinf.errors import PlanError
+from stages.lives import MOST
 from stages.names import worker_name
 from stages.runner import StageCall
 
@@ -28,6 +30,8 @@ class Member:
     """What the workers that are there said of themselves, by rank."""
     began: float = field(default_factory=time.time)
     """When it was submitted, or found by this driver."""
+    ends: float | None = None
+    """When its time is up, if that is known."""
     given: set[Node] = field(default_factory=set)
     finished: int = 0
     leaving: bool = False
@@ -38,11 +42,11 @@ class Member:
     def ready(self) -> bool:
         return len(self.joined) == self.size
 
-    @property
-    def ends(self) -> float | None:
-        """When its time is up, if that is known."""
-        known = [about["ends"] for about in self.joined.values() if about.get("ends")]
-        return min(known, default=None)
+    def join(self, about: dict[str, Any]) -> None:
+        """A worker is there, and said this of itself."""
+        self.joined[int(about["rank"])] = about
+        if (ends := about.get("ends")) is not None:
+            self.ends = ends if self.ends is None else min(ends, self.ends)
 
     @property
     def due(self) -> bool:
@@ -89,6 +93,8 @@ class PoolState:
     failures: int = 0
     reason: str = ""
     resume: float = 0.0
+    in_vain: int = 0
+    """Leases in a row that came to their end with work, of which nothing was finished."""
     retired: bool = False
     """Not wanted any more: it leaves once it has nothing to do."""
     helps: bool = False
@@ -101,6 +107,24 @@ class PoolState:
     @property
     def size(self) -> int:
         return sum(part.nodes * part.processes for part in self.needs)
+
+    def see_use(self, member: Member) -> None:
+        """A lease ended by itself: had it work that is longer than a lease?
+
+        Raises:
+            PlanError: so had as many before it that there is no use in another.
+        """
+        if member.finished:
+            self.in_vain = 0
+        elif member.given and member.due:
+            self.in_vain += 1
+            if self.in_vain == MOST:
+                stages = ", ".join(sorted(node.stage for node in member.given))
+                raise PlanError(
+                    f"plan: pools[{self.number}]: {MOST} of its jobs came to the end of their time "
+                    f"and had not finished {stages}, which begins anew each time: give it more "
+                    "(time_min of its stages), a partition with a longer limit, or less work"
+                )
 
     @property
     def active(self) -> Member | None:

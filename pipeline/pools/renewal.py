@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from launchers.base import Launcher
+from launchers.backlog import NOTE, noted
+from launchers.base import Job, Launcher
 from pipeline.launch import ClusterConfig, QueueLog, resources
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
@@ -17,6 +18,7 @@ from pipeline.run import Run
 from rlinf.channels.control import Controller
 from slurm.ids import whole_of
 from slurm.jobs import Status
+from stages.layout import POOLS
 from stages.worker.messages import Leave
 
 
@@ -47,9 +49,14 @@ class Renewal:
         """Leases that were given up, and until when they may write."""
 
     def open(self) -> None:
-        """Submit all pools, or find their jobs that are there."""
+        """Submit all pools, or find their jobs that are there; end those of another plan,
+        configuration or code that an earlier driver left."""
         for pools in self._units():
             self._open(pools)
+        self.scale()
+        kept = {str(pool_folder(self._run, pool) / str(pool.lease)) for pool in self._pools}
+        notes = (self._run.folder / POOLS).glob(f"*/*/{NOTE}")
+        self._launcher.withdraw([note.parent for note in notes if str(note.parent) not in kept])
 
     @property
     def ending(self) -> list[Member]:
@@ -146,7 +153,15 @@ class Renewal:
             leases = pool_folder(self._run, pool).glob("*")
             known = [int(path.name) for path in leases if path.name.isdigit()]
             pool.lease = max(known, default=0)
+        jobs = [self._job(pool) for pool in pools]
+        if any((note := noted(job.out)) is not None and note.key != job.key for job in jobs):
+            # Their workers have names of their own: those of the last lease may still be there.
+            for pool in pools:
+                pool.lease += 1
         self._submit(pools)
+
+    def _job(self, pool: PoolState) -> Job:
+        return pool_job(self._run, self._plan, self._cluster, pool)
 
     def _retire(self) -> None:
         """Let generators go that are not wanted any more, when they are through."""
@@ -167,7 +182,7 @@ class Renewal:
             self._send_to(worker, Leave(commits_s=commits_s))
 
     def _submit(self, pools: Sequence[PoolState]) -> None:
-        jobs = [pool_job(self._run, self._plan, self._cluster, pool) for pool in pools]
+        jobs = [self._job(pool) for pool in pools]
         for job in jobs:
             job.out.mkdir(parents=True, exist_ok=True)
         launcher = self._launcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from dataclasses import replace
@@ -154,3 +155,23 @@ def test_a_new_driver_finds_the_job_of_the_old_one(
     assert finish(again, first).state is State.CANCELLED
     assert again.submit(job(tmp_path, "pass")) != first, "a dead job is not adopted"
     assert os.environ["SLURM_CONF"], "submitting keeps the environment"
+
+
+def test_a_submission_to_a_controller_that_stands_still_leaves_one_job(
+    cluster: Path, launcher: SubmititLauncher, tmp_path: Path
+) -> None:
+    """It takes the request when it goes on; nobody waits for its answer any more."""
+    launcher._backlog.shows_s = 5.0
+    warm = launcher.submit(job(tmp_path / "warm", "pass"))
+    assert finish(launcher, warm).state is State.DONE
+    controller = int((cluster / "run" / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        name = launcher.submit(job(tmp_path, "pass", time_min=4))
+        assert name.startswith("waiting-")
+        assert launcher.poll([name])[name].state is State.PENDING
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    assert finish(launcher, name, 90).state is State.DONE
+    ours = [i for i, job in launcher.client.queue().items() if job.state.active]
+    assert not ours, "what the controller took while nobody listened is cancelled"

@@ -1,21 +1,24 @@
-"""What the launcher makes of a job that neither queue nor accounting knows."""
+"""What the launcher makes of jobs that Slurm does not tell of, and of a Slurm that is silent."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from launchers.backlog import Entry
+import launchers.backlog
+from launchers.backlog import Entry, noted
 from launchers.base import Job
 from launchers.submitit import SubmititLauncher
-from rlinf.errors import SlurmError
-from slurm.client import SlurmClient
-from slurm.jobs import State, Status
+from rlinf.errors import SlurmError, SlurmSilent
+from slurm.client import Queued, SlurmClient, failure
+from slurm.jobs import Resources, State, Status
+from slurm.quotas import Quotas
 
 
 class Empty(SlurmClient):
@@ -73,3 +76,153 @@ def test_a_controller_that_restarts_is_asked_again(
         launcher.poll(["69"])
     (tmp_path / "manifest.json").touch()
     assert launcher.poll(["69"])["69"].state is State.DONE, "which the filesystem tells"
+
+
+class Controller(SlurmClient):
+    """A controller that may be silent, and what was submitted to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent = self.deaf = False
+        self.jobs: dict[str, Job] = {}
+        self.cancelled: list[str] = []
+
+    def answers(self) -> None:
+        if self.silent:
+            raise SlurmSilent("Unable to contact slurm controller")
+
+    def queue(self) -> dict[str, Queued]:
+        self.answers()
+        there = {i: i in self.cancelled for i in self.jobs}
+        return {i: Queued(State.CANCELLED if over else State.RUNNING) for i, over in there.items()}
+
+    def with_comment(self, word: str) -> list[str]:
+        self.answers()
+        comments = {i: str(job.resources.sbatch["comment"]) for i, job in self.jobs.items()}
+        return [i for i, comment in comments.items() if word in comment.split()]
+
+    def cancel(self, ids: Collection[str]) -> None:
+        self.answers()
+        self.cancelled += [i for i in ids if i not in self.cancelled]
+
+    def sbatch(self, jobs: Sequence[Job]) -> list[str]:
+        """Deaf: the job is taken, and the answer lost."""
+        self.answers()
+        ids = [str(len(self.jobs) + n) for n in range(len(jobs))]
+        self.jobs.update(zip(ids, jobs, strict=True))
+        if self.deaf:
+            raise SlurmSilent("Socket timed out on send/recv operation")
+        return ids
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    made = Controller()
+    monkeypatch.setattr(launchers.backlog, "sbatch", made.sbatch)
+    return made
+
+
+def launcher_of(controller: Controller) -> SubmititLauncher:
+    launcher = SubmititLauncher(controller, Quotas(()))
+    launcher._backlog.shows_s = 0.2
+    return launcher
+
+
+def wanted(folder: Path, number: int = 0, **values: str) -> Job:
+    out = folder / str(number)
+    out.mkdir(exist_ok=True)
+    return Job(f"train/{number}", (), out, folder, **values)  # type: ignore[arg-type]
+
+
+def test_what_is_submitted_to_a_silent_controller_waits(
+    controller: Controller, tmp_path: Path
+) -> None:
+    launcher, controller.silent = launcher_of(controller), True
+    (name,) = launcher.submit_array([wanted(tmp_path)])
+    assert launcher.poll([name])[name].state is State.PENDING
+    controller.silent = False
+    assert launcher.poll([name])[name].state.active
+    assert launcher.poll([name])[name].state is State.RUNNING
+    assert list(controller.jobs) == ["0"]
+    controller.silent = True
+    launcher.silence_s = 0.0
+    launcher.poll([name])
+    with pytest.raises(SlurmSilent):
+        launcher.submit(wanted(tmp_path, 1))
+
+
+def test_a_submission_without_an_answer_leaves_one_job(
+    controller: Controller, tmp_path: Path
+) -> None:
+    """The controller may have taken it; what it took cannot run, for its files have no name yet."""
+    launcher, controller.deaf = launcher_of(controller), True
+    own = Resources(sbatch={"comment": "of a user"})
+    name = launcher.submit(replace(wanted(tmp_path), resources=own))
+    assert str(controller.jobs["0"].resources.sbatch["comment"]).startswith("of a user rlinf-")
+    assert not controller.cancelled
+    controller.deaf = False
+    assert launcher.poll([name])[name].state is State.PENDING
+    assert list(controller.jobs) == ["0"], "it may show later"
+    time.sleep(0.3)
+    launcher.poll([name])
+    assert (list(controller.jobs), controller.cancelled) == (["0", "1"], ["0"])
+    assert launcher.poll([name])[name].state is State.RUNNING
+    note = noted(tmp_path / "0")
+    assert note is not None
+    assert note.id == "1"
+
+
+def test_a_job_is_found_again_unless_it_is_of_another_key(
+    controller: Controller, tmp_path: Path
+) -> None:
+    first = launcher_of(controller).submit_array([wanted(tmp_path, n, key="a") for n in (0, 1)])
+    again = launcher_of(controller)
+    assert again.submit_array([wanted(tmp_path, 0, key="a"), wanted(tmp_path, 1, key="b")]) == [
+        first[0],
+        "2",
+    ]
+    assert controller.cancelled == [first[1]]
+
+
+def test_found_jobs_may_be_many_while_the_controller_is_silent(
+    controller: Controller, tmp_path: Path
+) -> None:
+    first = launcher_of(controller).submit(wanted(tmp_path))
+    controller.silent = True
+    launcher = launcher_of(controller)
+    name = launcher.submit(wanted(tmp_path))
+    controller.silent = False
+    for _ in range(2):
+        status = launcher.poll([name])[name]
+    assert status.state is State.RUNNING
+    assert list(controller.jobs) == [first], "the job of the driver before"
+
+
+def test_what_cannot_be_cancelled_now_is_cancelled_later(
+    controller: Controller, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = launcher_of(controller)
+    ids = launcher.submit_array([wanted(tmp_path, n) for n in (0, 1)])
+    controller.silent = True
+    launcher.cancel(ids[:1])
+    launcher.close()
+    assert "scancel 0" in caplog.text
+    controller.silent = False
+    launcher.poll(ids[1:])
+    assert controller.cancelled == ids[:1]
+    launcher.withdraw([tmp_path / "1", tmp_path / "other"])
+    assert controller.cancelled == ids
+
+
+@pytest.mark.parametrize(
+    ("said", "silent"),
+    [
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", 1),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1),
+        ("sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received", 1),
+        ("sbatch: error: Batch job submission failed: Invalid account or partition", 0),
+        ("sbatch: error: invalid partition specified: standby", 0),
+    ],
+)
+def test_silence_is_no_refusal(said: str, silent: bool) -> None:
+    assert (failure(said) is SlurmSilent) == silent
