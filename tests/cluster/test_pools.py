@@ -67,6 +67,31 @@ def test_a_preempted_pool_has_a_successor_at_once(cluster: Path, tmp_path: Path)
     assert f"left by another driver: job {left}" in log.read_text()
 
 
+def test_a_resumed_driver_ends_the_pool_of_another_plan_and_takes_over_the_other(
+    cluster: Path, tmp_path: Path
+) -> None:
+    """Workers have in memory what they were started with."""
+    longer = "iterations=40"
+    run_here(words(tmp_path / "reference", longer))
+    path, log, run = tmp_path / "plan.yaml", tmp_path / "log", tmp_path / "tiny"
+    path.write_text(yaml.safe_dump(PLAN))
+    call = words(tmp_path, longer, "cluster=slurm", "cluster.poll_s=0.2", f"plan={path}")
+    driver = start_driver(call, log)
+    until((run / "it/0000/sync/manifest.json").exists, driver, log)
+    driver.kill()
+    driver.wait()
+    before = [json.loads((run / POOLS / n / "0" / NOTE).read_text())["id"] for n in "01"]
+    stages = {**PLAN["stages"], "rollout": {**PLAN["stages"]["rollout"], "mem_mb": 1100}}
+    path.write_text(yaml.safe_dump({**PLAN, "stages": stages}))
+    driver = start_driver(call, log)
+    assert driver.wait(timeout=200) == 0, log.read_text()
+    assert contents(run) == contents(tmp_path / "reference" / "tiny")
+    leases = {n: sorted(p.name for p in (run / POOLS / n).glob("[0-9]*")) for n in "01"}
+    assert leases == {"0": ["0", "1"], "1": ["0"]}
+    ends = [shown("sacct", "-n", "-X", "-j", job, "-o", "end")[0] for job in before]
+    assert ends[0] < ends[1], "the one at once, the other with the run"
+
+
 def test_a_pool_whose_job_is_held_ends_the_run_and_stays_in_the_queue(
     cluster: Path, compose: Compose, tmp_path: Path
 ) -> None:
