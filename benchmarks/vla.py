@@ -1,5 +1,5 @@
 """A vision-language-action policy that acts by tokens, imitated and then learning from rewards: the
-share of 200 held-out starts of Meta-World's reach-v3 that it solves before and after.
+share of 200 held-out starts of Meta-World's drawer-close-v3 that it solves before and after.
 
 Needs ``make env NAME=metaworld``.
 """
