@@ -64,7 +64,7 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Comp
             assert steps["actions"].shape == steps["logprobs"].shape == (3, 8, 4)
             assert steps["chain"].shape == (3, 5, 8, 4)
             assert steps["executed"].tolist() == [8, 8, 8]
-            assert {decoded(row) for row in steps[INSTRUCTION]} == {"reach"}
+            assert {decoded(row) for row in steps[INSTRUCTION]} == {"drawer close"}
         gap = output(run, "it", f"{iteration:04d}", "inference")[0].metrics["logprob_gap_max"]
         assert gap[0] / gap[1] < 1e-5 if isinstance(gap, (list, tuple)) else gap < 1e-5
     before, after = (
