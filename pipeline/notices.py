@@ -58,6 +58,13 @@ def _some(name: str) -> Callable[[Row], bool]:
 EQUAL_GROUPS = _is("reward/group_std", 0)
 LEARNS_NOTHING = (
     Rule(
+        "nothing_judged",
+        lambda row: row.get("reward/kept_share") == 0 and "reward/group_std" not in row,
+        "no sample could be judged, so none takes part in the update",
+        "see the log of the stage reward, which counts what happened: a judge does not answer, or "
+        "samples are too long, say",
+    ),
+    Rule(
         "nothing_kept",
         _is("reward/kept_share", 0),
         "no sample takes part in the update, for all samples of each group score the same",

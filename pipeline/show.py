@@ -181,6 +181,11 @@ class Trackers:
     def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:
         self._log(iteration + 1, _numbers(metrics))
 
+    def close(self) -> None:
+        """The driver ends: what trackers still hold is written."""
+        for sink in self._sinks:
+            sink.close()
+
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self._note(step, metrics):
             for sink in self._sinks:

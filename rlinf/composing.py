@@ -64,7 +64,8 @@ def in_words(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):
-        return repr(value)
+        # A number of numpy's says of what type it is.
+        return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, (str, Path)):
         # To Hydra a backslash means something before a quote alone.
         escaped = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + (m[2] and r"\'"), str(value))

@@ -185,8 +185,14 @@ def suffix(words: Sequence[str]) -> list[str]:
     if any("run.suffix=" in word or "${" in word or _varies(word) for word in named):
         return []
     varying = [word.lstrip("+").split("=")[0] for word in words if _varies(word)]
-    parts = [f"-{key.rsplit('.', 1)[-1]}-${{{key}}}" for key in varying if "/" not in key]
+    parts = [f"-{key.rsplit('.', 1)[-1]}-${{{_value(key)}}}" for key in varying if "/" not in key]
     return [f"++run.suffix='{''.join(parts)}'"] if parts else []
+
+
+def _value(key: str) -> str:
+    """What is interpolated for a key: of a folder of files (``experiment``) the file's name."""
+    group = "." not in key and (tree.ROOT / "configs" / key).is_dir()
+    return f"hydra:runtime.choices.{key}" if group else key
 
 
 def _is_override(word: str) -> bool:

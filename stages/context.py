@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from rlinf.artifacts import Manifest, read_manifest, verify
 from rlinf.channels.file import FileReader, FileWriter
@@ -27,6 +27,7 @@ from stages.resident import Resident
 from stages.turns import Aside, Turn
 
 T = TypeVar("T")
+How = Literal["mean", "max", "std"]
 COMMIT_LOOK_S = 0.02
 BRIEF_S = 0.002
 """Waits shorter than this are not recorded, nor what is shorter between two equal spans."""
@@ -173,7 +174,8 @@ class Context:
     """Lives as long as the process: loaded engines and trainers between calls."""
     stopping: Callable[[], bool] = lambda: False
     live: Live | None = None
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    metrics: dict[str, tuple[float, float, How]] = field(default_factory=dict)
+    """Value, weight, and how ranks are put together."""
     spans: list[dict[str, Any]] = field(default_factory=list)
     usage: list[dict[str, Any]] = field(default_factory=list)
     """What it used of its machine; see ``stages.usage``."""
@@ -303,10 +305,11 @@ class Context:
         if self.live is not None:
             self.live.later.clear()
 
-    def metric(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Record a deterministic number; ranks are averaged by weight. Weight 0 sums instead."""
+    def metric(self, name: str, value: float, weight: float = 1.0, how: How = "mean") -> None:
+        """Record a deterministic number; of several ranks it is their mean by weight (weight 0: the
+        sum), the largest (``max``), or (``std``) the deviation of all from the metric ``mean``."""
         if self.world.speaks:
-            self.metrics[name] = (float(value), float(weight))
+            self.metrics[name] = (float(value), float(weight), how)
 
     def count(self, counts: Mapping[str, int], total: int, what: str) -> None:
         """Record numbers of things out of ``total``; those that are there are said in the log."""

@@ -47,4 +47,4 @@ def run(ctx: Context) -> None:
     if gaps:
         gap = np.abs(np.concatenate(gaps))
         ctx.metric("logprob_gap_mean", float(gap.mean()), weight=len(gap))
-        ctx.metric("logprob_gap_max", float(gap.max()), weight=len(gap))
+        ctx.metric("logprob_gap_max", float(gap.max()), how="max")

@@ -122,7 +122,7 @@ def run(ctx: Context) -> None:
     count = len(every_kept)
     if len(every_total):
         ctx.metric("mean", float(every_total.mean()), weight=len(every_total))
-        ctx.metric("std", float(every_total.std()), weight=len(every_total))
+        ctx.metric("std", float(every_total.std()), weight=len(every_total), how="std")
         ctx.metric("group_std", float(np.mean(spread)), weight=len(spread))
     if scores:
         ctx.metric("score", float(np.mean(scores)), weight=len(scores))

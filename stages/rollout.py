@@ -111,7 +111,7 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     ctx.metric("samples", len(lengths), weight=0)
     ctx.metric("steps", float(np.sum(lengths)), weight=0)
     if lengths:
-        ctx.metric("length_mean", float(np.mean(lengths)))
-        ctx.metric("truncated_share", truncated / len(lengths))
+        ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
+        ctx.metric("truncated_share", truncated / len(lengths), weight=len(lengths))
         if ctx.config.rollout.in_flight_updates:
             ctx.metric("lag_mean", lags / max(1, sum(lengths)), weight=sum(lengths))

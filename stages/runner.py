@@ -11,7 +11,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ from stages.lives import PROGRESS, STOPPED
 from stages.resident import Resident
 from stages.usage import METER
 
+Metric = Sequence[Any]
+"""Value, weight and :data:`stages.context.How`, as a list once it was a file."""
 RANK_TIMEOUT_S = 600.0
 FELL = "read_from_disk"
 """In a manifest: inputs that were to come by memory and did not."""
@@ -304,7 +306,7 @@ class Attempt:
         if fell := sorted(name for name, entry in ctx.inputs.items() if entry.fell):
             ctx.extra[FELL] = fell
         files = describe_files(ctx.data)
-        metrics = {name: value for name, (value, _) in sorted(ctx.metrics.items())}
+        metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise StageError(f"{call.stage}: metric {bad[0]} is not finite")
@@ -369,13 +371,29 @@ def _merge_ranks(ctx: Context) -> None:
     ctx.spans = [span for report in reports for span in report["spans"]]
     ctx.usage = [entry for report in reports for entry in report["usage"]]
     names = sorted({name for report in reports for name in report["metrics"]})
-    for name in names:
-        parts = [report["metrics"][name] for report in reports if name in report["metrics"]]
-        weight = sum(part[1] for part in parts)
-        if weight:
-            ctx.metrics[name] = (sum(v * w for v, w in parts) / weight, weight)
-        else:
-            ctx.metrics[name] = (sum(part[0] for part in parts), 0.0)
+    parts = {n: [r["metrics"][n] for r in reports if n in r["metrics"]] for n in names}
+    ctx.metrics = {name: (*merged(parts[name], parts.get("mean", ())), "mean") for name in names}
+
+
+def merged(parts: Sequence[Metric], means: Sequence[Metric] = ()) -> tuple[float, float]:
+    """Value and weight of a metric that several ranks recorded; see :meth:`Context.metric`.
+
+    Args:
+        means: what the same ranks recorded as ``mean``.
+    """
+    weight, how = sum(part[1] for part in parts), parts[0][2]
+    if how == "max":
+        return max(part[0] for part in parts), weight
+    if not weight:
+        return sum(part[0] for part in parts), 0.0
+    if how == "std":
+        # Within each rank's part and between the parts.
+        mean, _ = merged(means)
+        squares = (
+            w * (v**2 + (m[0] - mean) ** 2) for (v, w, _), m in zip(parts, means, strict=True)
+        )
+        return math.sqrt(sum(squares) / weight), weight
+    return sum(part[0] * part[1] for part in parts) / weight, weight
 
 
 def _await_commit(out: Path, key: str) -> Manifest:

@@ -142,6 +142,7 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -150,7 +151,10 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
         with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
             further = ",".join(f"file://{Path(folder).absolute()}" for folder in searchpath)
             path = [f"hydra.searchpath=[{further}]"] if further else []
-            values = hydra_compose("config", [*overrides, *path])
+            whole = hydra_compose("config", [*overrides, *path], return_hydra_config=True)
+        # Names of runs may be made of files that were chosen: hydra:runtime.choices.
+        HydraConfig.instance().set_config(whole)
+        values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from None
@@ -205,7 +209,8 @@ def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -
                 executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
             else:
                 executor = LauncherExecutor(run, launcher, plan, cluster, stop)
-        listeners: list[Listener] = [console, Notices(run), Trackers(run)]
+        trackers = Trackers(run)
+        listeners: list[Listener] = [console, Notices(run), trackers]
         try:
             Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
             idle = isinstance(executor, PoolExecutor) and not executor.begun
@@ -224,3 +229,5 @@ def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -
                     f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
                 ) from None
             raise
+        finally:
+            trackers.close()

@@ -103,7 +103,7 @@ def read_status(folder: Path) -> RunStatus:
         iteration_s=statistics.median(spans) if spans else None,
         steps_per_s=statistics.median(rates) if rates else None,
         score=scores[-1] if scores else None,
-        reward=reward.metrics["mean"] if reward else None,
+        reward=reward.metrics.get("mean") if reward else None,
         versions=sorted(versions(run.folder)),
         jobs=_jobs(run, finished),
         notices=notices(run),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from pipeline.run import Run
 from rlinf.artifacts import Manifest
 from stages.flow import flow_of
 from stages.layout import VIDEOS, stage_folder
+
+FOLDER = "report"
+"""Where the page of a run is, within it; links start there."""
 
 
 @dataclass
@@ -111,7 +115,8 @@ def read(folder: Path) -> ReportData:
             data.evaluated.append({"version": version, **scores})
             folder = stage_folder(run.folder, "evaluate", version) / manifest.data / VIDEOS
             if films := sorted(folder.glob("*.mp4")):
-                data.videos[version] = [film.relative_to(run.folder) for film in films]
+                page = run.folder / FOLDER
+                data.videos[version] = [Path(os.path.relpath(film, page)) for film in films]
     generated = claimed(run.folder)
     for manifest in data.manifests:
         more = generated[manifest.iteration] if manifest.stage == "rollout" else []

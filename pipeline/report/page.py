@@ -17,7 +17,7 @@ from pipeline.notices import notices
 from pipeline.pools.actuals import compare
 from pipeline.record import read_record
 from pipeline.report.colours import colours
-from pipeline.report.data import ReportData, read
+from pipeline.report.data import FOLDER, ReportData, read
 from pipeline.report.gantt import bars
 from pipeline.report.idle import idle
 from pipeline.report.plots import GIB, plots
@@ -28,7 +28,6 @@ from rlinf.artifacts import write_atomic
 from rlinf.errors import ConfigError
 from stages.layout import CONFIG, PLAN
 
-FOLDER = "report"
 ASSETS = TEMPLATES / "assets"
 LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
 SCRIPTS = ("page.js", "plots.js", "gantt.js", "transcripts.js", "start.js")

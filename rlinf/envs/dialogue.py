@@ -9,10 +9,13 @@ of all others with mask 0, exactly as the policy saw them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import json
 import logging
 import re
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -28,17 +31,16 @@ from rlinf.config import Section
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import TextEnvironment
-from rlinf.errors import DataError, StageError
+from rlinf.errors import StageError
 from rlinf.fit import PROMPTS, STEP_REWARDS
 from rlinf.models.chat import Message, render
+from rlinf.models.turns import around
 from rlinf.seeding import generator
 
 log = logging.getLogger(__name__)
 
 TEST_SEED = 1234
 """Of held-out dialogues; the run's seed does not change them."""
-MARK = "\u2402"
-"""Stands for what the policy said while a template renders what comes after it."""
 
 Answer = tuple[Sequence[Message], float, bool]
 """Messages to the policy, the reward of what it said, and whether the dialogue is over."""
@@ -118,9 +120,33 @@ class ToolDialogue(Dialogue):
         try:
             if inspect.iscoroutinefunction(tool):
                 return str(await tool(**call.arguments))
-            return str(await asyncio.to_thread(tool, **call.arguments))
+            return str(await _in_thread(functools.partial(tool, **call.arguments)))
         except Exception as error:  # whatever a tool may raise is for the policy to read
             return f"error: {error}"
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """The result of a call that may wait, in a thread of its own: none of a batch's tools waits for
+    another's, and one that hangs holds nobody up."""
+    loop = asyncio.get_running_loop()
+    result = loop.create_future()
+
+    def give(value: Any, error: BaseException | None) -> None:
+        if result.done():
+            return
+        result.set_result(value) if error is None else result.set_exception(error)
+
+    def work() -> None:
+        value, failure = None, None
+        try:
+            value = call()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # nobody waits any more
+            loop.call_soon_threadsafe(give, value, failure)
+
+    threading.Thread(target=work, name="tool", daemon=True).start()
+    return await result
 
 
 class DialogueConfig(Section):
@@ -252,19 +278,24 @@ class DialogueEnvironment(TextEnvironment):
         """The tokens between the policy's message and its next one."""
         plain = [talk for talk in talks if self._says_plainly(talk)]
         others = [talk for talk in talks if not self._says_plainly(talk)]
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        tails = []
-        texts = self._rendered([[*before, *talk.answer[0]] for talk in others])
-        for talk, text in zip(others, texts, strict=True):
-            _, found, tail = text.rpartition(MARK)
-            if not found:
-                raise DataError("model.path: the chat template leaves out what the assistant said")
-            # The token that ended the message is there already.
-            tails.append(tail.removeprefix(talk.end) if talk.end else tail)
         said = self.encode([_plain(talk.answer[0]) for talk in plain], literal=True)
-        made = zip([*others, *plain], [*self.encode(tails), *said], strict=True)
+        made = zip([*others, *plain], [*self._between_turns(others), *said], strict=True)
         ids = {talk.sample: tokens for talk, tokens in made}
         return [ids[talk.sample] for talk in talks]
+
+    def _between_turns(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
+        """The tokens of the chat template and of what the other side said, whose words are no
+        special tokens whatever they look like."""
+        turns = around(self._rendered, [talk.answer[0] for talk in talks])
+        for talk, pieces in zip(talks, turns, strict=True):
+            # The token that ended the message is there already.
+            pieces[0] = pieces[0].removeprefix(talk.end)
+        written = iter(self.encode([piece for pieces in turns for piece in pieces[::2]]))
+        words = iter(self.encode([p for pieces in turns for p in pieces[1::2]], literal=True))
+        return [
+            np.concatenate([next(words if n % 2 else written) for n in range(len(pieces))])
+            for pieces in turns
+        ]
 
     def _says_plainly(self, talk: _Talk) -> bool:
         template = getattr(self.tokenizer, "chat_template", None)

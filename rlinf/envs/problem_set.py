@@ -6,6 +6,7 @@ model is given is made here: template, examples, system message, the tokenizer's
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.chat import Message, render
 from rlinf.seeding import generator
+
+log = logging.getLogger(__name__)
 
 Split = Literal["train", "test"]
 
@@ -156,6 +159,15 @@ class ProblemSet(PromptEnvironment):
             raise DataError(
                 f"{key}: all {len(problems)} prompts, from {problems[0].place} on, are longer than "
                 f"task.max_prompt_tokens={most}"
+            )
+        if len(kept) < len(problems):
+            log.warning(
+                "%s: %d of %d problems are left out: their prompts are longer than "
+                "task.max_prompt_tokens=%d",
+                key,
+                len(problems) - len(kept),
+                len(problems),
+                most,
             )
         empty = next((i for i, length in enumerate(lengths) if not length), None)
         if empty is not None:

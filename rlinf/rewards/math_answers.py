@@ -14,8 +14,8 @@ from typing import Literal
 
 from rlinf.rewards.math_spelling import CLOSE, OPEN, ROW, UnreadError, closing_at, spell
 
-FINAL = "####"
-"""GSM8K marks the final answer of a worked solution so."""
+_FINAL = re.compile(r"(?<!#)####(?!#)([^\n]*)")
+"""GSM8K marks the final answer of a worked solution so; in Markdown it is a heading."""
 LONGEST = 2000
 """Characters; what is longer is no answer."""
 
@@ -43,8 +43,8 @@ class Answer:
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _SAID = re.compile(
-    r"\b(?:final\s+)?answer(?:\s+is|\s*[:=])\s*(?:\*\*)?\s*(?:equal\s+to\s*)?[:=]?[ \t]*"
-    r"(?P<rest>\S[^\n]*)",
+    r"\b(?:final\s+)?answer(?:\s+is|\s*[:=])\s*(?:\*\*)?\s*(?:equal\s+to\s*)?[:=]?\s*(?:\*\*)?\s*"
+    r"(?P<rest>[^\s:=][^\n]*)",
     re.IGNORECASE,
 )
 _FORMULA = re.compile(
@@ -61,8 +61,9 @@ _NUMBERS = re.compile(
 def read(text: str) -> Answer:
     """The answer of a response or of a reference.
 
-    The last ``\\boxed{}`` or ``####`` has it; without either, what stands behind "the answer is",
-    the whole of a short text, its last formula or its last number, in that order.
+    The last ``\\boxed{}`` or ``####`` has it, unless that is a heading of Markdown (words with text
+    below them); without either, what stands behind "the answer is", there or on the next line, the
+    whole of a short text, its last formula or its last number, in that order.
 
     Raises:
         UnreadError: no answer was found, or it has more than :data:`LONGEST` characters.
@@ -73,14 +74,19 @@ def read(text: str) -> Answer:
     text = text[-LOOKED_THROUGH:]
     said = list(_SAID.finditer(text))
     if said:
-        return _whole_or_number(_sentence(said[-1]["rest"]))
+        rest = said[-1]["rest"]
+        if not re.search(r"[^\W_]", rest) and (
+            formula := _FORMULA.match(text, said[-1].start("rest"))
+        ):
+            return _parse(_inside(formula))  # one of several lines
+        return _whole_or_number(_sentence(rest))
     try:
         return _parse(text)
     except UnreadError:
         pass
     formulas = list(_FORMULA.finditer(text))
     if formulas:
-        return _parse(next(group for group in formulas[-1].groups() if group is not None))
+        return _parse(_inside(formulas[-1]))
     numbers = _NUMBERS.findall(text)
     if not numbers:
         raise UnreadError("no answer")
@@ -95,18 +101,33 @@ def final_answer(text: str) -> str:
 
 def _marked(text: str) -> str | None:
     boxes = list(_BOX.finditer(text))
-    final = text.rfind(FINAL)
-    if boxes and boxes[-1].start() > final:
+    final = next((mark for mark in reversed([*_FINAL.finditer(text)]) if _marks(mark)), None)
+    if boxes and (final is None or boxes[-1].start() > final.start()):
         start = boxes[-1].end()
         if not text.startswith("{", start):
             found = re.match(r"\S+", text[start:])
             return found[0] if found else ""
         end = closing_at(text, start)
         return text[start + 1 :] if end is None else text[start + 1 : end]
-    if final < 0:
+    if final is None:
         return None
-    rest = text[final + len(FINAL) :].strip()
-    return rest.split("\n", 1)[0]
+    return final[1].strip() or final.string[final.end() :].strip().split("\n", 1)[0]
+
+
+def _marks(final: re.Match[str]) -> bool:
+    """Whether it is no heading: nothing is below its line, or there is a number or formula on it
+    and no other words."""
+    rest = final[1].strip()
+    if not rest or not final.string[final.end() :].strip():
+        return True
+    try:
+        return len(rest) <= LONGEST and _parse(rest).kind != "words"
+    except UnreadError:
+        return False
+
+
+def _inside(formula: re.Match[str]) -> str:
+    return next(group for group in formula.groups() if group is not None)
 
 
 def _sentence(rest: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config import RunConfig, Section, validate
+from rlinf.errors import RlinfError
 from rlinf.registry import Registry
 from rlinf.track.base import Guarded, Sink
 
@@ -28,14 +29,19 @@ class LogConfig(Section):
 
 
 def open_sinks(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[Sink]:
-    """The configured trackers of a run.
+    """The configured trackers of a run, less those that cannot begin, which is said.
 
     Raises:
         ConfigError: unknown tracker.
         MissingPackageError: its package is not installed.
     """
-    names = validate(LogConfig, log, "log").trackers
-    return [
-        Guarded(name, sinks.get(name, f"log.trackers.{number}")(run, config))
-        for number, name in enumerate(names)
-    ]
+    opened: list[Sink] = []
+    for number, name in enumerate(validate(LogConfig, log, "log").trackers):
+        tracker = sinks.get(name, f"log.trackers.{number}")
+        try:
+            opened.append(Guarded(name, tracker(run, config)))
+        except RlinfError:
+            raise
+        except Exception as error:  # its server does not answer, say
+            Guarded.failed(name, error)
+    return opened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -46,14 +46,22 @@ class Guarded:
         self._sink: Sink | None = sink
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._guarded(lambda sink: sink.log(step, metrics))
+
+    def close(self) -> None:
+        self._guarded(lambda sink: sink.close())
+        self._sink = None
+
+    def _guarded(self, call: Callable[[Sink], None]) -> None:
         if self._sink is None:
             return
         try:
-            self._sink.log(step, metrics)
+            call(self._sink)
         except Exception as error:  # a tracker may raise anything, and must not stop training
-            log.warning("tracker %s failed and is switched off: %s", self._name, error)
+            self.failed(self._name, error)
             self._sink = None
 
-    def close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
+    @staticmethod
+    def failed(name: str, error: Exception) -> None:
+        """Say that a tracker does without this run."""
+        log.warning("tracker %s failed and is switched off: %s", name, error)

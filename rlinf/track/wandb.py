@@ -10,6 +10,9 @@ from rlinf.config import RunConfig
 from rlinf.errors import MissingPackageError
 from rlinf.track.base import identified
 
+STEP = "iteration"
+"""What all is drawn over."""
+
 
 class WeightsAndBiases:
     """One W&B run per run directory: its id is that of ``run.json``, so a resumed run goes on."""
@@ -30,10 +33,14 @@ class WeightsAndBiases:
             dir=str(run),
             resume="allow",
             config=config.semantic(),
+            # Another run of this process is not gone on with.
+            reinit="create_new",
         )
+        self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        # W&B's own step only goes up, and what is evaluated comes later than what it is of.
+        self._run.log({**metrics, STEP: step})
 
     def close(self) -> None:
         self._run.finish()

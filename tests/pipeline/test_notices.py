@@ -53,6 +53,15 @@ def test_three_iterations_without_a_gradient_are_one_notice_of_their_cause(
     assert kinds({}, *[change] * 3, {}, *[change] * 5) == [kind]
 
 
+def test_what_nobody_could_judge_is_not_put_down_to_equal_scores() -> None:
+    row = {"reward/kept_share": 0.0, "train/grad_norm": 0.0, "reward/unanswered": 4.0}
+    found = find([{"iteration": i, **row} for i in range(3)], needs_groups=True, iterations=50)
+    (notice,) = [
+        notice for notice in found if "advantages" in notice.text or "judged" in notice.text
+    ]
+    assert notice.kind == "nothing_judged"
+
+
 def test_a_short_run_needs_less_patience() -> None:
     assert kinds(EQUAL, EQUAL, iterations=2) == ["equal_groups"]
 

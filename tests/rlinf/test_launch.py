@@ -16,6 +16,8 @@ def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
     assert suffix([*words, "run.name=a,b"]) == []
     assert suffix([*words, "run.suffix=-mine"]) == []
     assert suffix(words[1:]) == []
+    (named,) = suffix(["-m", "experiment=arithmetic_grpo,arithmetic_dapo"])
+    assert named == "++run.suffix='-experiment-${hydra:runtime.choices.experiment}'"
 
 
 @pytest.mark.parametrize(

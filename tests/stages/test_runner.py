@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import stages.train
@@ -18,7 +19,7 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import StageError
 from stages.board import Output
 from stages.context import Context, Input, Live
-from stages.runner import Attempt, StageCall
+from stages.runner import Attempt, StageCall, merged
 from stages.turns import Aside
 
 
@@ -85,3 +86,15 @@ def test_what_is_written_late_is_freed_at_once(
     assert (tmp_path / "train/manifest.json").exists() == (name == "weights")
     del work
     assert context() is None
+
+
+def test_metrics_do_not_depend_on_how_samples_are_dealt_to_ranks() -> None:
+    values = np.random.default_rng(0).normal(size=12)
+    for cuts in ([], [3], [1, 2], [4, 5, 11]):
+        parts = np.split(values, cuts)
+        means = [[float(part.mean()), len(part), "mean"] for part in parts]
+        deviations = [[float(part.std()), len(part), "std"] for part in parts]
+        assert merged(means)[0] == pytest.approx(values.mean())
+        assert merged(deviations, means) == pytest.approx((values.std(), 12))
+        assert merged([[float(part.max()), 1.0, "max"] for part in parts])[0] == values.max()
+        assert merged([[float(len(part)), 0.0, "mean"] for part in parts])[0] == 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -199,6 +200,35 @@ def test_calls_are_made_side_by_side_and_their_errors_told(message: str, said: l
     for got, wanted in zip(messages, said, strict=True):
         assert got["content"].startswith(wanted)
     assert (reward, done) == (0.0, False)
+
+
+def waits(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+class Slow(ToolDialogue):
+    tools: ClassVar[dict[str, Callable[..., Any]]] = {"wait": waits}
+
+    def init(self) -> Sequence[dict[str, str]]:
+        return []
+
+    def judge(self, message: str) -> float:
+        return 0.0
+
+
+def test_a_tool_waits_for_no_other_and_holds_nobody_up() -> None:
+    """However many there are, and though one of them hangs."""
+
+    async def all_of(count: int, seconds: float) -> None:
+        arguments = f'{{"seconds": {seconds}}}'
+        call = f'<tool_call>{{"name": "wait", "arguments": {arguments}}}</tool_call>'
+        await asyncio.gather(*(Slow().step(call) for _ in range(count)))
+
+    began = time.monotonic()
+    asyncio.run(all_of(100, 0.3))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(all_of(1, 60.0), 0.2))
+    assert time.monotonic() - began < 10
 
 
 def test_a_message_without_a_call_is_judged() -> None:

@@ -110,9 +110,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_problems(tmp_path / "none.jsonl", "question", "answer", "task.test")
 
 
-def test_prompts_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(DataError, match="longer than"):
         make(tmp_path, max_prompt_tokens=1)
+    path = write(tmp_path / "p.jsonl")
+    path.write_text(path.read_text().replace("q 3", "q and more 3"))
+    JsonlEnvironment(JsonlConfig(train=path, test=path, max_prompt_tokens=2), Words())
+    assert "task.test: 1 of 5 problems are left out" in caplog.text, "a score is of an easier set"
 
 
 def test_real_gsm8k_when_it_is_there() -> None:

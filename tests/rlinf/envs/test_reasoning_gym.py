@@ -72,6 +72,17 @@ def test_a_response_that_the_grader_cannot_read_is_wrong_and_counted() -> None:
     assert counts == {"parse_failures": 1}
 
 
+def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
+    """Its grader computes with exact fractions."""
+    task = ReasoningGym(config(dataset="coin_flip"), Words())
+    counts: Counter[str] = Counter()
+    (prompt,) = asked(task, "test", 1)
+    huge = [trajectory(prompt, text) for text in ("1e999999999", "1E+1_000_000", " 2e-99999")]
+    assert task.score(huge, counts) == [0.0] * 3
+    assert counts == {"parse_failures": 3}
+    assert task.score([trajectory(prompt, prompt.answer)], counts) == [1.0]
+
+
 def test_no_held_out_problem_is_trained_on() -> None:
     # Few problems differ at these settings, so that the two splits would meet.
     few = {"dataset": "gcd", "settings": {"max_value": 6}, "train_size": 400}

@@ -233,6 +233,20 @@ def test_where_the_judge_runs_changes_no_result() -> None:
     assert semantic(reward("https://a/v1", "m")) != semantic(reward("https://a/v1", "n"))
 
 
+def test_a_run_whose_judge_never_answers_has_a_status(
+    server: ChatServer, compose: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    from pipeline.commands.experiment import execute
+    from pipeline.commands.status import read_status
+
+    server.answer = lambda question: Reply(text="Who knows")
+    words = ["reward=judge", f"reward.endpoint.url={server.url}", "reward.model=tiny"]
+    execute(compose("iterations=1", *words, "evaluate.samples=2"))
+    status = read_status(tmp_path / "tiny")
+    assert status.reward is None
+    assert any("no sample could be judged" in notice for notice in status.notices)
+
+
 def test_a_run_counts_and_records_what_was_not_judged(
     server: ChatServer, compose: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

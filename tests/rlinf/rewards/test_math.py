@@ -95,6 +95,24 @@ def test_what_has_no_answer_is_said_to_have_none(text: str) -> None:
         read(text)
 
 
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("#### Step 1: Multiply\n6*7 = 42\n\n#### Step 2: Conclude\nThe final answer is 42.", "42"),
+        ("The result is \\boxed{42}.\n\n#### Check 3\nIt is fine.", "42"),
+        ("#### Conclusion\nThe answer is **7**.", "7"),
+        ("#### 2. Multiply\n3*4\n#### 12\nI hope this helps.", "12"),
+        ("The final answer is:\n\n42", "42"),
+        ("The final answer is:\n\n$$x = 42$$", "42"),
+        ("So the answer is:\n\\[ \\frac{1}{2} \\]", "1/2"),
+        ("The answer is:\n\n$$\nx = 42\n$$\nDone.", "42"),
+    ],
+)
+def test_headings_and_answers_on_a_line_of_their_own(response: str, answer: str) -> None:
+    assert grade_one(response, answer)
+    assert not grade_one(response, "2")
+
+
 def test_final_answers() -> None:
     assert final_answer("a #### 12\n") == "12"
     assert final_answer("\\boxed{3} and \\boxed{\\frac{1}{2}}.") == r"\frac{1}{2}"
