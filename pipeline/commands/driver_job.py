@@ -106,7 +106,7 @@ def refuse_driven(run: Run) -> None:
     refuse_beside_job(run)
 
 
-def submitted(run: Run) -> tuple[str, Queued] | None:
+def submitted(run: Run, client: SlurmClient | None = None) -> tuple[str, Queued] | None:
     """The job that drives a run and how it is, where there is one that waits or runs.
 
     Raises:
@@ -115,7 +115,7 @@ def submitted(run: Run) -> tuple[str, Queued] | None:
     identity = noted_job(run)
     if identity is None:
         return None
-    status = SlurmClient().queue().get(identity)
+    status = (client or SlurmClient()).queue().get(identity)
     return None if status is None or not status.state.active else (identity, status)
 
 

@@ -39,6 +39,8 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
     if chosen not in found:
         kept = ", ".join(str(number) for number in sorted(found))
         raise InputError(f"--version: {chosen} is not on disk; there are {kept}")
+    if to.exists() and not to.is_dir():
+        raise InputError(f"{to}: is a file; give a folder that is not there yet")
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: exists and is not empty")
     manifest = read_manifest(found[chosen])

@@ -24,12 +24,15 @@ from pipeline.pools.status import PoolsStatus, pool_table, read_pools
 from pipeline.run import Run
 from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
+from slurm.client import Queued, SlurmClient
 from stages.flow import flow_of
 from stages.identity import Kept, read_ledger
 from stages.layout import stage_folder
 from stages.runner import FELL
 
 REFRESH_S = 2.0
+"""Between two looks at the files of a run."""
+QUEUE_S = 30.0
 NEWEST = 10
 """Iterations that are looked at for how things go."""
 
@@ -66,13 +69,28 @@ class RunStatus:
         return self.iteration_s * (self.total - self.finished)
 
 
-def read_status(folder: Path) -> RunStatus:
+class Rarely(SlurmClient):
+    """Asks for the queue every :data:`QUEUE_S` at most; others wait for the controller too."""
+
+    _known: dict[str, Queued] | None = None
+    _asked = 0.0
+
+    def queue(self) -> dict[str, Queued]:
+        if self._known is None or time.monotonic() - self._asked > QUEUE_S:
+            self._known, self._asked = super().queue(), time.monotonic()
+        return self._known
+
+
+def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
     """Look at a run.
+
+    Args:
+        client: whom to ask of jobs.
 
     Raises:
         ConfigError: not a run directory.
     """
-    run = Run.open(folder)
+    run, client = Run.open(folder), client or SlurmClient()
     known, graph = iterations(run.folder), Graph(run.config)
     begins, ends = next(iter(graph.flow.stages)), graph.flow.publishes
     synced = [i for i in known[-50:] if manifest_of(run.folder, ends, i) is not None]
@@ -99,13 +117,13 @@ def read_status(folder: Path) -> RunStatus:
         finished=finished,
         total=run.config.iterations,
         stage=stage,
-        driver=_driver(run, finished=stage == "finished"),
+        driver=_driver(run, client, finished=stage == "finished"),
         iteration_s=statistics.median(spans) if spans else None,
         steps_per_s=statistics.median(rates) if rates else None,
         score=scores[-1] if scores else None,
         reward=reward.metrics.get("mean") if reward else None,
         versions=sorted(versions(run.folder)),
-        jobs=_jobs(run, finished),
+        jobs=_jobs(run, client, finished),
         notices=notices(run),
         fell=_fell(run, graph, synced[-NEWEST:]),
         pools=read_pools(run.folder),
@@ -119,9 +137,10 @@ def show(folder: Path, *, watch: bool) -> None:
     if not watch:
         console.print(page(read_status(folder)))
         return
+    client = Rarely()
     with Live(console=console, refresh_per_second=2) as live:
         while True:
-            status = read_status(folder)
+            status = read_status(folder, client)
             live.update(page(status))
             if status.stage == "finished":
                 return
@@ -183,13 +202,13 @@ def _current_stage(run: Run, iteration: int) -> str:
     return "evaluate"
 
 
-def _driver(run: Run, *, finished: bool) -> str:
+def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
     owner = is_driven(run.folder / LOCK)
     if owner is not None:
         job = f", job {owner.job}" if owner.job else ""
         return f"process {owner.pid} on {owner.host}{job}"
     try:
-        found = submitted(run)
+        found = submitted(run, client)
     except RlinfError as error:
         return f"job {noted_job(run)}, of which Slurm says nothing now ({error})"
     if found is None:
@@ -197,7 +216,7 @@ def _driver(run: Run, *, finished: bool) -> str:
     return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
 
 
-def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:
+def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, str, str, str]]:
     """Jobs noted for unfinished outputs, with their state in the queue."""
     folders = [stage_folder(run.folder, "warm_start", 0)]
     folders += [stage_folder(run.folder, stage, finished) for stage in flow_of(run.config).stages]
@@ -213,10 +232,8 @@ def _jobs(run: Run, finished: int) -> list[tuple[str, str, str, str, str]]:
             continue
     if not notes:
         return []
-    from slurm.client import SlurmClient
-
     try:
-        queue = SlurmClient().queue()
+        queue = client.queue()
     except RlinfError:
         return []
     return [

@@ -59,6 +59,9 @@ def test_the_result_is_an_ordinary_model_folder(reference: Path, tmp_path: Path)
     assert module(**ids).logits.shape[-1] == module.config.vocab_size
     with pytest.raises(InputError, match="not empty"):
         export_weights(reference, tmp_path / "out", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file"):
+        export_weights(reference, tmp_path / "file", None)
     with pytest.raises(InputError, match="is not on disk"):
         export_weights(reference, tmp_path / "other", 77)
 
