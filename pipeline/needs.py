@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.plan import Plan, StagePlan, device
+from rlinf.channels.world import ALONE
 from rlinf.errors import PlanError
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
-    """What the job of a pool asks for: the most that one of its stages does, where its devices are.
+    """What the job of a pool asks for: of all that its stages say the most, where its devices are.
 
     It has as many nodes as its devices fill. Several kinds of devices are components of a
     heterogeneous job, unless a constraint has one partition give them all.
@@ -26,13 +27,15 @@ def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StageP
         PlanError: the devices of a kind do not fill their nodes, or its stages say otherwise.
     """
     pool = plan.pools[number]
-    stages = [plan.of(stage) for stage in pool.stages]
-    needs = max(stages, key=lambda stage: (stage.nodes * stage.processes, stage.gpus))
+    stages = {f"plan.stages.{name}": plan.of(name) for name in pool.stages}
+    needs = _most(stages)
     if pool.workers is not None:
         kinds = [kind for kind, count in pool.gpus.items() for _ in range(count)]
-        return (needs.model_copy(update=device(kinds[(slot or 0) % len(kinds)], needs)),)
+        kind = kinds[(slot or 0) % len(kinds)]
+        return (needs.model_copy(update=_device(kind, stages)),)
+    key = f"plan.pools[{number}].gpus"
     if len(pool.gpus) == 1:
-        return (_alike(needs, *next(iter(pool.gpus.items())), f"plan.pools[{number}].gpus"),)
+        return (_alike(needs, stages, *next(iter(pool.gpus.items())), key),)
     if needs.constraint is not None:
         return (needs,)
     parts = []
@@ -45,11 +48,66 @@ def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StageP
                 f"{needs.processes}, the processes per node of its stages"
             )
         update = {"nodes": nodes, "processes": processes, "gpus": processes if needs.gpus else 0}
-        parts.append(needs.model_copy(update=device(kind, needs) | update))
+        parts.append(needs.model_copy(update=_device(kind, stages) | update))
     return tuple(parts)
 
 
-def _alike(needs: StagePlan, kind: str, count: int, key: str) -> StagePlan:
+def _most(stages: Mapping[str, StagePlan]) -> StagePlan:
+    """What one job needs that holds several stages; their order does not matter.
+
+    Memory, CPUs, GPUs and time are the most that one of them says. Where one says nothing of them,
+    or of a constraint or shares, it is content with what the others say.
+
+    Args:
+        stages: by key of the plan.
+
+    Raises:
+        PlanError: two of them say what no job can have at once.
+    """
+    size = max(stage.nodes * stage.processes for stage in stages.values())
+    largest = {k: stage for k, stage in stages.items() if stage.nodes * stage.processes == size}
+    update = {
+        **{name: _one(name, largest) for name in ("nodes", "processes")},
+        **{name: _largest(name, stages) for name in ("gpus", "cpus", "mem_mb", "time_min")},
+        **{name: _one(name, stages) for name in ("constraint", "shares")},
+        # An order to the pool says the layout of its stage; those of engine and trainer may differ.
+        "layout": ALONE,
+    }
+    return next(iter(largest.values())).model_copy(update=update)
+
+
+def _largest(name: str, stages: Mapping[str, StagePlan]) -> int | None:
+    said = [getattr(stage, name) for stage in stages.values()]
+    return max((value for value in said if value is not None), default=None)
+
+
+def _one(name: str, stages: Mapping[str, StagePlan]) -> Any:
+    """The one value of a key that the stages say; None: none says any."""
+    return _agreed({f"{key}.{name}": getattr(stage, name) for key, stage in stages.items()})
+
+
+def _device(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str | None]:
+    """See :func:`pipeline.plan.device`, of stages that share the devices."""
+    found = {key: device(kind, stage) for key, stage in stages.items()}
+    types = {f"{key}.gpu_type": keys["gpu_type"] for key, keys in found.items()}
+    return next(iter(found.values())) | {"gpu_type": _agreed(types)}
+
+
+def _agreed(said: Mapping[str, Any]) -> Any:
+    values = {key: value for key, value in said.items() if value is not None}
+    first = next(iter(values), None)
+    other = next((key for key in values if values[key] != values[str(first)]), None)
+    if other is not None:
+        raise PlanError(
+            f"{first}: {values[str(first)]}, but {other}: {values[other]}; the stages of a pool "
+            "share one job, so say the same of both, or give them pools of their own"
+        )
+    return None if first is None else values[first]
+
+
+def _alike(
+    needs: StagePlan, stages: Mapping[str, StagePlan], kind: str, count: int, key: str
+) -> StagePlan:
     """What a pool of one kind of device asks for."""
     per_node = max(needs.processes, needs.gpus)
     nodes, left = divmod(count, per_node)
@@ -58,7 +116,7 @@ def _alike(needs: StagePlan, kind: str, count: int, key: str) -> StagePlan:
             f"{key}: {count} {kind}, but its stages ask for {needs.nodes} x {per_node} (nodes, and "
             "processes or gpus of each); make the two agree"
         )
-    return needs.model_copy(update=device(kind, needs) | {"nodes": nodes})
+    return needs.model_copy(update=_device(kind, stages) | {"nodes": nodes})
 
 
 def with_gpus(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
