@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.plan import Plan, StagePlan, device
@@ -12,19 +13,23 @@ from rlinf.errors import PlanError
 if TYPE_CHECKING:
     from slurm.client import Partition
 
+COUNT = re.compile(r"\*(\d+)")
+"""In a constraint: of how many nodes a feature is asked."""
+
 
 def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
     """What the job of a pool asks for: of all that its stages say the most, where its devices are.
 
     It has as many nodes as its devices fill. Several kinds of devices are components of a
-    heterogeneous job, unless a constraint has one partition give them all.
+    heterogeneous job, unless a constraint that counts nodes has one partition give them all.
 
     Args:
         slot: which worker of an elastic pool; where that has several kinds of devices, each kind
             has its turn as often as it has devices.
 
     Raises:
-        PlanError: the devices of a kind do not fill their nodes, or its stages say otherwise.
+        PlanError: the devices of a kind do not fill their nodes, are not one for each process, or
+            its stages say otherwise.
     """
     pool = plan.pools[number]
     stages = {f"plan.stages.{name}": plan.of(name) for name in pool.stages}
@@ -33,22 +38,24 @@ def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StageP
         kinds = [kind for kind, count in pool.gpus.items() for _ in range(count)]
         kind = kinds[(slot or 0) % len(kinds)]
         return (needs.model_copy(update=_device(kind, stages)),)
-    key = f"plan.pools[{number}].gpus"
-    if len(pool.gpus) == 1:
-        return (_alike(needs, stages, *next(iter(pool.gpus.items())), key),)
-    if needs.constraint is not None:
-        return (needs,)
-    parts = []
-    for kind, count in pool.gpus.items():
-        processes = min(count, needs.processes)
-        nodes, left = divmod(count, processes)
-        if left:
-            raise PlanError(
-                f"plan.pools[{number}].gpus: {count} {kind} do not fill nodes of "
-                f"{needs.processes}, the processes per node of its stages"
-            )
-        update = {"nodes": nodes, "processes": processes, "gpus": processes if needs.gpus else 0}
-        parts.append(needs.model_copy(update=_device(kind, stages) | update))
+    key, held = f"plan.pools[{number}].gpus", sum(pool.gpus.values())
+    if needs.gpus > needs.processes:
+        raise PlanError(
+            f"{key}: {_named(pool.gpus)}, but its stages ask for {needs.gpus} GPUs and "
+            f"{needs.processes} processes per node; each process has one, so give a stage that "
+            f"runs on all of them processes: {needs.gpus}"
+        )
+    if len(pool.gpus) == 1 or COUNT.search(needs.constraint or ""):
+        parts = [_alike(needs, stages, pool.gpus, key)]
+    else:
+        parts = list(_unlike(needs, stages, pool.gpus, key))
+    for part in parts:
+        _check_counts(part, key)
+    if isinstance(needs.shares, tuple) and len(needs.shares) != held:
+        raise PlanError(
+            f"{key}: {_named(pool.gpus)}, but its stages give shares to {len(needs.shares)} "
+            "processes; each device has one process, and each process one share"
+        )
     return tuple(parts)
 
 
@@ -106,17 +113,60 @@ def _agreed(said: Mapping[str, Any]) -> Any:
 
 
 def _alike(
-    needs: StagePlan, stages: Mapping[str, StagePlan], kind: str, count: int, key: str
+    needs: StagePlan, stages: Mapping[str, StagePlan], held: Mapping[str, int], key: str
 ) -> StagePlan:
-    """What a pool of one kind of device asks for."""
-    per_node = max(needs.processes, needs.gpus)
-    nodes, left = divmod(count, per_node)
+    """What a pool asks for whose devices are nodes of one partition, in an ordinary job."""
+    if len({kind.partition(":")[0] for kind in held}) > 1:
+        raise PlanError(
+            f"{key}: {_named(held)} are of several partitions, but constraint "
+            f"{needs.constraint!r} counts the nodes of one job in one of them; name it with each "
+            "kind (gpu:a100), or leave the constraint out"
+        )
+    count = sum(held.values())
+    nodes, left = divmod(count, needs.processes)
     if left or needs.nodes not in (1, nodes):
         raise PlanError(
-            f"{key}: {count} {kind}, but its stages ask for {needs.nodes} x {per_node} (nodes, and "
-            "processes or gpus of each); make the two agree"
+            f"{key}: {_named(held)}, but its stages ask for {needs.nodes} x {needs.processes} "
+            "(nodes, and processes of each); make the two agree"
         )
-    return needs.model_copy(update=_device(kind, stages) | {"nodes": nodes})
+    of_kinds = [_device(kind, stages) for kind in held]
+    # A request for GPUs of one type would leave the nodes of the other kinds out.
+    types = {keys["gpu_type"] for keys in of_kinds}
+    place = of_kinds[0] if len(types) == 1 else of_kinds[0] | {"gpu_type": None}
+    return needs.model_copy(update=place | {"nodes": nodes})
+
+
+def _unlike(
+    needs: StagePlan, stages: Mapping[str, StagePlan], held: Mapping[str, int], key: str
+) -> Iterator[StagePlan]:
+    """What the components of a pool's heterogeneous job ask for, one for each kind of device."""
+    for kind, count in held.items():
+        processes = min(count, needs.processes)
+        nodes, left = divmod(count, processes)
+        if left:
+            raise PlanError(
+                f"{key}: {count} {kind} do not fill nodes of {needs.processes}, the processes per "
+                "node of its stages"
+            )
+        update = {"nodes": nodes, "processes": processes, "gpus": processes if needs.gpus else 0}
+        yield needs.model_copy(update=_device(kind, stages) | update)
+
+
+def _check_counts(needs: StagePlan, key: str) -> None:
+    """See that a constraint that counts nodes, ``[h100*1&a100*1]``, counts those of the job."""
+    text = needs.constraint or ""
+    counted = sum(map(int, COUNT.findall(text)))
+    # Alternatives (|) are counted one by one. Without brackets further nodes may be of any kind.
+    wrong = counted > needs.nodes or (text.startswith("[") and counted < needs.nodes)
+    if counted and wrong and "|" not in text:
+        raise PlanError(
+            f"{key}: its devices fill {needs.nodes} nodes, with {needs.processes} processes on "
+            f"each, but constraint {text!r} counts {counted}; make the two agree"
+        )
+
+
+def _named(held: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {kind}" for kind, count in held.items())
 
 
 def with_gpus(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:

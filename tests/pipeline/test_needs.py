@@ -81,3 +81,50 @@ def test_stages_that_say_what_no_job_can_have_at_once_are_refused(
     plan = pooled({"a100": 2}, stages={"rollout": rollout, "train": train})
     with pytest.raises(PlanError, match=words):
         pool_needs(plan, 0)
+
+
+KINDS = {"gpu:a100": 2, "gpu:h100": 2}
+BOTH: dict[str, Any] = {"constraint": "[a100*1&h100*1]", "processes": 2, "gpus": 2}
+
+
+def test_a_constraint_that_counts_nodes_makes_one_job_of_as_many_as_the_devices_fill() -> None:
+    (needs,) = pool_needs(pooled(KINDS, **BOTH), 0)
+    assert (needs.partition, needs.gpu_type) == ("gpu", None)
+    assert (needs.nodes, needs.processes, needs.gpus) == (2, 2, 2)
+
+
+def test_a_constraint_without_counts_holds_for_every_kind() -> None:
+    parts = pool_needs(pooled({"a100": 2, "h100": 1}, constraint="ib"), 0)
+    assert [(part.partition, part.nodes, part.constraint) for part in parts] == [
+        ("a100", 2, "ib"),
+        ("h100", 1, "ib"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("held", "said", "words"),
+    [
+        ({"a100": 4}, {"gpus": 4}, "4 a100, but its stages ask for 4 GPUs and 1 processes per"),
+        ({"a100": 4, "h100": 4}, {"gpus": 2}, "4 a100 and 4 h100, but .* 2 GPUs and 1 processes"),
+        ({"a100": 3}, {"processes": 2}, "3 a100, but its stages ask for 1 x 2"),
+        ({"a100": 3, "h100": 2}, {"processes": 2}, "3 a100 do not fill nodes of 2"),
+        (KINDS | {"gpu:h100": 8}, BOTH, "fill 5 nodes, with 2 processes on each, .* counts 2"),
+        (KINDS | {"gpu:h100": 8}, {**BOTH, "nodes": 2}, "8 gpu:h100, but its stages ask for 2 x 2"),
+        ({"gpu": 2}, BOTH, "fill 1 nodes, with 2 processes on each, but constraint .* counts 2"),
+        ({"a100": 2, "h100": 2}, BOTH, r"are of several partitions, but .* \(gpu:a100\)"),
+        ({"a100": 2, "h100": 2}, {"shares": [1.0]}, "2 a100 and 2 h100, but .* shares to 1 proc"),
+    ],
+)
+def test_devices_that_are_not_one_for_each_process_are_refused(
+    held: dict[str, int], said: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError, match=rf"plan\.pools\[0\]\.gpus: .*{words}"):
+        pool_needs(pooled(held, **said), 0)
+
+
+def test_fewer_gpus_than_processes_are_shared_as_the_stages_say() -> None:
+    """Nodes of a cluster of CPUs have none, and the devices of a plan for it are processes."""
+    (needs,) = pool_needs(pooled({"cpu": 4}, processes=2), 0)
+    assert (needs.nodes, needs.processes, needs.gpus) == (2, 2, 0)
+    constraint = "rack1*1"
+    assert pool_needs(pooled({"gpu": 4}, constraint=constraint), 0)[0].constraint == constraint
