@@ -7,9 +7,9 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlinf.errors import SlurmError, SlurmSilent
 from slurm.ids import expand, whole_of
@@ -17,6 +17,8 @@ from slurm.jobs import State, Status
 from slurm.states import parse_state
 
 TIMEOUT_S = 60.0
+# -e gives unlike nodes lines of their own; without, one has the least CPUs and memory of them all.
+PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a")
 # -r gives each element of a pending array a line. The reason comes last: it may be free text.
 QUEUE = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
 ACCOUNTING = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
@@ -43,17 +45,29 @@ class Queued(Status):
 
 
 @dataclass(frozen=True)
+class LikeNodes:
+    """Nodes of a partition with the same hardware; 0 where it is unknown."""
+
+    count: int
+    cpus: int
+    """Per node. So for memory and GPUs."""
+    mem_mb: int
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """By type."""
+
+    def __str__(self) -> str:
+        kinds = [f"{count} {kind or 'GPUs'}" for kind, count in self.gpus.items()]
+        return ", ".join([*kinds, f"{self.cpus} CPUs", f"{self.mem_mb} MiB"])
+
+
+@dataclass(frozen=True)
 class Partition:
     """What a partition offers."""
 
     name: str
     time_limit_min: int | None
     """Longest wall time, minutes; None: unlimited."""
-    nodes: int
-    cpus_per_node: int
-    mem_mb_per_node: int
-    gpus: dict[str, int]
-    """GPUs per node by type."""
+    groups: tuple[LikeNodes, ...]
     default: bool = False
     state: str = "up"
     """``up``, ``down`` (jobs wait), ``drain`` (no new jobs) or ``inact`` (neither)."""
@@ -62,6 +76,20 @@ class Partition:
     def available(self) -> bool:
         """Whether jobs may be submitted and start."""
         return self.state == "up"
+
+    @property
+    def nodes(self) -> int:
+        """All nodes."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """The most GPUs of each type that a node has."""
+        found: dict[str, int] = {}
+        for group in self.groups:
+            for kind, count in group.gpus.items():
+                found[kind] = max(found.get(kind, 0), count)
+        return found
 
 
 @dataclass
@@ -77,8 +105,7 @@ class SlurmClient:
         Raises:
             SlurmError: Slurm is not installed or does not answer.
         """
-        text = self.run("sinfo", "-h", "-o", "%P|%l|%D|%c|%m|%G|%a")
-        return parse_partitions(text)
+        return parse_partitions(self.run(*PARTITIONS))
 
     def queue(self) -> dict[str, Queued]:
         """This user's jobs in the queue, array elements singly (``12_3``).
@@ -205,7 +232,7 @@ def failure(said: str) -> type[SlurmError]:
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
-    """Read ``sinfo -h -o "%P|%l|%D|%c|%m|%G|%a"``; unlike nodes have lines of their own."""
+    """Read sinfo's answer to :data:`PARTITIONS`; unlike nodes have lines of their own."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -213,14 +240,11 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             continue
         name, limit, nodes, cpus, memory, gres, state = parts[:7]
         known = found.get(name.rstrip("*"))
-        gpus = parse_gpus(gres)
+        group = LikeNodes(_number(nodes), _number(cpus), _number(memory), parse_gpus(gres))
         found[name.rstrip("*")] = Partition(
             name=name.rstrip("*"),
             time_limit_min=parse_minutes(limit),
-            nodes=_number(nodes) + (known.nodes if known else 0),
-            cpus_per_node=max(_number(cpus), known.cpus_per_node if known else 0),
-            mem_mb_per_node=max(_number(memory), known.mem_mb_per_node if known else 0),
-            gpus={**(known.gpus if known else {}), **gpus},
+            groups=(*(known.groups if known else ()), group),
             default=name.endswith("*"),
             state=state,
         )

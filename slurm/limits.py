@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from rlinf.errors import PlanError, nearest
-from slurm.client import Partition, partition_names
+from slurm.client import LikeNodes, Partition, partition_names
 from slurm.jobs import Resources
 
 
@@ -17,7 +18,7 @@ def check_resources(needs: Resources, partitions: Mapping[str, Partition], key: 
 
     Raises:
         PlanError: unknown or closed partition, unknown GPU type, too many nodes, GPUs, CPUs or
-            minutes.
+            minutes, or too few nodes that have all of it at once.
     """
     where = f"plan: {key}"
     for partition in _chosen(needs.partition, partitions, where):
@@ -52,23 +53,7 @@ def _check(needs: Resources, partition: Partition, where: str) -> None:
         )
     if needs.nodes > partition.nodes:
         raise PlanError(f"{where}.nodes: {needs.nodes} asked, {at} has {partition.nodes}")
-    if needs.gpus_per_node:
-        if not partition.gpus:
-            raise PlanError(f"{where}.gpus: {at} has no GPUs")
-        if needs.gpu_type is not None and needs.gpu_type not in partition.gpus:
-            hint = nearest(needs.gpu_type, partition.gpus)
-            raise PlanError(f"{where}.gpu_type: {at} has no GPU {needs.gpu_type!r}{hint}")
-        kinds = partition.gpus
-        most = kinds[needs.gpu_type] if needs.gpu_type else max(kinds.values())
-        if needs.gpus_per_node > most:
-            raise PlanError(f"{where}.gpus: {needs.gpus_per_node} asked, nodes of {at} have {most}")
-    cpus = needs.cpus_per_task * needs.tasks_per_node
-    if partition.cpus_per_node and cpus > partition.cpus_per_node:
-        raise PlanError(f"{where}.cpus: {cpus} asked, nodes of {at} have {partition.cpus_per_node}")
-    if needs.mem_mb and partition.mem_mb_per_node and needs.mem_mb > partition.mem_mb_per_node:
-        raise PlanError(
-            f"{where}.mem_mb: {needs.mem_mb} asked, nodes of {at} have {partition.mem_mb_per_node}"
-        )
+    _check_nodes(needs, partition.groups, where, at)
     limit = partition.time_limit_min
     if needs.time_min and limit is not None and needs.time_min > limit:
         raise PlanError(
@@ -76,3 +61,39 @@ def _check(needs: Resources, partition: Partition, where: str) -> None:
             "lower it (a stage that runs out of time is requeued and goes on) or choose another "
             "partition"
         )
+
+
+def _check_nodes(needs: Resources, groups: Sequence[LikeNodes], where: str, at: str) -> None:
+    """See that enough nodes have all that is asked of each, at once."""
+    gpus, kind = needs.gpus_per_node, needs.gpu_type
+    cpus, mem_mb = needs.cpus_per_task * needs.tasks_per_node, needs.mem_mb or 0
+    if gpus:
+        there = {name: 0 for group in groups for name in group.gpus}
+        if not there:
+            raise PlanError(f"{where}.gpus: {at} has no GPUs")
+        if kind is not None and kind not in there:
+            raise PlanError(f"{where}.gpu_type: {at} has no GPU {kind!r}{nearest(kind, there)}")
+    left = list(groups)
+    for key, asked, has in (
+        ("gpus", gpus, lambda group: _gpus(group, kind)),
+        ("cpus", cpus, lambda group: group.cpus or math.inf),
+        ("mem_mb", mem_mb, lambda group: group.mem_mb or math.inf),
+    ):
+        most = max(map(has, groups), default=math.inf)
+        if asked > most:
+            raise PlanError(f"{where}.{key}: {asked} asked, nodes of {at} have {most}")
+        left = [group for group in left if asked <= has(group)]
+    fit = sum(group.count for group in left)
+    if needs.nodes > fit:
+        each = [f"{gpus} {kind or 'GPUs'}"] * bool(gpus) + [f"{cpus} CPUs"]
+        each += [f"{mem_mb} MiB"] * bool(mem_mb)
+        there_are = "; ".join(f"{group.count} with {group}" for group in groups)
+        raise PlanError(
+            f"{where}.nodes: {needs.nodes} asked with {', '.join(each)} on each, {at} has {fit} "
+            f"such nodes ({there_are})"
+        )
+
+
+def _gpus(group: LikeNodes, kind: str | None) -> int:
+    """GPUs per node; without a type Slurm gives any."""
+    return sum(group.gpus.values()) if kind is None else group.gpus.get(kind, 0)

@@ -16,13 +16,13 @@ from pipeline.needs import pool_needs, with_gpus
 from pipeline.plan import Plan, parse_plan
 from rlinf import tree
 from rlinf.config import RunConfig, validate
-from slurm.client import Partition
+from slurm.client import LikeNodes, Partition
 
 Compose = Callable[..., dict[str, Any]]
 NO_PLANS = {"kinds", "duty_cycle"}
 """Keys of what else the pages show as YAML: problems of the simulator, site files."""
 PARTITIONS = {
-    name: Partition(name, None, 8, 64, 10**6, gpus)
+    name: Partition(name, None, (LikeNodes(8, 64, 10**6, gpus),))
     for name, gpus in {
         "cpu": {},
         "spot": {"a100": 4},

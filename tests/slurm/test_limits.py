@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlinf.errors import PlanError
-from slurm.client import Partition
+from slurm.client import LikeNodes, Partition, parse_partitions
 from slurm.jobs import Resources
 from slurm.limits import check_resources
 from slurm.site import load_site
 
 CLUSTER = {
-    "a100": Partition("a100", 1440, 2, 8, 16000, {"a100": 4}, default=True),
-    "cpu": Partition("cpu", None, 1, 8, 16000, {}),
-    "h100": Partition("h100", 60, 2, 8, 16000, {"h100": 4}),
-    "old": Partition("old", None, 2, 8, 16000, {"v100": 4}, state="down"),
-    "leaving": Partition("leaving", None, 2, 8, 16000, {"v100": 4}, state="drain"),
+    "a100": Partition("a100", 1440, (LikeNodes(2, 8, 16000, {"a100": 4}),), default=True),
+    "cpu": Partition("cpu", None, (LikeNodes(1, 8, 16000),)),
+    "h100": Partition("h100", 60, (LikeNodes(2, 8, 16000, {"h100": 4}),)),
+    "old": Partition("old", None, (LikeNodes(2, 8, 16000, {"v100": 4}),), state="down"),
+    "leaving": Partition("leaving", None, (LikeNodes(2, 8, 16000, {"v100": 4}),), state="drain"),
 }
 
 
@@ -59,6 +60,41 @@ def test_a_list_of_partitions_passes_where_each_can() -> None:
     check_resources(
         Resources("a100,h100", nodes=2, gpus_per_node=4, time_min=60), CLUSTER, "stages.train"
     )
+
+
+UNLIKE = (
+    "gpu*|1-00:00:00|2|64|500000|gpu:a100:8|up|1-infinite\n",
+    "gpu*|1-00:00:00|10|32|250000|gpu:a100:4,gpu:mig:2|up|1-infinite\n",
+)
+
+
+@pytest.mark.parametrize("lines", [UNLIKE, UNLIKE[::-1]])
+def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_told(
+    lines: Sequence[str],
+) -> None:
+    unlike = parse_partitions("".join(lines))
+    small = {"gpus_per_node": 4, "gpu_type": "a100"}
+    possible: dict[str, Any]
+    asked: dict[str, Any]
+    for possible in (
+        {**small, "nodes": 12, "cpus_per_task": 32},
+        {**small, "nodes": 2, "cpus_per_task": 64, "mem_mb": 500000},
+        {"nodes": 2, "gpus_per_node": 8, "gpu_type": "a100"},
+        {"nodes": 12, "gpus_per_node": 6},
+        {"nodes": 10, "gpus_per_node": 2, "gpu_type": "mig"},
+    ):
+        check_resources(Resources(**possible), unlike, "stages.train")
+    for asked, words in (
+        ({"nodes": 3, "gpus_per_node": 8}, r"3 asked with 8 GPUs, 1 CPUs on each, .* has 2 such"),
+        ({**small, "nodes": 12, "cpus_per_task": 64}, "12 asked with 4 a100, 64 CPUs on each"),
+        ({**small, "nodes": 3, "mem_mb": 300000}, r"300000 MiB on each, .*gpu' has 2 such nodes"),
+        ({"gpus_per_node": 2, "gpu_type": "mig", "mem_mb": 300000}, "has 0 such nodes"),
+        ({"nodes": 3, "gpus_per_node": 8}, r"2 with 8 a100, 64 CPUs, 500000 MiB"),
+        ({**small, "gpus_per_node": 9}, r"gpus: 9 asked, nodes of partition 'gpu' have 8"),
+        ({"cpus_per_task": 65}, r"cpus: 65 asked, nodes of partition 'gpu' have 64"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            check_resources(Resources(**asked), unlike, "stages.train")
 
 
 def test_the_settings_of_a_list_of_partitions_must_agree(tmp_path: Path) -> None:
