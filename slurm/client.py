@@ -18,7 +18,7 @@ from slurm.states import parse_state
 
 TIMEOUT_S = 60.0
 # -e gives unlike nodes lines of their own; without, one has the least CPUs and memory of them all.
-PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a")
+PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a|%s")
 # -r gives each element of a pending array a line. The reason comes last: it may be free text.
 QUEUE = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
 ACCOUNTING = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
@@ -68,6 +68,8 @@ class Partition:
     time_limit_min: int | None
     """Longest wall time, minutes; None: unlimited."""
     groups: tuple[LikeNodes, ...]
+    max_nodes: int | None = None
+    """Of one job; None: unlimited."""
     default: bool = False
     state: str = "up"
     """``up``, ``down`` (jobs wait), ``drain`` (no new jobs) or ``inact`` (neither)."""
@@ -238,13 +240,15 @@ def parse_partitions(text: str) -> dict[str, Partition]:
         parts = line.strip().split("|")
         if len(parts) < 7:
             continue
-        name, limit, nodes, cpus, memory, gres, state = parts[:7]
+        name, limit, nodes, cpus, memory, gres, state, *sizes = parts[:8]
         known = found.get(name.rstrip("*"))
         group = LikeNodes(_number(nodes), _number(cpus), _number(memory), parse_gpus(gres))
         found[name.rstrip("*")] = Partition(
             name=name.rstrip("*"),
             time_limit_min=parse_minutes(limit),
             groups=(*(known.groups if known else ()), group),
+            # From the least to the most nodes of a job: 1-infinite, 1-4, or 2 where they are one.
+            max_nodes=_limit(sizes[0].rpartition("-")[2]) if sizes else None,
             default=name.endswith("*"),
             state=state,
         )
@@ -318,6 +322,10 @@ def _rows(text: str, columns: int) -> Iterator[list[str]]:
         parts = line.strip().split("|", columns - 1)
         if len(parts) == columns:
             yield parts
+
+
+def _limit(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
 
 
 def _number(text: str) -> int:

@@ -53,6 +53,11 @@ def _check(needs: Resources, partition: Partition, where: str) -> None:
         )
     if needs.nodes > partition.nodes:
         raise PlanError(f"{where}.nodes: {needs.nodes} asked, {at} has {partition.nodes}")
+    if partition.max_nodes is not None and needs.nodes > partition.max_nodes:
+        raise PlanError(
+            f"{where}.nodes: {needs.nodes} asked, {at} allows a job {partition.max_nodes} "
+            "(MaxNodes); lower it or choose another partition"
+        )
     _check_nodes(needs, partition.groups, where, at)
     limit = partition.time_limit_min
     if needs.time_min and limit is not None and needs.time_min > limit:

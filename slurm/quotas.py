@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rlinf.errors import PlanError
+from slurm.access import Access, access_of
 from slurm.client import Queued, SlurmClient, partition_names
 from slurm.inventory import Association, Limits, QosLimits
 from slurm.jobs import Resources
@@ -88,6 +89,8 @@ class Quotas:
     partition_qos: Mapping[str, str] = field(default_factory=dict)
     """The QOS of each partition that has its own."""
     default_partition: str = ""
+    access: Mapping[str, Access] = field(default_factory=dict)
+    """Whose jobs each partition takes."""
 
     def of(self, needs: Resources) -> tuple[Quota, ...]:
         """The limits that a job with these needs counts against, the tightest first."""
@@ -103,13 +106,18 @@ class Quotas:
         """See that a job with these needs may ever run, in each partition that it names.
 
         Raises:
-            PlanError: accounting allows no such job; names the limit.
+            PlanError: accounting allows no such job, or a partition takes none of its account or
+                QOS; names the limit.
         """
         where = f"plan: {key}"
         for quota in self.of(needs):
             if quota.most == 0:
                 raise PlanError(f"{where}: {quota.what} is 0: no job may be submitted")
         for partition in self._partitions(needs):
+            association = self._association(needs, partition)
+            account = needs.account or (association.account if association else "")
+            access = self.access.get(partition, Access())
+            access.check(account, _qos(needs, association), partition, where)
             _check(needs, tuple(self._hierarchy(needs, partition)), where)
 
     def _hierarchy(self, needs: Resources, partition: str) -> Iterator[_Rules]:
@@ -121,9 +129,7 @@ class Quotas:
                 p.casefold() for p, qos in self.partition_qos.items() if qos == theirs
             )
             yield _of_qos(theirs, self.limits.qos[theirs], shared)
-        own = needs.qos or (association.default_qos if association else "")
-        if not own and association is not None and len(association.qos) == 1:
-            own = association.qos[0]
+        own = _qos(needs, association)
         if own in self.limits.qos and own != theirs:
             yield _of_qos(own, self.limits.qos[own], None)
         if association is not None:
@@ -163,12 +169,23 @@ def read_quotas(client: SlurmClient) -> Quotas:
         default_partition=next(
             (r["PartitionName"] for r in records if r.get("Default") == "YES"), ""
         ),
+        access={
+            r["PartitionName"]: access_of(r, settings.get("SLURM_VERSION", "")) for r in records
+        },
     )
 
 
 def is_full(refusal: str) -> bool:
     """Whether sbatch refused a job only because there are too many now."""
     return any(word in refusal for word in FULL)
+
+
+def _qos(needs: Resources, association: Association | None) -> str:
+    """The QOS of a job; "" where it is not known."""
+    if needs.qos or association is None:
+        return needs.qos or ""
+    # Of several, Slurm takes the default one.
+    return association.default_qos or (association.qos[0] if len(association.qos) == 1 else "")
 
 
 def _of_qos(name: str, qos: QosLimits, partitions: frozenset[str] | None) -> _Rules:

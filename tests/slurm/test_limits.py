@@ -97,6 +97,18 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
             check_resources(Resources(**asked), unlike, "stages.train")
 
 
+@pytest.mark.parametrize(("sizes", "most"), [("1-2", 2), ("2", 2), ("1-infinite", None)])
+def test_a_job_of_more_nodes_than_its_partition_allows_is_refused(
+    sizes: str, most: int | None
+) -> None:
+    partitions = parse_partitions(f"gpu*|infinite|4|8|16000|(null)|up|{sizes}\n")
+    assert partitions["gpu"].max_nodes == most
+    check_resources(Resources(nodes=2), partitions, "stages.train")
+    if most is not None:
+        with pytest.raises(PlanError, match=r"nodes: 4 asked, partition 'gpu' allows a job 2"):
+            check_resources(Resources(nodes=4), partitions, "stages.train")
+
+
 def test_the_settings_of_a_list_of_partitions_must_agree(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(
