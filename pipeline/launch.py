@@ -98,15 +98,16 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         from slurm.site import load_site
 
         load_site(cluster.site).check(partitions, cluster.site)
-    asked = {f"stages.{stage}": plan.of(stage) for stage in plan.flow.table}
-    for number, pool in enumerate(plan.pools):
-        for slot in range(pool.workers or 1):
-            for part in pool_needs(plan, number, slot):
-                asked[f"pools[{number}] on {part.partition}"] = part
-    for key, part in asked.items():
-        needs = resources(part, cluster)
+    pools = pool_jobs(plan, cluster)
+    asked = [(key, needs) for key, ways in pools.items() for needs in ways]
+    if not asked:
+        # In pools none of them is a job of its own.
+        stages = plan.flow.table
+        asked = [(f"stages.{name}", resources(plan.of(name), cluster)) for name in stages]
+    for key, needs in asked:
         check_resources(needs, partitions, key)
         quotas.check(needs, key)
+    quotas.check_together(pools)
     check_together(plan, cluster)
     return SubmititLauncher(client, quotas)
 
@@ -122,6 +123,26 @@ def settled(plan: Plan, cluster: ClusterConfig) -> Plan:
     from slurm.client import SlurmClient
 
     return with_gpus(plan, SlurmClient().partitions())
+
+
+def pool_jobs(plan: Plan, cluster: ClusterConfig) -> dict[str, list[Resources]]:
+    """What the jobs ask for that all run at the same time, by key of the plan.
+
+    Components of a heterogeneous job are jobs to Slurm's limits. An elastic pool goes on with any
+    one of its workers: those that ask for different things stand in its list.
+    """
+    found: dict[str, list[Resources]] = {}
+    for number, pool in enumerate(plan.pools):
+        for slot in range(pool.workers or 1):
+            parts = pool_needs(plan, number, slot)
+            several = zip(pool.gpus, parts, strict=False)
+            named = [("", parts[0])] if len(parts) == 1 else [(f" on {k}", p) for k, p in several]
+            for on, part in named:
+                ways = found.setdefault(f"pools[{number}]{on}", [])
+                needs = resources(part, cluster)
+                if needs not in ways:
+                    ways.append(needs)
+    return found
 
 
 def check_together(plan: Plan, cluster: ClusterConfig) -> None:

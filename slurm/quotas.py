@@ -10,8 +10,10 @@ reckoned with: Slurm refuses a job over it, and it is tried again later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rlinf.errors import PlanError
 from slurm.access import Access, access_of
@@ -77,6 +79,17 @@ class _Rules:
     """The least of what jobs may have together: of a user, of everybody."""
 
 
+class _Shared(NamedTuple):
+    """A limit on what jobs have together."""
+
+    who: str
+    key: str
+    """Of the plan, or ``jobs``."""
+    name: str
+    """Slurm's."""
+    most: int
+
+
 @dataclass(frozen=True)
 class Quotas:
     """Limits of this user on this cluster."""
@@ -119,6 +132,34 @@ class Quotas:
             access = self.access.get(partition, Access())
             access.check(account, _qos(needs, association), partition, where)
             _check(needs, tuple(self._hierarchy(needs, partition)), where)
+
+    def check_together(self, jobs: Mapping[str, Sequence[Resources]]) -> None:
+        """See that jobs that need each other can run at the same time.
+
+        Args:
+            jobs: by key of the plan, each with what it may ask for: one of these is enough.
+
+        Raises:
+            PlanError: accounting never allows all of them at once; names them and the limit.
+        """
+        asked: dict[_Shared, dict[str, int]] = defaultdict(dict)
+        for key, ways in jobs.items():
+            taken = [
+                dict(_shared(needs, tuple(self._hierarchy(needs, partition))))
+                for needs in ways
+                for partition in self._partitions(needs)
+            ]
+            # A job that can run without counting against a limit does not.
+            for limit in set(taken[0]).intersection(*taken[1:]):
+                asked[limit][key] = min(way[limit] for way in taken)
+        for limit, amounts in asked.items():
+            total = sum(amounts.values())
+            if len(amounts) > 1 and total > limit.most:
+                raise PlanError(
+                    f"plan: {' and '.join(amounts)}: they run at the same time and ask for "
+                    f"{total} {limit.key} in all, {limit.who} allows {limit.most} "
+                    f"({limit.name}); lower them or choose another account, QOS or partition"
+                )
 
     def _hierarchy(self, needs: Resources, partition: str) -> Iterator[_Rules]:
         """Who has a say on a job, the first that speaks of a limit being right."""
@@ -211,7 +252,7 @@ def _of_association(own: Association) -> _Rules:
     what = f"MaxSubmitJobs of account {own.account}{where}"
     partitions = frozenset({own.partition}) if own.partition else None
     return _Rules(
-        f"account {own.account}",
+        f"account {own.account}{where}",
         Quota(most, what, account=own.account, partitions=partitions),
         own.max_jobs,
         own.max_wall_min,
@@ -242,6 +283,22 @@ def _check(needs: Resources, hierarchy: tuple[_Rules, ...], where: str) -> None:
                     f"{where}.{key}: {amount} asked in all, {first.who} allows {whom} {most} "
                     f"({resource}); lower it or choose another account, QOS or partition"
                 )
+
+
+def _shared(needs: Resources, hierarchy: Sequence[_Rules]) -> Iterator[tuple[_Shared, int]]:
+    """The limits on all jobs together that a job counts against, and how much of each it takes."""
+    submits = next((r for r in hierarchy if r.scope.most >= 0), None)
+    if submits is not None:
+        name = submits.scope.what.split()[0]
+        yield _Shared(submits.who, "jobs", name, submits.scope.most), 1
+    runs = next((r for r in hierarchy if r.jobs is not None), None)
+    if runs is not None and runs.jobs is not None:
+        yield _Shared(runs.who, "jobs", "MaxJobs", runs.jobs), 1
+    for resource, key, amount in _amounts(needs):
+        first = next((r for r in hierarchy if resource in r.in_all), None)
+        # Jobs may share nodes, which count once.
+        if first is not None and resource != "node":
+            yield _Shared(first.who, key, resource, first.in_all[resource]), amount
 
 
 def _array_size(settings: Mapping[str, str]) -> int:

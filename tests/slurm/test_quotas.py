@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,45 @@ def test_what_accounting_never_allows_is_refused_before_submission(
     own.check(Resources(), "stages.train") if "is 0" not in message else None
     with pytest.raises(PlanError, match=message):
         own.check(Resources(**asked), "stages.train")
+
+
+GPUS = Resources(gpus_per_node=8, tasks_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("account", "qos", "message"),
+    [
+        (
+            {},
+            {"max_tres_per_user": {"gres/gpu": 8}},
+            r"plan: pools\[0\] and pools\[1\]: .* 16 gpus in all, QOS normal allows 8 \(gres/gpu\)",
+        ),
+        ({"max_tres_all_jobs": {"cpu": 15}}, {}, r"16 cpus in all, account team allows 15"),
+        ({"max_tres_all_jobs": {"mem": 1999}}, {}, r"2000 mem_mb in all, .* allows 1999 \(mem\)"),
+        ({}, {"max_jobs_per_user": 1}, r"2 jobs in all, QOS normal allows 1 \(MaxJobs\)"),
+        ({"max_submit": 1}, {}, r"2 jobs in all, account team allows 1 \(MaxSubmitJobs\)"),
+    ],
+)
+def test_jobs_that_need_each_other_are_counted_together(
+    account: dict[str, Any], qos: dict[str, Any], message: str
+) -> None:
+    own = quotas(TEAM.model_copy(update=account), qos={"normal": QosLimits(**qos)})
+    jobs = {"pools[0]": [replace(GPUS, mem_mb=1000)], "pools[1]": [replace(GPUS, mem_mb=1000)]}
+    for key, (needs,) in jobs.items():
+        own.check(needs, key)
+        own.check_together({key: [needs]})
+    with pytest.raises(PlanError, match=message):
+        own.check_together(jobs)
+    elsewhere = replace(GPUS, account="other")
+    own.check_together({"pools[0]": [GPUS], "pools[1]": [GPUS, elsewhere]})
+
+
+def test_a_job_of_several_partitions_counts_where_all_of_them_count_it() -> None:
+    own = quotas(qos={"normal": QosLimits(), "part": QosLimits(max_jobs_per_user=1)})
+    first = {"pools[0]": [Resources(partition="Short")]}
+    own.check_together(first | {"pools[1]": [Resources(partition="cpu,Short")]})
+    with pytest.raises(PlanError, match="2 jobs in all, QOS part allows 1"):
+        own.check_together(first | {"pools[1]": [Resources(partition="Shorter,Short")]})
 
 
 def test_a_wider_qos_lifts_the_limits_of_the_account() -> None:

@@ -1,0 +1,104 @@
+"""What the driver asks of a cluster is checked against it before anything is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pipeline.launch import ClusterConfig, make_launcher, pool_jobs
+from pipeline.plan import Plan, parse_plan
+from rlinf.errors import PlanError
+from slurm.client import SlurmClient
+
+SINFO = (
+    "cpu*|infinite|4|64|500000|(null)|up|1-infinite\n"
+    "gpu|infinite|4|64|500000|gpu:a100:4|up|1-infinite\n"
+    "gpu|infinite|1|64|500000|gpu:h100:2|up|1-infinite\n"
+    "h100|infinite|2|64|500000|gpu:h100:4|up|1-infinite\n"
+)
+RULES = "AllowAccounts=ALL AllowQos=ALL QoS=N/A MaxTime=UNLIMITED State=UP"
+CLUSTER = ClusterConfig(launcher="slurm")
+
+
+class Answers:
+    """Of a cluster on which a user has 8 GPUs at a time."""
+
+    qos = "normal|0||||||||"
+    """Name, priority, preempted QOS, time, jobs, submitted, of a user, of a job, of all."""
+    associations = "dev|team||normal||||||normal"
+
+    def run(self, *command: str, errors: bool = False) -> str:
+        if command[0] == "sinfo":
+            return SINFO
+        if command[:3] == ("scontrol", "show", "config"):
+            return "AccountingStorageEnforce = limits\nClusterName = dev\nSLURM_VERSION = 22.05.8\n"
+        if command[0] == "scontrol":
+            names = ("cpu", "gpu", "h100")
+            default = {"cpu": "YES"}
+            return "".join(
+                f"PartitionName={name} Default={default.get(name, 'NO')} {RULES}\n"
+                for name in names
+            )
+        return self.qos if "qos" in command else self.associations
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    found = Answers()
+    monkeypatch.setattr(SlurmClient, "run", found.run)
+    return found
+
+
+@contextmanager
+def checked(plan: Plan, cluster: ClusterConfig = CLUSTER) -> Iterator[None]:
+    launcher = make_launcher(cluster, plan)
+    try:
+        yield
+    finally:
+        launcher.close()
+
+
+def pools(*given: dict[str, Any], **defaults: int) -> Plan:
+    values = {"grain": "segment", "defaults": defaults, "pools": list(given)}
+    return parse_plan(values, "plan")
+
+
+REST = ["reward", "inference", "train"]
+
+
+def test_every_kind_of_an_elastic_pool_is_checked_also_in_one_partition(answers: Answers) -> None:
+    held = {"gpu:none": 1, "gpu:a100": 1}
+    train = {"stages": REST, "gpus": {"h100": 1}}
+    plan = pools({"stages": ["rollout"], "workers": 2, "gpus": held}, train, gpus=1)
+    assert [needs.gpu_type for needs in pool_jobs(plan, CLUSTER)["pools[0]"]] == ["none", "a100"]
+    with pytest.raises(PlanError, match=r"pools\[0\]\.gpu_type: .* no GPU 'none'"):
+        make_launcher(CLUSTER, plan)
+
+
+def test_pools_that_accounting_never_lets_run_at_once_are_refused(answers: Answers) -> None:
+    plan = pools(
+        {"stages": ["rollout"], "gpus": {"gpu:a100": 4}},
+        {"stages": REST, "gpus": {"gpu:h100": 2, "h100": 4}},
+        processes=4,
+        gpus=4,
+    )
+    with checked(plan):
+        pass
+    answers.qos = "normal|0|||||gres/gpu=9|||"
+    words = r"pools\[0\] and pools\[1\] on gpu:h100 and pools\[1\] on h100: .* 10 gpus in all"
+    with pytest.raises(PlanError, match=words):
+        make_launcher(CLUSTER, plan)
+
+
+def test_one_worker_of_an_elastic_pool_is_enough(answers: Answers) -> None:
+    train = {"stages": REST, "gpus": {"h100": 1}}
+    plan = pools({"stages": ["rollout"], "workers": 8, "gpus": {"gpu:a100": 1}}, train)
+    answers.qos = "normal|0|||2||cpu=2|||"
+    with checked(plan):
+        pass
+    answers.qos = "normal|0|||1|||||"
+    with pytest.raises(PlanError, match=r"pools\[0\] and pools\[1\]: .* 2 jobs in all"):
+        make_launcher(CLUSTER, plan)
