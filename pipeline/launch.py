@@ -14,7 +14,7 @@ from pydantic import Field
 from launchers.base import Job, Launcher
 from pipeline.driver import Outcome
 from pipeline.flow import Node
-from pipeline.needs import pool_needs, with_gpus
+from pipeline.needs import pool_needs, with_gpus, with_partition
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.channels.curve import INTERFACE, LOOPBACK
@@ -118,11 +118,13 @@ def settled(plan: Plan, cluster: ClusterConfig) -> Plan:
     Raises:
         SlurmError: Slurm is not there or does not answer.
     """
-    if cluster.launcher != "slurm" or not plan.pools:
+    if cluster.launcher != "slurm" or not (plan.pools or cluster.site):
         return plan
     from slurm.client import SlurmClient
 
-    return with_gpus(plan, SlurmClient().partitions())
+    partitions = SlurmClient().partitions()
+    # The site file may say more of the default partition than of others.
+    return with_gpus(plan, partitions) if plan.pools else with_partition(plan, partitions)
 
 
 def pool_jobs(plan: Plan, cluster: ClusterConfig) -> dict[str, list[Resources]]:

@@ -188,3 +188,20 @@ def with_gpus(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
                 update = {"gpus": plan.of(name).processes}
                 stages[name] = own.model_copy(update=update)
     return plan if stages == plan.stages else plan.model_copy(update={"stages": stages})
+
+
+def with_partition(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
+    """The plan, with the cluster's default partition for each stage that names none.
+
+    Args:
+        partitions: of the cluster.
+    """
+    name = next((partition.name for partition in partitions.values() if partition.default), None)
+    unnamed = [stage for stage in plan.flow.table if plan.of(stage).partition is None]
+    if name is None or not unnamed:
+        return plan
+    named = {
+        stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": name})
+        for stage in unnamed
+    }
+    return plan.model_copy(update={"stages": {**plan.stages, **named}})

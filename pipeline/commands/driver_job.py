@@ -55,8 +55,10 @@ def driver_needs(cluster: ClusterConfig, client: SlurmClient) -> Resources:
         SlurmError: Slurm is not there or does not answer.
     """
     asked, partitions = cluster.driver, client.partitions()
+    default = next((p.name for p in partitions.values() if p.default), None)
     plan = StagePlan(
-        partition=asked.partition,
+        # By its name, for what the site file says of it.
+        partition=asked.partition or default,
         cpus=asked.cpus,
         mem_mb=asked.mem_mb,
         time_min=asked.time_min or _time_min(asked, partitions),

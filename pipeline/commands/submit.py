@@ -55,8 +55,7 @@ def submit(
     else:
         run = create_run(run.config, plan.dump(), choice)
     identity = submit_job(driver_job(run, needs))
-    where = needs.partition or "the default partition"
-    said = [f"run {run.folder}: job {identity} on {where} drives it"]
+    said = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
     if cluster.launcher != "slurm":
         said.append(f"cluster={cluster.launcher}: the stages run inside that job, and have no more")
     return [*said, f"rlinf status {run.folder}, rlinf stop {run.folder}"]

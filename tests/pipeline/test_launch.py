@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.launch import ClusterConfig, make_launcher, pool_jobs
+from pipeline.commands.driver_job import driver_needs
+from pipeline.launch import ClusterConfig, make_launcher, pool_jobs, resources, settled
 from pipeline.plan import Plan, parse_plan
 from rlinf.errors import PlanError
 from slurm.client import SlurmClient
@@ -102,3 +104,32 @@ def test_one_worker_of_an_elastic_pool_is_enough(answers: Answers) -> None:
     answers.qos = "normal|0|||1|||||"
     with pytest.raises(PlanError, match=r"pools\[0\] and pools\[1\]: .* 2 jobs in all"):
         make_launcher(CLUSTER, plan)
+
+
+def test_the_default_partition_has_its_own_settings_of_the_site(
+    answers: Answers, tmp_path: Path
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(
+        "defaults: {account: team}\npartitions: {cpu: {qos: long, setup: [module load cuda]}}\n"
+    )
+    cluster = ClusterConfig(launcher="slurm", site=site)
+    stages = {"rollout": {"partition": "gpu"}, "train": {"partition": None, "cpus": 2}}
+    plan = settled(parse_plan({"stages": stages}, "plan"), cluster)
+    for stage, partition, qos in (
+        ("rollout", "gpu", None),
+        ("train", "cpu", "long"),
+        ("reward", "cpu", "long"),
+    ):
+        needs = resources(plan.of(stage), cluster)
+        assert (needs.partition, needs.account, needs.qos) == (partition, "team", qos)
+        assert needs.setup == (("module load cuda",) if qos else ())
+    assert plan.of("train").cpus == 2
+    assert settled(plan, cluster) == plan, "as a resumed run has it"
+    needs = driver_needs(cluster, SlurmClient())
+    assert (needs.partition, needs.qos) == ("cpu", "long")
+
+
+def test_a_plan_names_no_partition_where_no_site_speaks_of_any(answers: Answers) -> None:
+    plan = parse_plan({"stages": {"train": {"cpus": 2}}}, "plan")
+    assert settled(plan, CLUSTER) is plan
