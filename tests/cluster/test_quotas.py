@@ -99,6 +99,26 @@ def test_the_limits_of_this_cluster_are_read(cluster: Path) -> None:
         quotas.check(replace(needs, time_min=61), "stages.train")
 
 
+def test_the_rules_and_the_unlike_nodes_of_a_partition_are_read(cluster: Path) -> None:
+    change = ["scontrol", "update", "PartitionName=gpu"]
+    subprocess.run([*change, "MaxNodes=2", "DenyQos=high"], check=True)
+    try:
+        client = SlurmClient()
+        partition, quotas = client.partitions()["gpu"], read_quotas(client)
+    finally:
+        subprocess.run([*change, "MaxNodes=UNLIMITED", "DenyQos="], check=True)
+    assert partition.max_nodes == 2
+    assert [(group.count, group.gpus) for group in partition.groups] == [
+        (2, {"a100": 4}),
+        (2, {"h100": 4}),
+    ]
+    assert client.partitions()["gpu"].max_nodes is None
+    needs = replace(job(cluster, "pass").resources, partition="gpu")
+    quotas.check(needs, "stages.train")
+    with pytest.raises(PlanError, match="partition 'gpu' takes no jobs of QOS high"):
+        quotas.check(replace(needs, qos="high"), "stages.train")
+
+
 def test_a_job_that_can_never_start_is_given_up_with_words(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
