@@ -364,14 +364,34 @@ def _write_info(file: h5py.File, name: str, values: Sequence[Scalar]) -> None:
         encoded = [str(value).encode() for value in values]
         group["offsets"] = _offsets([len(text) for text in encoded])
         group["data"] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-    elif str not in kinds:
-        group["data"] = np.array(values, dtype=np.int64 if kinds == {int} else np.float64)
-    else:
+    elif str in kinds:
         raise ValueError(f"info {name!r} mixes strings and numbers")
+    elif kinds == {int}:
+        group["data"] = _integers(name, values)
+    else:
+        group["data"] = np.array(values, dtype=np.float64)
+        if int in kinds:
+            # As floating-point numbers they would be others, and have another digest.
+            whole = [type(value) is int for value in values]
+            group["whole"] = np.array(whole, dtype=np.uint8)
+            integers = [value for value in values if type(value) is int]
+            group["integers"] = _integers(name, integers)
+
+
+def _integers(name: str, values: Sequence[Scalar]) -> np.ndarray:
+    for kind in (np.int64, np.uint64):
+        with contextlib.suppress(OverflowError):
+            return np.array(values, dtype=kind)
+    raise ValueError(f"info {name!r} has whole numbers that do not fit in 64 bits together")
 
 
 def _read_info(group: Any) -> list[Scalar]:
     data = group["data"][:]
     if "offsets" not in group:
-        return list(data.tolist())
+        values: list[Scalar] = data.tolist()
+        if "whole" in group:
+            places = np.flatnonzero(group["whole"][:]).tolist()
+            for place, value in zip(places, group["integers"][:].tolist(), strict=True):
+                values[place] = value
+        return values
     return [bytes(part).decode() for part in _split(data, group["offsets"][:])]

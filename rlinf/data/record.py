@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -34,7 +34,8 @@ class Record:
 
     ``steps`` are arrays with one common leading dimension ``T``: tokens of a response, steps of an
     episode, or rows of a request. ``context`` are arrays without it (a prompt, a last observation),
-    ``info`` are numbers and strings (stop reason, answer, group).
+    ``info`` are numbers and strings (stop reason, answer, group): plain ones, whatever they are
+    given as, so that a record in memory and the same one read from a file have one digest.
     """
 
     identity: Identity
@@ -47,6 +48,8 @@ class Record:
         lengths = {name: len(array) for name, array in self.steps.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"steps of one record must have one length, got {lengths}")
+        if not all(type(value) in (int, float, str) for value in self.info.values()):
+            self.info = {name: _plain(value) for name, value in self.info.items()}
 
     def part(self, start: int, stop: int) -> Record:
         """Its steps from ``start`` up to ``stop``, as views, with all else."""
@@ -70,6 +73,15 @@ class Record:
     def __len__(self) -> int:
         """Number of steps ``T``; 0 when the record has no step arrays."""
         return len(next(iter(self.steps.values()))) if self.steps else 0
+
+
+def _plain(value: Any) -> Any:
+    """A number or a text as plain Python has it; anything else is refused where it is written."""
+    if isinstance(value, bool | np.bool_ | np.integer):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    return str(value) if isinstance(value, np.str_) else value
 
 
 def digest_of(records: Iterable[Record]) -> int:

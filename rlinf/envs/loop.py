@@ -278,7 +278,7 @@ class _Trajectories:
                         "stop_reason": "stop" if ended else "length",
                         **dict(zip(MEASURES, means.tolist(), strict=True)),
                         "episodes": len(ended),
-                        "scored": self._scored(row),
+                        "scored": int(self._scored(row)),
                         "failed": len(self._lost[row]),
                     },
                 )

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.channels.file import FileReader, FileWriter
+from rlinf.channels.file import FileReader, FileWriter, read_records, write_records
+from rlinf.channels.wire import decode, encode
 from rlinf.data.record import Identity, Record, digest_of, joined_digest
 
 
@@ -30,6 +31,34 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     read = list(FileReader(tmp_path.glob("*.h5")))
     assert [each.digest() for each in read] == [each.digest() for each in made]
     assert digest_of(reversed(read)) == digest_of(made) != digest_of(made[1:])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [True, False],
+        [np.bool_(True), 2],
+        [np.float64(0.5), np.float64(1)],
+        [np.float32(0.1), np.int32(3)],
+        [0, 0.5, -(2**63), 1.0],
+        [2**53 + 1, 0.5],
+        [2**63, 1],
+        [2**64 - 1, 0.0],
+        [np.str_("a"), "b"],
+    ],
+)
+def test_the_digest_is_that_of_what_was_written_and_sent(values: list[Any], tmp_path: Path) -> None:
+    made = [record(sample, info={"value": value}) for sample, value in enumerate(values)]
+    write_records(tmp_path / "a.h5", made)
+    digests = [each.digest() for each in made]
+    assert [each.digest() for each in read_records(tmp_path / "a.h5")] == digests
+    assert [decode(encode(each).to_bytes()).digest() for each in made] == digests
+
+
+def test_numbers_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
+    made = [record(sample, info={"value": value}) for sample, value in enumerate([2**63, -1])]
+    with pytest.raises(ValueError, match=r"'value' .* 64 bits"):
+        write_records(tmp_path / "a.h5", made)
 
 
 def test_another_attempt_with_the_same_content_is_the_same() -> None:
