@@ -22,7 +22,7 @@ import secrets
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,10 @@ class Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
+_ALWAYS = {f.name for f in fields(Manifest) if f.default is f.default_factory is MISSING}
+"""Fields of every manifest."""
+_OPENING = '{\n "content": "'
+"""What every manifest begins with."""
 
 
 def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float]) -> str:
@@ -224,7 +228,7 @@ class Commit:
 
 
 def commit_of(path: Path) -> Commit | None:
-    """What was committed as ``path``; None where no manifest speaks of it.
+    """What was committed as ``path``; None where no manifest of this program speaks of it.
 
     Raises:
         ArtifactError: the output it belonged to was withdrawn, or it was not part of it.
@@ -253,7 +257,12 @@ _KNOWN = 64
 def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
     if (files := _known.get((out, data))) is not None:
         return files
-    manifest = read_manifest(out)
+    try:
+        manifest = read_manifest(out)
+    except ArtifactError:
+        if _is_ours(out / MANIFEST):
+            raise
+        manifest = None
     if manifest is None or manifest.data != data:
         for bad in out.glob(f"{MANIFEST}.bad-*"):
             with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -265,6 +274,26 @@ def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
         with contextlib.suppress(KeyError):  # another thread was first
             _known.popitem(last=False)
     return manifest.files
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Whether a manifest that cannot be read is a damaged one of this program.
+
+    Other programs have files of this name too, beside a user's own folders that begin as data
+    folders do. They say nothing of what is there, and are never withdrawn.
+    """
+    try:
+        text = manifest.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return True
+    try:
+        found = json.loads(text)
+        names = _ALWAYS.intersection(found if isinstance(found, dict) else ())
+    except (ValueError, RecursionError):
+        if not text.strip("\0 \n") or _OPENING.startswith(text[: len(_OPENING)]):
+            return True  # lost on its way to the disk, or cut off
+        names = {name for name in _ALWAYS if f'\n "{name}": ' in text}
+    return len(names) > len(_ALWAYS) / 2
 
 
 def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:

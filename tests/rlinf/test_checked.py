@@ -31,6 +31,7 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from rlinf.tensors import TensorFile, load_tensors
 from rlinf.trainers import shards
+from stages.runner import withdrawing
 
 STATE = {"a": torch.arange(6.0).view(2, 3), "s": torch.tensor(3.0), "b": torch.ones(9).bfloat16()}
 MODEL = CausalLMConfig(hidden=8, layers=1, heads=2, kv_heads=1, intermediate=8)
@@ -170,6 +171,49 @@ def test_files_that_were_never_committed_are_read_as_they_are(tmp_path: Path) ->
     assert load_tensors(tmp_path / "data-mine/file").keys() == STATE.keys()
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "data-mine/nothing")
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b'{"samples": 5}',
+        b"[]",
+        b"null",
+        b'{"files": {}, "data": "data-v1", "schema": 3}',
+        b"// a comment\n{}",
+    ],
+)
+def test_the_manifest_of_another_program_says_nothing_and_stays(
+    foreign: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "data-v1").mkdir()
+    (tmp_path / "manifest.json").write_bytes(foreign)
+    save_file(STATE, tmp_path / "data-v1/file")
+    with withdrawing():
+        assert load_tensors(tmp_path / "data-v1/file").keys() == STATE.keys()
+    assert (tmp_path / "manifest.json").read_bytes() == foreign
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda raw: raw.replace(b'"stage"', b'"stagd"'),
+        lambda raw: raw.replace(b"}", b"]"),
+        lambda raw: b"",
+        lambda raw: bytes(len(raw)),
+        lambda raw: raw[:1],
+        lambda raw: raw[:40],
+        lambda raw: raw[9:],
+        lambda raw: b"\xff" + raw[1:],
+    ],
+)
+def test_a_damaged_manifest_is_withdrawn(damaged: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    folder = committed(tmp_path, lambda f: (f / "file").write_text("1"))
+    manifest = tmp_path / "manifest.json"
+    manifest.write_bytes(damaged(manifest.read_bytes()))
+    with pytest.raises(ArtifactError, match="damaged manifest"), withdrawing():
+        read_bytes(folder / "file")
+    assert not manifest.exists()
 
 
 @given(
