@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from rlinf.channels.curve import own_addresses
+from rlinf.channels.curve import INTERFACE, address_on, own_addresses
 from rlinf.channels.rendezvous import meet
 from rlinf.channels.world import INTERFACES
 from rlinf.data.record import Identity, Record
-from rlinf.errors import StageError, TransferError
+from rlinf.errors import ConfigError, StageError, TransferError
 from rlinf.models.device import local_device
 from rlinf.weights.broadcast import TIMEOUT_S, Broadcast, Group
 from stages.board import keep_newest
@@ -55,7 +55,7 @@ KEEP = 4
 """Groups at a time; one more takes the place of the oldest."""
 PATIENCE_S = 1.0
 """What a thread may need beyond that to end."""
-FAULTS = (TransferError, StageError, RuntimeError)
+FAULTS = (TransferError, StageError, ConfigError, RuntimeError)
 """What ends a group."""
 Ready = Callable[[str, int, str, dict[str, Tensor]], None]
 """Told of weights that arrived whole: output, version, attempt, tensors."""
@@ -192,7 +192,8 @@ class _End:
     """This worker's end of one group; made when all members are there.
 
     Raises:
-        TransferError, StageError, RuntimeError: it has no such backend, or not all came.
+        TransferError, StageError, ConfigError, RuntimeError: it has no such backend or network, or
+            not all came.
     """
 
     def __init__(self, backend: str, pointer: Path, rank: int, size: int) -> None:
@@ -275,6 +276,7 @@ def form(backend: str, store: Store, rank: int, size: int) -> Group:
     """A group of its own beside those of the workers' pools; all members are there.
 
     Raises:
+        ConfigError: this node has no network as ``cluster.interface`` says.
         RuntimeError: it cannot be formed.
     """
     limit = timedelta(seconds=TIMEOUT_S)
@@ -286,7 +288,9 @@ def form(backend: str, store: Store, rank: int, size: int) -> Group:
             options._devices = [device(interface=name) for name in names.split(",")]
         else:
             # Gloo's own choice, what the host's name stands for, often is the loopback.
-            options._devices = [device(hostname=own_addresses()[0])]
+            chosen = os.environ.get(INTERFACE)
+            address = address_on(chosen) if chosen else own_addresses()[0]
+            options._devices = [device(hostname=address)]
         return cast(Group, dist.ProcessGroupGloo(store, rank, size, options))
     # NCCL's watchdog would end the process when another one is gone; here that is noticed where
     # it is waited for (:mod:`rlinf.weights.broadcast`).

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, Store
@@ -118,6 +120,37 @@ def test_gloo_takes_the_interfaces_that_are_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
     with pytest.raises(RuntimeError):
         groups.form(GLOO, HashStore(), 0, 1)
+
+
+def test_gloo_listens_where_the_cluster_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("RLINF_INTERFACE", "127.0.0.1")
+    monkeypatch.setattr(groups, "own_addresses", lambda: ["192.0.2.1"])
+    before = {c.laddr for c in psutil.Process().net_connections("tcp")}
+    store, made = HashStore(), list[groups.Group]()
+    threads = [
+        threading.Thread(target=lambda rank=rank: made.append(groups.form(GLOO, store, rank, 2)))
+        for rank in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    new = {c.laddr for c in psutil.Process().net_connections("tcp")} - before
+    assert len(made) == 2
+    assert {address.ip for address in new} == {"127.0.0.1"}
+
+
+def test_a_network_that_is_not_there_ends_the_group(
+    worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, there = worker("s"), worker("r0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(groups, "INTERFACE", "RLINF_TEST_INTERFACE")
+    monkeypatch.setenv("RLINF_TEST_INTERFACE", "none-such")
+    out = publish(source, 3, ["r0"])
+    assert soon(lambda: there.holds(3, out)), "they go by socket"
+    assert "no network 'none-such'" in caplog.text
 
 
 def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> None:
