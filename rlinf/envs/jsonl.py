@@ -29,7 +29,8 @@ class JsonlConfig(ProblemSetConfig):
     answer_field: str = "answer"
     info_fields: tuple[str, ...] = ()
     """Further fields of each row that the reward gets, in the ``info`` of a trajectory: texts and
-    numbers as they are, anything else as JSON."""
+    numbers as they are, anything else as JSON. Where one row of the file has no number, those of
+    the others come as JSON too."""
     workers: int = Field(default=2, gt=0)
     """Grading processes."""
     timeout_s: float = Field(default=5.0, gt=0)

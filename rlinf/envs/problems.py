@@ -50,12 +50,17 @@ def read_problems(
             there, empty or of another type; names the line.
     """
     problems = []
+    columns: dict[str, list[Scalar]] = {name: [] for name in info_fields}
     for where, item in json_rows(path, key):
         place = where.removeprefix(f"{key}: ")
-        problem = _problem(item, prompt_field, answer_field, where, place)
-        info = {name: _scalar(_field(item, name, "info_fields", where)) for name in info_fields}
-        problems.append(replace(problem, info=info))
-    return problems
+        problems.append(_problem(item, prompt_field, answer_field, where, place))
+        for name, column in columns.items():
+            column.append(_scalar(_field(item, name, "info_fields", where), where, name))
+    columns = {name: _of_one_kind(column) for name, column in columns.items()}
+    return [
+        replace(problem, info={name: column[row] for name, column in columns.items()})
+        for row, problem in enumerate(problems)
+    ]
 
 
 def read_conversations(path: Path, field: str, key: str) -> list[Problem]:
@@ -128,10 +133,19 @@ def _problem(
     return Problem(tuple(messages), answer, place, demonstration)
 
 
-def _scalar(value: Any) -> Scalar:
+def _scalar(value: Any, where: str, field: str) -> Scalar:
     """A field as a record can carry it."""
-    plain = isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    if isinstance(value, str):
+        return _whole(value, where, field)
+    plain = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return value if plain else json.dumps(value, sort_keys=True)
+
+
+def _of_one_kind(column: list[Scalar]) -> list[Scalar]:
+    """Numbers as JSON too where there are texts: the records of one channel have one schema."""
+    if not any(isinstance(value, str) for value in column):
+        return column
+    return [value if isinstance(value, str) else json.dumps(value) for value in column]
 
 
 def _field(item: dict[str, Any], name: str, option: str, where: str) -> Any:
@@ -168,6 +182,10 @@ def _messages(value: Any, where: str, field: str) -> list[Mapping[str, str]]:
 def _text(value: str, where: str, field: str) -> str:
     if not value.strip():
         raise DataError(f"{where}: {field!r} is empty")
+    return _whole(value, where, field)
+
+
+def _whole(value: str, where: str, field: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise DataError(f"{where}: {field!r} has half of a surrogate pair, which is no character")
     return value

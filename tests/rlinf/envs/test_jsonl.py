@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rlinf.channels.file import read_records, write_records
+from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Episodes
 from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
 from rlinf.envs.problems import read_problems
@@ -157,6 +159,34 @@ def test_data_columns_of_the_file_reach_the_reward(tmp_path: Path) -> None:
     task = JsonlEnvironment(JsonlConfig(train=path, test=path, info_fields=names), Words())
     (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.info == {"level": 3, "tests": '["f(1) == 2"]', "unit": "cm"}
+
+
+@pytest.mark.parametrize(
+    ("given", "carried"),
+    [
+        ([3, None], ["3", "null"]),
+        ([3, "x", True, 0.5], ["3", "x", "true", "0.5"]),
+        ([2**63, 1], [str(2**63), "1"]),
+        ([3, 0.5], [3, 0.5]),
+        ([True, 2], [True, 2]),
+    ],
+)
+def test_a_data_column_is_of_one_kind(tmp_path: Path, given: list[Any], carried: list[Any]) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [{"question": "q", "answer": "4", "level": level} for level in given]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    problems = read_problems(path, "question", "answer", "task.train", ["level"])
+    assert [problem.info["level"] for problem in problems] == carried
+    made = [Record(Identity(0, i), info=dict(p.info)) for i, p in enumerate(problems)]
+    write_records(tmp_path / "a.h5", made)
+    assert [record.info for record in read_records(tmp_path / "a.h5")] == [r.info for r in made]
+
+
+def test_half_a_character_in_a_data_column_is_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "q", "answer": 4, "unit": "\\ud800"}')
+    with pytest.raises(DataError, match="line 1: 'unit' has half of a surrogate"):
+        read_problems(path, "question", "answer", "task.train", ["unit"])
 
 
 def test_a_data_column_must_be_there_and_have_a_name_of_its_own(tmp_path: Path) -> None:
