@@ -212,7 +212,13 @@ off_policy = Flow(
         "rollout": on_policy.stages["rollout"],
         "reward": on_policy.stages["reward"],
         "replay": Stage(
-            {"trajectories": Source("rollout"), "rewards": Source("reward"), "initial": INITIAL},
+            {
+                "trajectories": Source("rollout"),
+                "rewards": Source("reward"),
+                "initial": INITIAL,
+                # The buffer is added to in the order of the iterations, whatever is ahead.
+                "replay": Source("replay", back=1),
+            },
             ("task", "model", "algorithm", "rollout"),
             device=False,
             whole=True,

@@ -15,13 +15,14 @@ FOLDER = "replay"
 
 
 def run(ctx: Context) -> None:
-    """Inputs ``trajectories``, ``rewards`` and ``initial``.
+    """Inputs ``trajectories``, ``rewards``, ``initial``, and after the first iteration ``replay``,
+    what the one before added.
 
     Output: the metrics alone; the rows are in the buffer, synced before this commits.
 
     Raises:
         InputError: they are no trajectories of a simulator.
-        DataError: the buffer is damaged, or of another schema.
+        DataError: the buffer is damaged, of another schema, or lacks what was added before.
     """
     if ctx.world.rank:
         return

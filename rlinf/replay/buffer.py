@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rlinf.artifacts import write_atomic
+from rlinf.artifacts import sync_file, write_atomic
 from rlinf.data.transitions import Transitions, fields_of, misfit
 from rlinf.errors import DataError
 
@@ -70,7 +70,8 @@ class ReplayBuffer:
             spare: appends that there is room for beyond the capacity.
 
         Raises:
-            DataError: it holds rows of another type, names the field; of other sizes; or damaged.
+            DataError: it holds rows of another type, names the field; of other sizes; damaged; or
+                part of it is lost.
         """
         self.folder, self.dtype = folder, dtype
         self.capacity, self.most = capacity, most
@@ -78,17 +79,18 @@ class ReplayBuffer:
         self.appends: list[Append] = []
         state = self._state()
         if state is None:
+            if (folder / ROWS).exists():
+                raise DataError(
+                    f"{folder / STATE}: lost, and with it what {ROWS} beside it holds; bring it "
+                    "back from a copy, or start the run anew under another run.name"
+                )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle = os.open(folder / ROWS, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                os.ftruncate(handle, self.slots * dtype.itemsize)
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            # First, so that rows without it are always those of a buffer that lost it.
             self._commit([])
         else:
             self._check(state)
             self.appends = [Append(*entry) for entry in state["appends"]]
+        self._open_rows()
 
     @property
     def total(self) -> int:
@@ -96,7 +98,8 @@ class ReplayBuffer:
         return self.appends[-1].stop if self.appends else 0
 
     def append(self, iteration: int, rows: np.ndarray) -> Append:
-        """Add what an iteration collected; again it changes nothing.
+        """Add what an iteration collected, the first one that is 0 and then each after the one
+        before; again it changes nothing.
 
         If this iteration, or a later one, has added something else before (it is done again after
         a change), that is forgotten first.
@@ -105,7 +108,7 @@ class ReplayBuffer:
             rows: ``[n]`` of the buffer's type.
 
         Raises:
-            DataError: rows of another type or too many, or what the iteration before left is gone.
+            DataError: rows of another type or too many, or the iteration before has added nothing.
         """
         if (wrong := misfit(self.dtype, rows.dtype)) is not None:
             raise DataError(f"{self.folder}: rows of another type; {wrong}")
@@ -126,6 +129,14 @@ class ReplayBuffer:
                     f"{self.folder}: iteration {iteration} is done again, and what it learned from "
                     "was overwritten since; start the run anew under another run.name"
                 )
+        due = earlier[-1].iteration + 1 if earlier else 0
+        if iteration != due:
+            raise DataError(
+                f"{self.folder}: iteration {iteration} is to be added, and {due} has added nothing"
+                + ("" if due else " (the folder is empty)")
+                + "; what came before was lost, so start the run anew under another run.name"
+            )
+        if len(earlier) < len(self.appends):
             # Told before any of its rows is overwritten.
             self._commit(earlier)
         start = self.total
@@ -221,6 +232,23 @@ class ReplayBuffer:
                     f"{self.folder}: {key} is {state[key]}, not {getattr(self, key)}; it follows "
                     "from algorithm.capacity and rollout, which a run keeps"
                 )
-        size = (self.folder / ROWS).stat().st_size
-        if size != self.slots * self.dtype.itemsize:
-            raise DataError(f"{self.folder / ROWS}: damaged: {size} bytes")
+
+    def _open_rows(self) -> None:
+        """See that the file of rows is whole; that of an empty buffer may still have to be made.
+
+        Raises:
+            DataError: it is not.
+        """
+        path, wanted = self.folder / ROWS, self.slots * self.dtype.itemsize
+        size = path.stat().st_size if path.exists() else 0
+        if size == wanted:
+            return
+        if self.appends:
+            raise DataError(f"{path}: damaged: {size} bytes of {wanted}")
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(handle, wanted)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        sync_file(self.folder)

@@ -95,6 +95,21 @@ def test_pools_end_with_the_same_bytes(compose: Compose, tmp_path: Path, name: s
     assert rows_of(tmp_path / "pools") == rows_of(tmp_path / "here")
 
 
+def test_iterations_add_in_order_where_rollouts_are_ahead(compose: Compose, tmp_path: Path) -> None:
+    execute(sac(compose, "ahead", "iterations=3", "rollout.staleness=2"))
+    added = [
+        [int(word) for word in file.read_text().split()[:2]]
+        for file in sorted((tmp_path / "ahead").glob("it/*/replay/data-*/added.txt"))
+    ]
+    assert [start for start, _ in added] == [0, *(stop for _, stop in added[:2])]
+    first, second = (
+        json.loads((tmp_path / "ahead" / f"it/000{i}/replay/manifest.json").read_text())
+        for i in (0, 1)
+    )
+    assert "replay" not in first["inputs"]
+    assert second["inputs"]["replay"] == first["content"], "it waits for the one before"
+
+
 def test_a_damaged_buffer_ends_the_run_with_what_to_do(compose: Compose, tmp_path: Path) -> None:
     execute(sac(compose, "one", "iterations=1"))
     state = tmp_path / "one" / FOLDER / "replay.json"

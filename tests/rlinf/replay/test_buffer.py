@@ -146,6 +146,52 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_a_buffer_that_lost_a_file_is_no_new_one(tmp_path: Path) -> None:
+    opened(tmp_path).append(0, rows(0, 4))
+    rest = (tmp_path / "replay" / ROWS).rename(tmp_path / "rest")
+    with pytest.raises(DataError, match="0 bytes"):
+        opened(tmp_path)
+    rest.rename(tmp_path / "replay" / ROWS)
+    (tmp_path / "replay" / STATE).unlink()
+    with pytest.raises(DataError, match="lost"):
+        opened(tmp_path)
+
+
+def test_what_an_iteration_added_cannot_be_left_out(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"iteration 6 .* 0 has added nothing \(the folder is empty"
+    ):
+        opened(tmp_path).append(6, rows(24, 4))
+    for iteration in range(2):
+        opened(tmp_path).append(iteration, rows(4 * iteration, 4))
+    with pytest.raises(DataError, match="iteration 5 is to be added, and 2 has added nothing"):
+        opened(tmp_path).append(5, rows(8, 4))
+    opened(tmp_path).append(2, rows(8, 4))
+    assert held(opened(tmp_path), 2) == list(range(2, 12))
+
+
+@pytest.mark.parametrize("step", ["write_atomic", "os.ftruncate"])
+def test_a_buffer_that_was_cut_off_while_it_was_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"{module.__name__}.{step}", stop)
+        opened(tmp_path)
+    opened(tmp_path).append(0, rows(0, 4))
+    assert held(opened(tmp_path), 0) == list(range(4))
+
+
+def test_the_first_iteration_can_be_done_again(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    buffer.append(0, rows(0, 4))
+    buffer.append(1, rows(4, 4))
+    buffer.append(0, rows(50, 2))
+    assert held(buffer, 0) == [50, 51]
+
+
 def test_nobody_else_can_read_it(tmp_path: Path) -> None:
     opened(tmp_path).append(0, rows(0, 4))
     folder = tmp_path / "replay"
