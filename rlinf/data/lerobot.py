@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,13 @@ from rlinf.data.record import Identity, Record, Scalar
 from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.data.video import read_video
 from rlinf.errors import DataError, require
+from rlinf.models.folder import places_of
 
 INFO = Path("meta/info.json")
 STATE, ACTION, REWARD, SUCCESS = "observation.state", "action", "next.reward", "next.success"
 CAMERAS = "observation.images."
+PLACEHOLDER = re.compile(r"\{(\w+)(?::(0?\d{1,2}d))?\}")
+"""In the paths that ``meta/info.json`` gives; ``{chunk_index:03d}``, for instance."""
 NEEDED = {STATE: "vectors that a policy sees", ACTION: "what was done"}
 
 
@@ -67,7 +71,7 @@ class Dataset:
         self.folder, self._solved = folder, solved
         path = folder / INFO
         try:
-            self.info: dict[str, Any] = json.loads(path.read_text())
+            self.info: dict[str, Any] = json.loads(self._own(INFO).read_text())
             version = str(self.info["codebase_version"]).lstrip("v")
             self.features: dict[str, dict[str, Any]] = dict(self.info["features"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -171,11 +175,44 @@ class Dataset:
         from PIL import Image, UnidentifiedImageError
 
         try:
-            source = io.BytesIO(cell["bytes"]) if cell["bytes"] else self.folder / cell["path"]
+            source = io.BytesIO(cell["bytes"]) if cell["bytes"] else self._own(cell["path"])
             with Image.open(source) as picture:
                 return np.asarray(picture.convert("RGB"))
         except (OSError, UnidentifiedImageError, TypeError) as error:
             raise DataError(f"{self.folder}: {cell.get('path')}: no picture ({error})") from None
+
+    def _own(self, path: Path | str) -> Path:
+        """A file of the data set, which comes from anywhere: what it names must lie in it.
+
+        Raises:
+            DataError: it leads elsewhere, or is no file that can be read to its end.
+        """
+        found = (self.folder / path).resolve()
+        if not any(found.is_relative_to(place) for place in places_of(self.folder)):
+            raise DataError(
+                f"{self.folder}: {path} leads out of the folder, to {found}; a data set has its "
+                "files in it, so copy this one there (cp -L)"
+            )
+        if found.exists() and not found.is_file():
+            raise DataError(f"{self.folder}: {path} is no file")
+        return self.folder / path
+
+    def _named(self, option: str, **values: Any) -> Path:
+        """A file whose path ``meta/info.json`` gives with placeholders.
+
+        Raises:
+            DataError: others than these, or as :meth:`_own`.
+        """
+        template = self.info[option]
+        text = PLACEHOLDER.sub("", template)
+        names = {match[1] for match in PLACEHOLDER.finditer(template)}
+        if "{" in text or "}" in text or not names <= values.keys():
+            raise DataError(
+                f"{self.folder / INFO}: {option} is {template[:200]!r}; its placeholders may be "
+                f"{', '.join(f'{{{name}}}' for name in values)}"
+            )
+        put = PLACEHOLDER.sub(lambda match: format(values[match[1]], match[2] or ""), template)
+        return self._own(put)
 
     def _episodes(self) -> Iterator[Episode]:
         videos = [name for name in self.cameras.values() if self.features[name]["dtype"] == "video"]
@@ -188,15 +225,15 @@ class Dataset:
         """Many episodes to a file; where each is stands in the tables of ``meta/episodes``."""
         starts: dict[Path, int] = {}
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
-            for row in _table(table).to_pylist():
-                at = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
-                data = self.folder / self.info["data_path"].format(**at)
+            for row in _table(self._own(table)).to_pylist():
+                at = {k: int(row[f"data/{k}"]) for k in ("chunk_index", "file_index")}
+                data = self._named("data_path", **at)
                 first = int(row["dataset_from_index"])
                 start = first - starts.setdefault(data, first)
                 places = {}
                 for name in videos:
-                    at = {k: row[f"videos/{name}/{k}"] for k in ("chunk_index", "file_index")}
-                    path = self.folder / self.info["video_path"].format(video_key=name, **at)
+                    at = {k: int(row[f"videos/{name}/{k}"]) for k in at}
+                    path = self._named("video_path", video_key=name, **at)
                     seconds = float(row[f"videos/{name}/from_timestamp"])
                     places[name] = (path, round(seconds * self.fps))
                 task = " ".join(row["tasks"])
@@ -205,18 +242,15 @@ class Dataset:
 
     def _of_two(self, videos: list[str]) -> Iterator[Episode]:
         """A file for each episode, and one for each of its cameras."""
-        for line in (self.folder / "meta/episodes.jsonl").read_text().splitlines():
+        for line in self._own("meta/episodes.jsonl").read_text().splitlines():
             row = json.loads(line)
             number = int(row["episode_index"])
             at = {
                 "episode_chunk": number // int(self.info["chunks_size"]),
                 "episode_index": number,
             }
-            places = {
-                name: (self.folder / self.info["video_path"].format(video_key=name, **at), 0)
-                for name in videos
-            }
-            data = self.folder / self.info["data_path"].format(**at)
+            places = {name: (self._named("video_path", video_key=name, **at), 0) for name in videos}
+            data = self._named("data_path", **at)
             task = " ".join(row["tasks"])
             yield Episode(number, task, data, 0, int(row["length"]), places)
 

@@ -55,7 +55,8 @@ def read_video(path: Path) -> Iterator[np.ndarray]:
     import av
 
     try:
-        with av.open(str(path)) as file:
+        # Not by what the file looks like: some formats are lists of other files.
+        with av.open(str(path), format="mp4") as file:
             for picture in file.decode(video=0):
                 yield picture.to_ndarray(format="rgb24")
     except (av.error.FFmpegError, IndexError) as error:

@@ -8,21 +8,23 @@ from pathlib import Path
 from rlinf.errors import DataError
 
 
+def places_of(folder: Path) -> list[Path]:
+    """Where links in a folder may lead: into it, and in a cache of Hugging Face
+    (``models--*/snapshots/REVISION``) into ``blobs`` beside it."""
+    home = folder.resolve()
+    return [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+
+
 def check_links(folder: Path) -> None:
     """See that the files of a checkpoint folder are its owner's and lie in it.
 
-    A link may lead to a file in the folder, and in a cache of Hugging Face
-    (``models--*/snapshots/REVISION``) to one in ``blobs`` beside it; of the folder's owner, this
-    user or root. Whoever may write to the place that another link leads to would choose what is
-    trained.
+    A link may lead to a file in one of the folder's places, of the folder's owner, this user or
+    root. Whoever may write to the place that another link leads to would choose what is trained.
 
     Raises:
         DataError: names the link and says what to do.
     """
-    home = folder.resolve()
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
+    home, allowed = folder.resolve(), places_of(folder)
     owners = {home.stat().st_uid, os.getuid(), 0}
     for path in sorted(home.rglob("*")):
         if not path.is_symlink():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("pyarrow", reason="the extra 'lerobot' is not installed")
 pytest.importorskip("av", reason="the extra 'lerobot' is not installed")
 import pyarrow
+from PIL import Image
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -221,6 +223,73 @@ def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
     (folder / "data/chunk-000/episode_000000.parquet").unlink()
     with pytest.raises(DataError, match=r"episode_000000.parquet: no readable Parquet"):
         list(lerobot.Dataset(folder).records(images=False))
+
+
+def pictured(folder: Path, cell: dict[str, Any]) -> Path:
+    """A data set of one step whose picture is a cell."""
+    image = {"observation.images.top": {"dtype": "image", "shape": [4, 4, 3], "names": None}}
+    version_two(folder, features={**FLAG, **image})
+    rows = [{"observation.state": [0.0], "action": 0.0, "next.success": True}]
+    table = pyarrow.Table.from_pylist([row | {"observation.images.top": cell} for row in rows])
+    parquet.write_table(table, folder / "data/chunk-000/episode_000000.parquet")
+    line = {"episode_index": 0, "tasks": ["push"], "length": 1}
+    (folder / "meta/episodes.jsonl").write_text(json.dumps(line))
+    return folder
+
+
+def test_pictures_are_read_from_the_folder_alone(tmp_path: Path) -> None:
+    secret = tmp_path / "private.png"
+    Image.fromarray(np.full((4, 4, 3), 77, np.uint8)).save(secret)
+    for number, path in enumerate((str(secret), "../private.png", "link.png", "pipe", "meta")):
+        folder = pictured(tmp_path / str(number), {"bytes": None, "path": path})
+        (folder / "link.png").symlink_to(secret)
+        os.mkfifo(folder / "pipe")
+        with pytest.raises(DataError, match=r"leads out of the folder|is no file"):
+            list(lerobot.Dataset(folder).records())
+    folder = pictured(tmp_path / "good", {"bytes": None, "path": "images/own.png"})
+    (folder / "images").mkdir()
+    secret.rename(folder / "images/own.png")
+    (record,) = lerobot.Dataset(folder).records()
+    assert record.steps["images.top"].mean() == 77
+
+
+def test_links_of_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
+    cache = tmp_path / "datasets--a--b"
+    folder = version_two(cache / "snapshots/0123", features=FLAG)
+    (cache / "blobs").mkdir()
+    for number, path in enumerate(p for p in folder.rglob("*") if p.is_file()):
+        path.rename(cache / f"blobs/{number}")
+        path.symlink_to(cache / f"blobs/{number}")
+    assert len(list(lerobot.Dataset(folder).records())) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data_path": "../set/{episode_index}.parquet"}, "no readable Parquet"),
+        ({"data_path": "/etc/{episode_index}.parquet"}, "leads out of the folder"),
+        ({"data_path": "../{episode_index}.parquet"}, "leads out of the folder"),
+        ({"video_path": "../{video_key}.mp4"}, "leads out of the folder"),
+        ({"data_path": "data/{episode_index.__class__}"}, "placeholders may be {episode_chunk}"),
+        ({"data_path": "data/{file_index}"}, "placeholders may be {episode_chunk}"),
+        ({"data_path": "data/{episode_index:0999999999d}"}, "placeholders may be"),
+        ({"data_path": "data"}, "is no file"),
+        ({"data_path": 3}, "damaged"),
+    ],
+)
+def test_paths_of_the_description_stay_in_the_folder(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = version_two(tmp_path / "set", features=FLAG, **changes)
+    with pytest.raises(DataError, match=said):
+        list(lerobot.Dataset(folder).records())
+
+
+def test_a_video_that_lists_other_files_is_none(tmp_path: Path) -> None:
+    write_video(tmp_path / "private.mp4", [picture(0)], 10)
+    (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile private.mp4\n")
+    with pytest.raises(DataError, match="no readable video"):
+        list(read_video(tmp_path / "list.mp4"))
 
 
 def test_it_is_prior_data_for_learning(tmp_path: Path) -> None:
