@@ -180,6 +180,12 @@ class SharedReader:
         self._name = name
         self._slots = [_MappedSlot(f"{name}-{slot}") for slot in (0, 1)]
 
+    @property
+    def ended(self) -> bool:
+        """Whether its writer has closed it: nothing comes any more, and what is mapped here takes
+        the node's memory until this is let go."""
+        return not all(slot.path.exists() for slot in self._slots)
+
     def newest(self, after: int = -1) -> SharedView | None:
         """The newest version if it is newer than ``after``.
 

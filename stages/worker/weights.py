@@ -237,6 +237,9 @@ class Arrivals:
 
     def _take(self, out: str, record: Record) -> None:
         message, number = read_of_weights(record.info), record.identity.iteration
+        if self._reader is not None and self._reader[1].ended:
+            # Whatever way the next weights come: two states take much of a node.
+            self._reader = None
         if isinstance(message, InSegment | Begins | GroupSends):
             self._announced[number] = (out, message.attempt)
             keep_newest(self._announced, TOLD)
@@ -288,6 +291,7 @@ class Arrivals:
         if not SEGMENT.fullmatch(name):
             raise TransferError(f"no name of shared memory: {name!r}")
         if self._reader is None or self._reader[0] != name:
+            self._reader = None  # first: there may be no room for both
             self._reader = (name, SharedReader(name))
         view = self._reader[1].newest(after=number - 1)
         if view is None:

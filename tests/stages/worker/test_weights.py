@@ -240,6 +240,28 @@ def test_damage_in_shared_memory_is_found_and_not_served() -> None:
     assert not list(Path("/dev/shm").glob(f"{segment}*"))
 
 
+@pytest.mark.parametrize("way", ["socket", "shared_memory"])
+def test_memory_of_a_writer_that_was_replaced_is_let_go(way: str) -> None:
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum("/dev/shm/rlinf" in line and "(deleted)" in line for line in lines)
+
+    board, before, wire = Board(), mapped(), Wire()
+    taker = arrivals(board)
+    first = Publisher(wire)  # type: ignore[arg-type]
+    first.want(OUT, {"w": "shared_memory"})
+    first.publish(OUT, "data-a", 3, {WEIGHTS: state(3)})
+    assert soon(lambda: bool(wire.records))
+    taker.take(OUT, wire.records[0])
+    assert same(board.output(OUT).objects[WEIGHTS], state(3))
+    first.close()
+    assert mapped() > before
+    later = "it/0004/sync"
+    for record in sent(way, later, "data-b", 4):
+        taker.take(later, record)
+    assert mapped() == before
+
+
 def test_a_name_that_is_not_ours_is_not_opened() -> None:
     record = sent("shared_memory")[0]
     board = Board()
