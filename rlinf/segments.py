@@ -88,6 +88,16 @@ def remove(name: str) -> None:
         (SHM / name).unlink(missing_ok=True)
 
 
+def is_over(name: str) -> bool:
+    """Whether nothing is written to a segment any more: it was removed, or its process is gone."""
+    if not (SHM / name).exists():
+        return True
+    found = SEGMENT.fullmatch(name)
+    if found is None or int(found[2]) != space():
+        return False  # of a container with numbers of its own: they say nothing here
+    return not is_alive(int(found[3]), int(found[4]))
+
+
 def this_memory() -> str:
     """Says which memory it is: alike for processes that see each other's segments alone."""
     return f"{boot()} {SHM.stat().st_dev}"

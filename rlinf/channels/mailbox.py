@@ -57,7 +57,16 @@ from rlinf.channels.messages import (
     write_pointer,
 )
 from rlinf.channels.numbered import Block
-from rlinf.channels.session import Event, Joined, Lost, Report, Seen, Session
+from rlinf.channels.session import (
+    LEFT,
+    REPLACED,
+    Event,
+    Joined,
+    Lost,
+    Report,
+    Seen,
+    Session,
+)
 from rlinf.channels.wire import split
 from rlinf.errors import DataError
 from rlinf.segments import this_memory
@@ -69,7 +78,7 @@ LEAVE_S = 1.0
 Decode = Callable[[Block], Any]
 
 
-class _Queued(NamedTuple):
+class Queued(NamedTuple):
     """An event, and for an item the number after its own."""
 
     session: Session
@@ -115,8 +124,8 @@ class Mailbox:
         self._workers: dict[str, Session] = {}
         self._known: dict[str, Session] = {}
         self._waiting: dict[str, list[Block]] = {}
-        self._events: deque[_Queued] = deque()
-        self._handed: list[_Queued] = []
+        self._events: deque[Queued] = deque()
+        self._handed: list[Queued] = []
         self._dirty: set[Session] = set()
         self._closed = False
         self._handlers: dict[str, Callable[..., None]] = {
@@ -311,7 +320,7 @@ class Mailbox:
         if session is None:
             session = self._sessions[id_] = Session(id_, name, time.monotonic())
             if old := self._workers.pop(name, None):
-                self._retire(old, "replaced")
+                self._retire(old, REPLACED)
             self._workers[name] = session
         if session.name != name:
             raise DataError("another name than before")
@@ -350,10 +359,10 @@ class Mailbox:
 
     def _arrived(self, session: Session, content: Any, number: int) -> None:
         """An item came, once; the next of its peer has this number."""
-        self._events.append(_Queued(session, Report(session.name, content), number))
+        self._events.append(Queued(session, Report(session.name, content), number))
 
     def _bye(self, frames: list[memoryview], id_: bytes) -> None:
-        self._retire(self._sessions.pop(id_), "left")
+        self._retire(self._sessions.pop(id_), LEFT)
 
     def _hear(self, session: Session) -> bool:
         """Note that a peer spoke; whether it still has its name."""
@@ -371,7 +380,7 @@ class Mailbox:
             for item in self._waiting.pop(session.name, ()):
                 session.outbox.add(item)
             joined = Joined(session.name, dict(session.about), session.id.hex())
-            self._events.append(_Queued(session, joined))
+            self._events.append(Queued(session, joined))
         return True
 
     def _retire(self, session: Session, reason: str) -> None:
@@ -383,7 +392,7 @@ class Mailbox:
     def _lose(self, session: Session, reason: str) -> None:
         if session.alive:
             session.alive = False
-            self._events.append(_Queued(session, Lost(session.name, reason)))
+            self._events.append(Queued(session, Lost(session.name, reason)))
 
     def _look_for_the_silent(self, now: float, pause: float) -> None:
         for session in self._workers.values():

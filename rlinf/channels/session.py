@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from rlinf.channels.messages import PART_BYTES, RESEND_S
 from rlinf.channels.numbered import Inbox, Outbox
 
+LEFT, REPLACED = "left", "replaced"
+"""Why a peer was lost that will not be back."""
+
 
 class Joined(NamedTuple):
     """A peer is there, for the first time or again; ``incarnation`` is that of its process."""

@@ -6,20 +6,21 @@ Its peers find it in the run directory; they may be anywhere in the run.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from pathlib import Path
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed, Sink, Source
 from rlinf.channels.curve import reachable, routing_id
-from rlinf.channels.mailbox import Mailbox
+from rlinf.channels.mailbox import Mailbox, Queued
 from rlinf.channels.messages import Pointer, read_pointer, unpacked
 from rlinf.channels.peer import EMPTY, Peer
 from rlinf.channels.ring import Reading
-from rlinf.channels.session import Event, Lost, Report
+from rlinf.channels.session import LEFT, REPLACED, Event, Lost, Report, Session
 from rlinf.channels.wire import decode, encode
 from rlinf.data.record import Record
 from rlinf.errors import DataError, InputError
-from rlinf.segments import attach
+from rlinf.segments import attach, is_over
 
 LOOK_S = 1.0
 SHORTEST_NAP_S, LONGEST_NAP_S = 2e-5, 1e-3
@@ -72,8 +73,13 @@ class SocketSource(Mailbox, Source):
         self._records: deque[Record] = deque()
         self._rings: dict[str, Reading] = {}
         """By peer: the records that lie in its shared memory."""
+        self._segments: dict[str, str] = {}
         self._gone: set[str] = set()
         """Peers whose memory is let go once no record is left there."""
+        self._silent: set[str] = set()
+        """Those that may have been stopped: what they put goes into the same memory when they go
+        on, and they may leave before they are heard again."""
+        self._looked = 0.0
         self._in_hand: Reading | None = None
         super().__init__(
             pointer_of(folder, name),
@@ -108,21 +114,39 @@ class SocketSource(Mailbox, Source):
                     return record
             if self._records:
                 return self._records.popleft()
-            for name in self._gone:
-                self._rings.pop(name, None)
-            self._gone.clear()
+            self._let_go()
             for event in self.events(nap if self._rings else LOOK_S):
                 self._happened(event)
             nap = min(1.5 * nap, LONGEST_NAP_S)
+
+    def _let_go(self) -> None:
+        """Let go of memory that nothing more is put into, and that was read to its end."""
+        if self._silent and (now := time.monotonic()) - self._looked > LOOK_S:
+            self._looked = now
+            segments = {name: self._segments.get(name) for name in self._silent}
+            over = {name for name, segment in segments.items() if not segment or is_over(segment)}
+            self._silent -= over
+            self._gone |= over
+        for name in list(self._gone):
+            # It was put before they were gone.
+            if (ring := self._rings.get(name)) is None or not ring.waiting:
+                self._rings.pop(name, None)
+                self._segments.pop(name, None)
+                self._gone.discard(name)
 
     def _happened(self, event: Event) -> None:
         if isinstance(event, Report):
             self._records.append(event.content)
         elif isinstance(event, Lost):
             self.forget(event.worker)
-            self._gone.add(event.worker)
+            if event.reason in (LEFT, REPLACED):
+                self._silent.discard(event.worker)
+                self._gone.add(event.worker)
+            else:
+                self._silent.add(event.worker)
         elif (segment := event.about.get(SEGMENT)) is not None:
             # Back after it was silent.
+            self._silent.discard(event.worker)
             self._gone.discard(event.worker)
             with contextlib.suppress(InputError, OSError):
                 self._attach(event.worker, segment)
@@ -135,9 +159,17 @@ class SocketSource(Mailbox, Source):
             self._attach(name, segment)
         super()._hello(frames, id_, name, about, status)
 
+    def _retire(self, session: Session, reason: str) -> None:
+        heard = session.alive
+        super()._retire(session, reason)
+        if not heard:
+            # It was silent, and is not to come back after all.
+            self._events.append(Queued(session, Lost(session.name, reason)))
+
     def _attach(self, name: str, segment: object) -> None:
         if name not in self._rings:
             self._rings[name] = Reading(attach(str(segment)))
+            self._segments[name] = str(segment)
 
 
 class SocketSink(Peer, Sink):

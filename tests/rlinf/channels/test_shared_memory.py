@@ -236,6 +236,64 @@ def test_a_stopped_writer_goes_on_where_it_was(tmp_path: Path, source: SocketSou
     assert child.wait(20) == 0
 
 
+STOPS = """
+    c = SharedMemorySink(folder, "c", size=1 << 20)
+    c.put(Record(Identity(0, 0), {"x": np.full(100, 0)}))
+    c.flush()
+    print("in", flush=True)
+    sys.stdin.readline()
+    for i in range(1, int(sys.stdin.readline())):
+        c.put(Record(Identity(0, i), {"x": np.full(100, i)}))
+    c.flush()
+    c.close()
+    print("left", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("count", [6, 1])
+def test_what_a_writer_puts_after_it_was_stopped_arrives_though_it_leaves_at_once(
+    tmp_path: Path, source: SocketSource, count: int
+) -> None:
+    """Before it can be heard again; and its memory is given back, also where it put nothing."""
+    child = process(tmp_path, STOPS)
+    assert line(child) == "in"
+    got: list[int] = []
+    reading = threading.Thread(
+        target=lambda: got.extend(record.identity.sample for record in source), daemon=True
+    )
+    reading.start()
+    assert child.stdin is not None
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(3.5)
+    child.stdin.write(f"\n{count}\n")
+    child.stdin.flush()
+    assert source._rings, "it counts as lost, and its memory stays"
+    child.send_signal(signal.SIGCONT)
+    assert line(child) == "left"
+    deadline = time.monotonic() + 5
+    while (len(got) < count or source._rings) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert got == list(range(count))
+    assert (source._rings, source._segments, source._silent) == ({}, {}, set())
+    kill(child)
+
+
+def test_memory_of_a_writer_that_was_killed_is_given_back(
+    tmp_path: Path, source: SocketSource
+) -> None:
+    child = process(tmp_path, STOPS)
+    assert line(child) == "in"
+    assert source.get().identity.sample == 0
+    kill(child)
+    reading = threading.Thread(target=lambda: list(source), daemon=True)
+    reading.start()
+    deadline = time.monotonic() + 8
+    while source._rings and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (source._rings, source._segments, source._silent) == ({}, {}, set())
+
+
 def test_what_was_put_can_be_read_after_its_writer_left(
     tmp_path: Path, source: SocketSource
 ) -> None:
