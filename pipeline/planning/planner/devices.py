@@ -28,6 +28,9 @@ class Devices:
     """Expected preemptions and failures of a job."""
     same_as: str | None = None
     """A kind through which all of these nodes are reached too, and better."""
+    nodes: frozenset[str] = frozenset()
+    """Their names, those that are down included; empty where unknown."""
+    down_nodes: int = 0
 
     @property
     def name(self) -> str:
@@ -49,6 +52,11 @@ class Devices:
         """A feature by which sbatch finds these nodes among those of the partition."""
         names = (self.kind.gpu_type, self.kind.gpu_model)
         return next((feature for feature in self.features if feature in names), None)
+
+    @property
+    def limit_s(self) -> float:
+        """Longest time of a job."""
+        return math.inf if self.time_limit_min is None else 60.0 * self.time_limit_min
 
     def wait_s(self, nodes: int) -> float:
         """Expected seconds in the queue; what is nearest to so many nodes, 0 if never measured."""
@@ -128,11 +136,15 @@ def with_counts(devices: Mapping[str, Devices], counts: Mapping[str, int]) -> di
         if count < 0 or count % own.per_node:
             raise PlanError(f"{name}={count}: nodes of {name} have {own.per_node} devices each")
         for other in [n for n in out if name in (n, out[n].same_as)]:
+            nodes, theirs = count // own.per_node, out[other]
+            if theirs.kind.nodes < own.kind.nodes:  # has some of the nodes alone
+                nodes = min(nodes, theirs.kind.nodes)
             if count == 0:
                 del out[other]
             else:
-                kind = replace(out[other].kind, nodes=count // own.per_node)
-                out[other] = replace(out[other], kind=kind)
+                kind = replace(theirs.kind, nodes=nodes)
+                names = _named(theirs.nodes, nodes, name)
+                out[other] = replace(theirs, kind=kind, nodes=names, down_nodes=0)
     return out
 
 
@@ -153,13 +165,13 @@ def with_floors(devices: Mapping[str, Devices], estimated: Profile) -> dict[str,
 
 def _told_apart(found: Mapping[str, Devices], inventory: Inventory) -> dict[str, Devices]:
     """With ``same_as``: of partitions over the same nodes the one that is not preempted is better,
-    then the one with fewer nodes."""
+    then the one with longer jobs, then the one with more of the nodes, then the smaller one."""
+    nodes = {name: own.nodes for name, own in found.items()}
 
-    def rank(name: str) -> tuple[bool, int, str]:
-        partition = found[name].kind.partition
-        return found[name].preemptible, inventory.partitions[partition].nodes, name
+    def rank(name: str) -> tuple[bool, float, int, int, str]:
+        own, partition = found[name], inventory.partitions[found[name].kind.partition]
+        return own.preemptible, -own.limit_s, -len(nodes[name]), partition.nodes, name
 
-    nodes = {name: _nodes(own, inventory) for name, own in found.items()}
     better: dict[str, str] = {}
     ranked = sorted(found, key=rank)
     for i, name in enumerate(ranked):
@@ -196,9 +208,11 @@ def _measured(kind: Kind, profile: Profile) -> KindProfile | None:
     return None
 
 
-def _nodes(own: Devices, inventory: Inventory) -> set[str]:
-    group = group_of(own.kind, inventory)
-    return set(group.nodes) if group else set()
+def _named(nodes: frozenset[str], count: int, kind: str) -> frozenset[str]:
+    """So many nodes: of those there are, and of others that might be added to a kind."""
+    if not nodes:
+        return nodes
+    return frozenset([*sorted(nodes), *(f"{kind} + {i}" for i in range(count))][:count])
 
 
 def _joined(kind: Kind, measured: KindProfile, inventory: Inventory, site: Site) -> Devices:
@@ -211,6 +225,8 @@ def _joined(kind: Kind, measured: KindProfile, inventory: Inventory, site: Site)
         time_limit_min=inventory.partitions[kind.partition].time_limit_min,
         preemptible=inventory.preemptible(kind.partition),
         losses_per_hour=site.of(kind.partition).losses_per_hour,
+        nodes=frozenset(group.nodes if group else ()),
+        down_nodes=group.down_nodes if group else 0,
     )
 
 

@@ -118,8 +118,7 @@ class Option:
     @property
     def limit_s(self) -> float:
         """Longest time of a job there."""
-        limits = [own.time_limit_min for own in self.devices if own.time_limit_min is not None]
-        return 60.0 * min(limits, default=math.inf)
+        return min(own.limit_s for own in self.devices)
 
     @property
     def place(self) -> str:
@@ -159,8 +158,10 @@ def options(
     for name, own in usable.items():
         try:
             works[name] = Work(own, stage, spec, profile)
-            if own.same_as not in usable:
-                found += [alone(works[name], *shape) for shape in _shapes(works[name], most)]
+            mine = [alone(works[name], *shape) for shape in _shapes(works[name], most)]
+            # Of the same nodes the better name, but for jobs that are too long for it.
+            better = usable.get(own.same_as or "")
+            found += [o for o in mine if better is None or o.seconds > better.limit_s]
         except PlanError as error:
             reasons.append(f"{name}: {error}")
     if spec.device:  # unlike devices may share it

@@ -47,7 +47,7 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
     Raises:
         PlanError: it cannot be; names the key and the limit.
     """
-    problem, tables = build(request)
+    problem, tables = build(request, [kind for pool in plan.pools for kind in pool.gpus])
     placement = _placement(problem, plan, where)
     predicted = Predictor(problem).one(placement)
     held = by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
@@ -82,6 +82,14 @@ def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
         asked = sum(gpus[k] for gpus in placement.gpus)
         if asked > kind.gpus:
             raise PlanError(f"{where}: pools: {asked} {kind.name} asked, there are {kind.gpus}")
+    for together, most in problem.shared:
+        own = [k for k, kind in enumerate(problem.kinds) if kind.name in together]
+        asked = sum(gpus[k] for gpus in placement.gpus for k in own)
+        if asked > most:
+            raise PlanError(
+                f"{where}: pools: {asked} {' and '.join(together)} asked, which share nodes and "
+                f"have {most} together"
+            )
     predictor = Predictor(problem)
     for job in placement.jobs:
         members = placement.stages_of(job)

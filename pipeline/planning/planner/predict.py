@@ -162,6 +162,8 @@ class Predictor:
                 own = np.sum([held[p] for p in job], axis=0)
                 broken = [kind.whole(n) != n for kind, n in zip(problem.kinds, own, strict=True)]
                 total = np.where(((own > 0).sum(0) > 1) | np.any(broken, 0), np.inf, total)
+        if problem.shared:
+            total = np.where(problem.crowded(np.sum(list(held), axis=0)), np.inf, total)
         return Prediction(total, start, finish, busy, moved)
 
     def period(self, placement: Placement, stale: int) -> float:

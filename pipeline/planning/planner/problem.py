@@ -110,6 +110,8 @@ class Problem:
     mixes: frozenset[str] | None = None
     """Stages whose pools need not be one job, if they hold no other stage: such a pool may have
     several kinds, and any number of GPUs. None: all may share any pool."""
+    shared: Sequence[tuple[tuple[str, ...], int]] = ()
+    """Kinds that are partly the same GPUs, and how many they have together."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mixing <= 1:
@@ -125,6 +127,7 @@ class Problem:
                 (f"pin {s}={'+'.join(kinds)}", kinds, names, "kind")
                 for s, kinds in self.allowed.items()
             ),
+            *(("shared", together, names, "kind") for together, _ in self.shared),
             ("pin", self.allowed, stages, "stage"),
             ("mixes", self.mixes or (), stages, "stage"),
         ):
@@ -187,6 +190,14 @@ class Problem:
     def may_mix(self, pool: Sequence[int]) -> bool:
         """Whether a pool of these stages may hold several kinds, and any number of GPUs."""
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
+
+    def crowded(self, held: np.ndarray) -> np.ndarray:
+        """Where GPUs of each kind ``[kinds, ...]`` are more than those that share them have."""
+        found = np.zeros(held.shape[1:], dtype=bool)
+        for names, most in self.shared:
+            own = [k for k, kind in enumerate(self.kinds) if kind.name in names]
+            found |= held[own].sum(0) > most
+        return found
 
     def table(self, stage: Stage, kind: int) -> np.ndarray:
         """Rates ``[gpus + 1]`` of a stage on a kind; pins are applied here.

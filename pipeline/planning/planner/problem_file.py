@@ -45,6 +45,14 @@ class StageSection(Section):
     beside: bool = False
 
 
+class SharedSection(Section):
+    """Kinds that are partly the same GPUs."""
+
+    kinds: tuple[str, ...] = Field(min_length=2)
+    gpus: PositiveInt
+    """That they have together."""
+
+
 class ProblemFile(Section):
     """A whole file; ``pools`` is a placement, where one is given."""
 
@@ -60,6 +68,7 @@ class ProblemFile(Section):
     cycle_steps: PositiveInt = 1
     allowed: dict[str, frozenset[str]] = {}
     mixes: frozenset[str] | None = None
+    shared: tuple[SharedSection, ...] = ()
     pools: tuple[Pool, ...] = ()
     chunks: PositiveInt = 1
 
@@ -79,6 +88,7 @@ class ProblemFile(Section):
             cycle_steps=self.cycle_steps,
             allowed=self.allowed,
             mixes=self.mixes,
+            shared=[(section.kinds, section.gpus) for section in self.shared],
         )
 
     @model_validator(mode="after")
@@ -150,6 +160,8 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
         "pools": [pool.model_dump(mode="json") for pool in pools],
         "chunks": chunks,
     }
+    if problem.shared:
+        values["shared"] = [{"kinds": [*names], "gpus": most} for names, most in problem.shared]
     return yaml.safe_dump(values, sort_keys=False)
 
 

@@ -178,6 +178,12 @@ class _Program:
             row = np.zeros(self.size)
             row[self.gpus.start + k : self.gpus.stop : kinds] = 1.0
             self._add(row, float(self._of._gpus[k]))
+        names = [kind.name for kind in self._of.problem.kinds]
+        for together, most in self._of.problem.shared:
+            row = np.zeros(self.size)
+            for name in together:
+                row[self.gpus.start + names.index(name) : self.gpus.stop : kinds] = 1.0
+            self._add(row, float(most))
 
     def _speeds(self, kinds: int) -> None:
         for s, per_kind in enumerate(self._of._lines):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -15,6 +15,7 @@ from pipeline.planning.cost.rates import RateTable, measured_rates
 from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.lead import leads
 from pipeline.planning.planner.options import MIXING, Correction, mixing
+from pipeline.planning.planner.overlap import crowds
 from pipeline.planning.planner.problem import Kind, Problem, Stage
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.work import Work, work_items
@@ -27,36 +28,33 @@ Tables = dict[str, dict[str, RateTable]]
 CHUNKS = (1, 2, 4, 8, 16, 32)
 
 
-def build(request: Request) -> tuple[Problem, Tables]:
+def build(request: Request, named: Collection[str] = ()) -> tuple[Problem, Tables]:
     """The planner's problem, and where its rates come from.
+
+    Args:
+        named: kinds that are looked at even if their nodes have a better name.
 
     Raises:
         PlanError: a stage can run on none of the devices.
     """
-    devices = {name: own for name, own in request.priced().items() if own.same_as is None}
+    devices = _looked_at(request, named)
     begins = make_algorithm(request.config).streams
-    stages, tables, mixed = [], Tables(), list[Work]()
+    stages, mixed = [], list[Work]()
     flow = flow_of(request.config)
     held = flow.after()
     chunks = [n for n in CHUNKS if request.config.rollout.batch % n == 0]
+    works = {name: _works(request, name, devices) for name in held}
+    tables: Tables = {name: {k: t for k, (_, t) in found.items()} for name, found in works.items()}
+    devices = _needed(devices, tables, {*named, *_pinned(request)})
     for name, after in held.items():
-        found, works, reasons = dict[str, RateTable](), list[Work](), []
-        for kind, own in devices.items():
-            try:
-                work = Work(own, name, flow.table[name], request.profile)
-                found[kind] = _rates(work, request)
-                works.append(work)
-            except PlanError as error:
-                reasons.append(f"{kind}: {error}")
-        if not found:
-            raise PlanError(f"stage {name!r} fits nowhere: {'; '.join(reasons)}")
+        found = {kind: table for kind, table in tables[name].items() if kind in devices}
         if name == flow.generates and name not in request.pins:
             found = _with_gpus(found, devices)
         tables[name] = found
         parts: dict[str, Any] = {}
         if name == flow.generates:
-            mixed = works
-            parts = _parts(request, works, chunks)
+            mixed = [work for kind, (work, _) in works[name].items() if kind in devices]
+            parts = _parts(request, mixed, chunks)
         stages.append(
             Stage(
                 name,
@@ -82,9 +80,73 @@ def build(request: Request) -> tuple[Problem, Tables]:
         sync_s=_transfers(devices, request.profile),
         mixing=_mixing(mixed),
         mixes=frozenset({flow.generates} if flow.generates and alike else ()),
-        allowed={stage: kinds for stage, kinds in request.pins.items() if stage in held},
+        allowed={s: kinds & devices.keys() for s, kinds in request.pins.items() if s in held},
+        shared=crowds(devices),
     )
     return problem, tables
+
+
+def _looked_at(request: Request, named: Collection[str]) -> dict[str, Devices]:
+    """Every node once; again under a worse name that a pin wants, or that allows longer jobs."""
+    priced = request.priced()
+    wanted = {*named, *_pinned(request)}
+
+    def longer(own: Devices) -> bool:
+        better = priced.get(own.same_as or "")
+        return better is None or own.limit_s > better.limit_s
+
+    return {name: own for name, own in priced.items() if name in wanted or longer(own)}
+
+
+def _pinned(request: Request) -> set[str]:
+    """Worse names of nodes that a stage is pinned to and not to the better one."""
+    return {
+        name
+        for kinds in request.pins.values()
+        for name in kinds & request.devices.keys()
+        if request.devices[name].same_as not in kinds
+    }
+
+
+def _needed(
+    devices: Mapping[str, Devices], tables: Tables, wanted: Collection[str]
+) -> dict[str, Devices]:
+    """Without the worse names of nodes under which no stage can do what it cannot otherwise."""
+
+    def gains(name: str, better: str) -> bool:
+        for found in tables.values():
+            mine = found[name].rates if name in found else np.zeros(1)
+            theirs = found[better].rates if better in found else np.zeros(1)
+            theirs = np.pad(theirs, (0, max(0, len(mine) - len(theirs))))
+            if np.any((mine > 0) & (theirs[: len(mine)] == 0)):
+                return True
+        return False
+
+    return {
+        name: own
+        for name, own in devices.items()
+        if name in wanted or own.same_as is None or gains(name, own.same_as)
+    }
+
+
+def _works(
+    request: Request, stage: str, devices: Mapping[str, Devices]
+) -> dict[str, tuple[Work, RateTable]]:
+    """By kind: a stage's work there, and its rates.
+
+    Raises:
+        PlanError: it can run on none of them.
+    """
+    found, reasons = dict[str, tuple[Work, RateTable]](), []
+    for kind, own in devices.items():
+        try:
+            work = Work(own, stage, flow_of(request.config).table[stage], request.profile)
+            found[kind] = work, _rates(work, request)
+        except PlanError as error:
+            reasons.append(f"{kind}: {error}")
+    if not found:
+        raise PlanError(f"stage {stage!r} fits nowhere: {'; '.join(reasons)}")
+    return found
 
 
 def _mixing(works: Sequence[Work]) -> float:

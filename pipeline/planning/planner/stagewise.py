@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pipeline.planning.planner.objective import Objective
 from pipeline.planning.planner.options import Option
+from pipeline.planning.planner.overlap import crowds
 from rlinf.errors import PlanError
 
 NOTABLE = 1.0005
@@ -132,10 +133,13 @@ def _places_in_time(
     options: Sequence[Option], after: Mapping[str, tuple[str, ...]], lengths: Sequence[float]
 ) -> dict[str, _Place]:
     """Each stage as early as those it waits for have ended and its devices are free, in order."""
+    shared = crowds({own.name: own for option in options for own in option.devices})
     held: dict[str, dict[str, int]] = {}
+    by_name: dict[str, dict[str, int]] = {}
     places: dict[str, _Place] = {}
     for option, length in zip(options, lengths, strict=True):
         mine, room = _held(option), {own.same_as or own.name: own.count for own in option.devices}
+        by_name[option.stage] = _held(option, by_name=True)
         ready = max((places[source].end for source in after[option.stage]), default=0.0)
         ends = {place.end for place in places.values() if place.end > ready}
         for start in sorted({ready, *ends}):
@@ -144,6 +148,11 @@ def _places_in_time(
             if all(
                 count + sum(held[other].get(name, 0) for other in beside) <= room[name]
                 for name, count in mine.items()
+            ) and all(
+                sum(by_name[s].get(name, 0) for s in (*beside, option.stage) for name in names)
+                <= most
+                for names, most in shared
+                if by_name[option.stage].keys() & set(names)
             ):
                 break
         before = [s for s in after[option.stage] if places[s].end == start] or [
@@ -154,10 +163,11 @@ def _places_in_time(
     return places
 
 
-def _held(option: Option) -> dict[str, int]:
-    """How many devices of each kind an option holds."""
+def _held(option: Option, *, by_name: bool = False) -> dict[str, int]:
+    """How many devices of each kind an option holds; of nodes with several names under the best, or
+    under that of the option."""
     return {
-        own.same_as or own.name: nodes * option.processes
+        own.name if by_name else own.same_as or own.name: nodes * option.processes
         for own, nodes in zip(option.devices, option.nodes, strict=True)
         if option.device or not own.kind.gpus_per_node
     }
