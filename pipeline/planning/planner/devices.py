@@ -60,12 +60,19 @@ class Devices:
 
     def wait_s(self, nodes: int) -> float:
         """Expected seconds in the queue; what is nearest to so many nodes, 0 if never measured."""
-        if not self.profile.waits:
+        waits = self.waits_s
+        if not waits:
             return 0.0
-        wait = min(self.profile.waits, key=lambda w: abs(math.log(w.nodes / nodes)))
-        if wait.test_only_s is not None:
-            return wait.test_only_s
-        return wait.history.q50_s if wait.history else 0.0
+        return waits[min(waits, key=lambda known: abs(math.log(known / nodes)))]
+
+    @property
+    def waits_s(self) -> dict[int, float]:
+        """By number of nodes: the wait that was measured."""
+        found: dict[int, float] = {}
+        for wait in self.profile.waits:
+            past = wait.history.q50_s if wait.history else 0.0
+            found.setdefault(wait.nodes, past if wait.test_only_s is None else wait.test_only_s)
+        return found
 
 
 def devices_of(

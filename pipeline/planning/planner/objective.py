@@ -92,14 +92,14 @@ class TimeTo(Objective):
     """Seconds until some iterations are done, the queue and expected losses included.
 
     The run starts when the slowest of its pools has started. A pool that is lost comes back after
-    the wait of its kind, and half an iteration is done again on average.
+    the wait of its kind, and half an iteration is done again on average. Waits are those of as many
+    nodes as the pool takes of the kind.
     """
 
     iterations: int
 
     def cost(self, problem: Problem, total_s: Array, gpus: Sequence[Array]) -> Array:
-        waits = np.array([kind.wait_s for kind in problem.kinds])[:, None]
-        start = np.max([np.max(waits * (pool > 0), axis=0) for pool in gpus], axis=0)
+        start = np.max([np.max(_waits(problem, pool), axis=0) for pool in gpus], axis=0)
         lost = lost_share(problem, total_s, gpus)
         return np.asarray(start + self.iterations * total_s * (1 + lost))
 
@@ -120,7 +120,11 @@ def lost_share(problem: Problem, total_s: Array, gpus: Sequence[Array]) -> Array
     A pool that is lost comes back after the wait of its kind, and half an iteration is done again
     on average. Arguments as of :meth:`Objective.cost`.
     """
-    waits = np.array([kind.wait_s for kind in problem.kinds])[:, None]
     losses = np.array([kind.losses_per_hour for kind in problem.kinds])[:, None] / 3600
-    held = [pool > 0 for pool in gpus]
-    return np.asarray(sum((losses * (waits + total_s / 2) * pool).sum(0) for pool in held))
+    each = [losses * (_waits(problem, pool) + total_s / 2) * (pool > 0) for pool in gpus]
+    return np.asarray(sum(pool.sum(0) for pool in each))
+
+
+def _waits(problem: Problem, pool: Array) -> Array:
+    """Of each kind ``[kinds, n]``: the wait for so many GPUs of it."""
+    return np.stack([kind.waits(n) for kind, n in zip(problem.kinds, pool, strict=True)])

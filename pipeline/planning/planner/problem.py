@@ -39,6 +39,19 @@ class Kind:
     """Expected preemptions and node failures of a pool, per hour."""
     per_node: int = 0
     """GPUs of a node, where jobs have as many on each of their nodes; 0: any number is fine."""
+    waits_s: tuple[tuple[int, float], ...] = ()
+    """Numbers of nodes and the waits of jobs of so many, where those differ from ``wait_s``."""
+
+    def waits(self, gpus: np.ndarray) -> np.ndarray:
+        """The wait of jobs of so many GPUs, float64 like ``gpus``; 0 of none. What is known of the
+        nearest number of nodes counts, and more nodes never wait less."""
+        if not self.waits_s:
+            return np.where(gpus > 0, self.wait_s, 0.0)
+        nodes, waits = np.array(sorted(self.waits_s)).T
+        asked = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
+        near = np.abs(np.log(nodes[:, None] / asked.reshape(1, -1))).argmin(0)
+        known = np.maximum.accumulate(waits)[near].reshape(np.shape(gpus))
+        return np.where(gpus > 0, known, 0.0)
 
     def whole(self, gpus: np.ndarray) -> np.ndarray:
         """How many of so many GPUs a job can have."""
@@ -174,7 +187,9 @@ class Problem:
         numbers |= {f"micro_batches[{i}]": n for i, n in enumerate(self.chunks)}
         least = dict.fromkeys(numbers, 1)
         for kind in self.kinds:
-            numbers |= {f"kinds.{kind.name}.{k}": v for k, v in vars(kind).items() if k != "name"}
+            own = {k: v for k, v in vars(kind).items() if k not in ("name", "waits_s")}
+            own |= {f"waits_s.{nodes}": wait for nodes, wait in kind.waits_s}
+            numbers |= {f"kinds.{kind.name}.{k}": v for k, v in own.items()}
         for stage in self.stages:
             numbers[f"stages.{stage.name}.chunk_s"] = stage.chunk_s
             numbers[f"stages.{stage.name}.again"] = stage.again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import yaml
@@ -26,6 +26,13 @@ class KindSection(Section):
     wait_s: float = Field(default=0.0, ge=0)
     losses_per_hour: float = Field(default=0.0, ge=0)
     per_node: int = Field(default=0, ge=0)
+    waits_s: dict[PositiveInt, Annotated[float, Field(ge=0)]] = {}
+    """By number of nodes; ``wait_s`` where nothing is said."""
+
+    def kind(self, name: str) -> Kind:
+        """As the planner has it."""
+        values = dict(self)
+        return Kind(name, **values | {"waits_s": tuple(self.waits_s.items())})
 
 
 class StageSection(Section):
@@ -80,7 +87,7 @@ class ProblemFile(Section):
         """
         return Problem(
             [self._stage(name, section) for name, section in self.stages.items()],
-            [Kind(name, **dict(section)) for name, section in self.kinds.items()],
+            [section.kind(name) for name, section in self.kinds.items()],
             chunks=self.micro_batches,
             sync=self.sync,
             sync_s={(a, b): s for a, row in self.sync_s.items() for b, s in row.items()},
@@ -146,10 +153,7 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
     for (source, target), value in problem.sync_s.items():
         sync_s.setdefault(source, {})[target] = value
     values = {
-        "kinds": {
-            kind.name: {k: v for k, v in vars(kind).items() if k != "name"}
-            for kind in problem.kinds
-        },
+        "kinds": {kind.name: _dumped(kind) for kind in problem.kinds},
         "stages": stages,
         "micro_batches": list(problem.chunks),
         "sync": [*problem.sync] if problem.sync and set(problem.sync) <= stages.keys() else None,
@@ -163,6 +167,11 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
     if problem.shared:
         values["shared"] = [{"kinds": [*names], "gpus": most} for names, most in problem.shared]
     return yaml.safe_dump(values, sort_keys=False)
+
+
+def _dumped(kind: Kind) -> dict[str, Any]:
+    values = {k: v for k, v in vars(kind).items() if k not in ("name", "waits_s")}
+    return values | ({"waits_s": dict(kind.waits_s)} if kind.waits_s else {})
 
 
 def read_problem(path: Path) -> tuple[Problem, Placement | None]:

@@ -73,7 +73,15 @@ def build(request: Request, named: Collection[str] = ()) -> tuple[Problem, Table
     problem = Problem(
         stages,
         [
-            Kind(name, own.count, own.price, own.wait_s(1), own.losses_per_hour, own.per_node)
+            Kind(
+                name,
+                own.count,
+                own.price,
+                own.wait_s(1),
+                own.losses_per_hour,
+                own.per_node,
+                tuple(own.waits_s.items()) if len(set(own.waits_s.values())) > 1 else (),
+            )
             for name, own in devices.items()
         ],
         chunks=chunks,

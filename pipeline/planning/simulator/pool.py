@@ -78,11 +78,12 @@ class Job:
     def wait(self) -> float:
         """Seconds in the queue."""
         queue = self._scenario.queue
-        if queue is None or not self.kind.wait_s:
+        expected = float(self.kind.waits(np.array(self.gpus)))
+        if queue is None or not expected:
             return 0.0
         if queue.spread == "none":
-            return self.kind.wait_s
-        return float(self._waits.exponential(self.kind.wait_s))
+            return expected
+        return float(self._waits.exponential(expected))
 
     @property
     def lease_end(self) -> float:

@@ -65,7 +65,7 @@ class Queue(Section):
     """Waits before a job starts; without it jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
-    """``none``: every wait is the ``wait_s`` of its kind; ``exponential``: that is the mean."""
+    """``none``: every wait is that of its kind; ``exponential``: that is the mean."""
 
 
 class Losses(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from pipeline.commands.experiment import compose
 from pipeline.planning.planner.devices import devices_of
 from pipeline.planning.planner.expected import expect
+from pipeline.planning.planner.objective import TimeTo
 from pipeline.planning.planner.predict import Predictor
 from pipeline.planning.planner.problem import Placement
+from pipeline.planning.planner.problem_file import dump_problem, read_problem
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.search import solve
 from pipeline.planning.planner.segments import build
+from pipeline.planning.profile.schema import Wait
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.site import Site
@@ -185,3 +189,22 @@ def test_pools_whose_jobs_end_before_a_stage_does_are_not_planned(asked: Request
         PlanError, match=r"'rollout' fits nowhere: a100: start and work take .* jobs of 0"
     ):
         build(limited(a100=0, h100=0))
+
+
+def test_a_pool_waits_as_long_as_jobs_of_its_nodes_do(asked: Request, tmp_path: Path) -> None:
+    own = asked.devices["h100"]
+    waits = (Wait(nodes=1, test_only_s=10.0), Wait(nodes=2, test_only_s=36000.0))
+    queued = replace(own, profile=own.profile.model_copy(update={"waits": waits}))
+    request = replace(
+        asked, devices={**asked.devices, "h100": queued}, objective="time-to-end", grain="segment"
+    )
+    problem, _ = build(request)
+    h100 = problem.kinds[1]
+    assert h100.waits(np.array([0, 1, 2, 3, 8])).tolist() == [0, 10, 10, 36000, 36000]
+    gpus = np.array([[0, 0], [2, 4]])
+    costs = TimeTo(1).cost(problem, np.array([1.0, 1.0]), [gpus])
+    assert costs.tolist() == [11, 36001]
+    best = solve(problem, request.goal())[0].placement
+    assert all(pool[1] <= 2 for pool in best.gpus), "no pool waits ten hours for a second node"
+    (tmp_path / "problem.yaml").write_text(dump_problem(problem))
+    assert read_problem(tmp_path / "problem.yaml")[0].kinds == problem.kinds
