@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pipeline.planning.profile.kinds import Kind, group_of, kinds_of
 from pipeline.planning.profile.schema import KindProfile, Profile
 from rlinf.errors import PlanError, nearest
+from slurm import gpus
 from slurm.inventory import Inventory
 from slurm.site import Site
 
@@ -52,6 +53,18 @@ class Devices:
         """A feature by which sbatch finds these nodes among those of the partition."""
         names = (self.kind.gpu_type, self.kind.gpu_model)
         return next((feature for feature in self.features if feature in names), None)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether they have memory of their own, which peaks are of; else those are of the node's.
+
+        GPUs that a dev cluster only pretends to have were measured on its CPUs. Where the profile
+        does not say, GPUs have it, but for those of a known name whose model the inventory lacks.
+        """
+        kind, told = self.kind, self.profile.memory
+        if told is not None or not kind.gpus_per_node:
+            return told == "device" and kind.gpus_per_node > 0
+        return bool(kind.gpu_model) or gpus.find(kind.gpu_type) is None
 
     @property
     def limit_s(self) -> float:

@@ -114,8 +114,8 @@ def _check_memory(work: Work, asked: StagePlan, at: str) -> None:
             f"{at}.processes: {asked.processes} a node need {asked.processes * need} MiB "
             f"(measured), nodes of {name} have {work.devices.kind.mem_mb_per_node}; at most {most}"
         )
-    on_cpu = not work.devices.kind.gpu_model
-    if on_cpu and asked.mem_mb is not None and asked.mem_mb < asked.processes * need:
+    on_host = not work.devices.has_memory
+    if on_host and asked.mem_mb is not None and asked.mem_mb < asked.processes * need:
         raise PlanError(
             f"{at}.mem_mb: {asked.mem_mb}, but {asked.processes} processes needed "
             f"{asked.processes * need} MiB when measured on {name}"

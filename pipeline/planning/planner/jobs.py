@@ -160,7 +160,7 @@ def _resources(option: Option, *, device: bool) -> StagePlan:
         nodes = zip(features, option.nodes, strict=True)
         values["shares"] = dict(zip(features, option.speeds, strict=True))
         values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
-    if option.peak_memory_bytes and not (first.gpus_per_node and first.gpu_model):
+    if option.peak_memory_bytes and not option.devices[0].has_memory:
         need = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
         rounded = math.ceil(need / MEMORY_STEP_MB) * MEMORY_STEP_MB
         values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded

@@ -220,7 +220,7 @@ def _switches(devices: Mapping[str, Devices]) -> dict[str, float]:
     return {
         name: sum(own.profile.overhead_s(part, 1) for part in ("offload", "onload")) / 2
         for name, own in devices.items()
-        if own.kind.gpu_model
+        if own.has_memory
     }
 
 

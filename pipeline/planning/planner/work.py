@@ -174,13 +174,13 @@ class Work:
         return _sum(*parts)
 
     def per_node(self) -> int:
-        """Most processes of a node: one per device, and on CPUs as many as fit its memory.
+        """Most processes of a node: one per device, and of those without memory of their own as
+        many as fit the node's.
 
         On GPUs a process that ran once runs again.
         """
         kind = self.devices.kind
-        on_gpu = kind.gpus_per_node and kind.gpu_model
-        if on_gpu or not self.peak_memory_bytes or not kind.mem_mb_per_node:
+        if self.devices.has_memory or not self.peak_memory_bytes or not kind.mem_mb_per_node:
             return self.devices.per_node
         fit = (kind.mem_mb_per_node << 20) // self.peak_memory_bytes
         return min(self.devices.per_node, fit)

@@ -16,6 +16,7 @@ from pipeline.planning.profile.schema import (
     Lengths,
     Link,
     Measured,
+    MemoryOf,
     Overhead,
     Point,
     Wait,
@@ -45,11 +46,18 @@ def kind_profile(
         devices_per_node=kind.devices_per_node,
         duty_cycle=kind.duty_cycle,
         hosts=tuple(sorted({host for trial in trials for host in trial.hosts})),
+        memory=memory_of(trials),
         points=tuple(point for trial in trials for point in points(trial, flow)),
         overheads=(*overheads(trials), *alone),
         links=tuple(links(trials)),
         waits=tuple(waits),
     )
+
+
+def memory_of(trials: Sequence[Trial]) -> MemoryOf | None:
+    """What the peaks of a kind's trials are of: its devices', where any process used one."""
+    told = {trial.memory for trial in trials} - {None}
+    return "device" if "device" in told else next(iter(told), None)
 
 
 def points(trial: Trial, flow: Flow = on_policy) -> list[Point]:

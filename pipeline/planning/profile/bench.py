@@ -186,6 +186,7 @@ class Bench:
                 total += self.record(manifest, samples, given, peak)
             self.seen.add(stage)
         change: dict[str, Any] = {"running": None, "iterations": self.trial.iterations + 1}
+        change["memory"] = "device" if _on_gpu() else "host"
         if warm and self.world.rank == 0:
             change["repeats"] = self.trial.repeated(case, total).repeats
         self.keep(**change)
@@ -377,8 +378,13 @@ def _device(config: RunConfig) -> torch.device:
     return local_device(str((config.trainer.model_extra or {}).get("device", "auto")))
 
 
+def _on_gpu() -> bool:
+    """Whether this process has used a GPU."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _forget_peak() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
         # proc(5): 5 resets the peak of the resident set. Without the right to it the peak stays.
@@ -387,7 +393,7 @@ def _forget_peak() -> None:
 
 
 def _peak_bytes() -> int:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if _on_gpu():
         return int(torch.cuda.max_memory_allocated())
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(r.split()[1]) for r in status.splitlines() if r.startswith("VmHWM"))

@@ -80,6 +80,7 @@ def estimated(config: RunConfig, inventory: Inventory, site: Site) -> Profile:
             gpu_type=kind.gpu_type,
             devices_per_node=kind.devices_per_node,
             duty_cycle=kind.duty_cycle,
+            memory="device",
             points=tuple(_points(job, device, kind.nodes, kind.devices_per_node)),
             overheads=tuple(_overheads(job, device)),
         )

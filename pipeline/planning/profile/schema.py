@@ -20,6 +20,8 @@ from rlinf.errors import ConfigError, PlanError, nearest
 SCHEMA: Literal[1] = 1
 CONFIDENCE = 0.95
 Seconds = Annotated[float, Field(ge=0)]
+MemoryOf = Literal["device", "host"]
+"""Whose memory a peak was measured in: a GPU's own, or that of the node."""
 S = TypeVar("S", bound=Section)
 
 
@@ -238,6 +240,8 @@ class KindProfile(Section):
     duty_cycle: float = Field(default=1.0, gt=0, le=1)
     hosts: tuple[str, ...] = ()
     """Where the first processes ran."""
+    memory: MemoryOf | None = None
+    """What peaks of memory are of; None: it was not kept."""
     points: tuple[Point, ...] = Field(min_length=1)
     overheads: tuple[Overhead, ...]
     links: tuple[Link, ...] = ()

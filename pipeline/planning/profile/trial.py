@@ -11,7 +11,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.planning.profile.schema import SCHEMA, Link, Measured, Seconds, read_json, validated
+from pipeline.planning.profile.schema import (
+    SCHEMA,
+    Link,
+    Measured,
+    MemoryOf,
+    Seconds,
+    read_json,
+    validated,
+)
 from rlinf.artifacts import write_atomic
 from rlinf.config import Section
 
@@ -133,6 +141,8 @@ class Trial(Section):
     """Response lengths of a few rollouts of the full batch."""
     truncated: int = Field(default=0, ge=0)
     weights_bytes: int = Field(default=0, ge=0)
+    memory: MemoryOf | None = None
+    """What the peaks of its samples are of; None: none was taken."""
 
     @property
     def start_s(self) -> float | None:

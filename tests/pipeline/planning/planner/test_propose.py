@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from pipeline.commands.experiment import compose
-from pipeline.plan import parse_plan
+from pipeline.plan import Plan, parse_plan
 from pipeline.planning.planner.devices import devices_of, with_counts
 from pipeline.planning.planner.options import MIXING
 from pipeline.planning.planner.proposal import Proposal
-from pipeline.planning.planner.propose import propose
+from pipeline.planning.planner.propose import assess, propose
 from pipeline.planning.planner.request import Request, parse_pins
+from pipeline.planning.planner.segments import build
 from pipeline.planning.planner.show import show, write
 from pipeline.planning.planner.stagewise import choose, cost
 from pipeline.planning.profile.schema import Measured
@@ -303,3 +305,35 @@ def test_memory_of_a_node_limits_its_processes(config: RunConfig) -> None:
     small = replace(own, kind=replace(own.kind, mem_mb_per_node=700))
     proposal = propose(replace(request, devices={"h100": small}))
     assert rows(proposal)["train"] == ("h100", "2x1")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "gpus"),
+    [("rtx4090", "device", 4), ("rtx4090", None, 4), ("h100", "host", 2), ("rtx4090", "host", 2)],
+)
+def test_a_gpu_of_unknown_model_has_memory_of_its_own(
+    config: RunConfig, gpu: str, memory: Any, gpus: int
+) -> None:
+    """Two processes of 22 GiB do not share the 30 GB of a node, but have a GPU each."""
+    own = ask(config, "h100").devices["h100"]
+    points = tuple(p.model_copy(update={"peak_memory_bytes": 22 << 30}) for p in own.profile.points)
+    changed = replace(
+        own,
+        kind=replace(own.kind, mem_mb_per_node=30_000, gpu_type=gpu),
+        profile=own.profile.model_copy(update={"points": points, "memory": memory}),
+    )
+    for grain in ("stage", "segment"):
+        asked = replace(ask(config, "h100", grain=grain), devices={"h100": changed})
+        if grain == "segment":
+            assert bool(build(asked)[0].stages[-1].switch_s) == (gpus == 4)
+            continue
+        plan = propose(asked).plan.stages["train"]
+        assert plan.nodes * plan.processes == gpus
+        assert (plan.mem_mb is None) == (gpus == 4)
+        most = plan.model_copy(update={"processes": 2, "gpus": 2})
+        edited = Plan(stages={**propose(asked).plan.stages, "train": most})
+        if gpus == 4:
+            assert assess(asked, edited, "plan.yaml").forecast.iteration_s > 0
+        else:
+            with pytest.raises(PlanError, match=r"processes: 2 a node need"):
+                assess(asked, edited, "plan.yaml")

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planning.profile.assemble import MOST_LENGTHS, lengths, overheads, points, wait
+from pipeline.planning.profile.assemble import (
+    MOST_LENGTHS,
+    lengths,
+    memory_of,
+    overheads,
+    points,
+    wait,
+)
 from pipeline.planning.profile.trial import Sample, Trial
 
 
@@ -54,6 +61,11 @@ def test_of_submissions_the_quickest_counts_for_the_rest_is_queue() -> None:
     told = {"submission": (7.0, 1.0), "imports": (2.0, 3.0)}
     found = {entry.name: entry.seconds for entry in overheads([trial(overheads_s=told)])}
     assert found == {"submission": (1.0,), "imports": (2.0, 3.0)}
+
+
+def test_a_profile_keeps_whose_memory_was_measured() -> None:
+    told = [trial(), trial(memory="host"), trial(memory="device")]
+    assert [memory_of(told[:n]) for n in (1, 2, 3)] == [None, "host", "device"]
 
 
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=3 * MOST_LENGTHS))
