@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.planning.profile.kinds import Kind, group_of, kinds_of
+from pipeline.planning.profile.kinds import Kind, group_of, kinds_of, left_out
 from pipeline.planning.profile.schema import KindProfile, Profile
 from rlinf.errors import PlanError, nearest
 from slurm import gpus
@@ -122,9 +122,9 @@ def devices_of(
             f"profile: it has {', '.join(profile.kinds)}, this cluster "
             f"{', '.join(kinds) or 'nothing'}; measure here with: rlinf profile"
         )
-    return _told_apart(found, inventory), tuple(
-        f"{name} was not measured and is left out" for name in missing
-    )
+    notes = [f"{name} was not measured and is left out" for name in missing]
+    notes += [note for own in found.values() if (note := left_out(own.kind, inventory))]
+    return _told_apart(found, inventory), tuple(notes)
 
 
 def local_devices(profile: Profile, kind: Kind) -> dict[str, Devices]:

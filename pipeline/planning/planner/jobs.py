@@ -155,6 +155,8 @@ def _resources(option: Option, *, device: bool) -> StagePlan:
         }
     if values.get("gpus") and first.gpu_type and len(option.devices) == 1:
         values["gpu_type"] = first.gpu_type
+    if first.constraint and len(option.devices) == 1:
+        values["constraint"] = first.constraint
     if len(option.devices) > 1:
         features = [str(own.feature) for own in option.devices]
         nodes = zip(features, option.nodes, strict=True)

@@ -257,7 +257,9 @@ def mixing(works: tuple[Work, Work]) -> float:
 def shareable(a: Devices, b: Devices) -> bool:
     """Whether one job can have nodes of both: one partition, told apart by a feature."""
     apart = a.feature is not None and b.feature is not None and a.feature != b.feature
-    return a.kind.partition == b.kind.partition and apart
+    # The feature of the GPU's name does not find those of one size.
+    alike = not (a.kind.constraint or b.kind.constraint)
+    return a.kind.partition == b.kind.partition and apart and alike
 
 
 def _shapes(work: Work, most: int) -> Iterator[tuple[int, int]]:

@@ -250,6 +250,7 @@ def _resources(pool: Pool, request: Request) -> StagePlan:
     name = next(iter(pool.gpus))
     own, count = request.devices[name], 1 if pool.workers else pool.gpus[name]
     kinds = [request.devices[name].kind for name in pool.gpus]
+    told = {kind.constraint for kind in kinds}
     nodes = -(-count // own.per_node)
     values: dict[str, object] = {
         "partition": own.kind.partition or None,
@@ -260,6 +261,8 @@ def _resources(pool: Pool, request: Request) -> StagePlan:
         values |= {
             "gpus": values["processes"],
             "gpu_type": own.kind.gpu_type or None,
+            # Workers of several kinds ask for the same.
+            "constraint": own.kind.constraint or None if len(told) == 1 else None,
             "cpus": min(MOST_CPUS, *(max(1, k.cpus_per_node // k.gpus_per_node) for k in kinds)),
         }
     return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlinf.errors import PlanError, nearest
+from slurm import gpus
 from slurm.inventory import Inventory, NodeGroup
 from slurm.site import Site
 
@@ -30,6 +31,9 @@ class Kind:
     gpu_type: str = ""
     gpu_model: str = ""
     duty_cycle: float = 1.0
+    constraint: str = ""
+    """What sbatch needs besides the GPU's name to find these nodes: the feature that tells them
+    from others of the partition, whose GPUs are called the same (``a100`` of 40 and 80 GB)."""
 
     @property
     def devices_per_node(self) -> int:
@@ -40,7 +44,7 @@ class Kind:
 def kinds_of(inventory: Inventory, site: Site) -> dict[str, Kind]:
     """All kinds of a cluster, by name; partitions that are closed or have no nodes are left out.
 
-    Groups of a partition with one type of GPU count as one kind, that of the larger group.
+    Of groups of a partition with one type of GPU the larger is the kind; see :func:`left_out`.
 
     Raises:
         PlanError: no node can be used now.
@@ -62,6 +66,7 @@ def kinds_of(inventory: Inventory, site: Site) -> dict[str, Kind]:
                     gpu_type=group.gpu_type,
                     gpu_model=group.gpu_model,
                     duty_cycle=site.of(name).duty_of(group.gpu_type, *group.features),
+                    constraint=_telling(group, partition.groups, site.of(name).constraint),
                 )
     if not found:
         down = sum(g.down_nodes for p in inventory.partitions.values() for g in p.groups)
@@ -77,7 +82,43 @@ def group_of(kind: Kind, inventory: Inventory) -> NodeGroup | None:
     """The largest group of nodes of a kind; None: none of them can be used."""
     groups = inventory.partitions[kind.partition].groups
     mine = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
-    return max(mine, key=lambda group: group.usable_nodes, default=None)
+    # Of equals the last, as kinds_of has it.
+    return max(reversed(mine), key=lambda group: group.usable_nodes, default=None)
+
+
+def left_out(kind: Kind, inventory: Inventory) -> str:
+    """Which nodes with the same GPUs by name are not among those of a kind; "": none."""
+    own = group_of(kind, inventory)
+    others = [
+        group
+        for group in inventory.partitions[kind.partition].groups
+        if group is not own and group.usable_nodes and group.gpu_type == kind.gpu_type
+    ]
+    if own is None or not others:
+        return ""
+    nodes = " and ".join(f"{group.usable_nodes} of {group.kind}" for group in others)
+    why = ""
+    if not kind.constraint and any(_gpu(group) != _gpu(own) for group in others):
+        why = ", but jobs may run there, for no feature tells them apart"
+    return f"{kind.name} is the nodes of {own.kind}; left out are {nodes}{why}"
+
+
+def _gpu(group: NodeGroup) -> tuple[object, ...]:
+    return group.gpus_per_node, group.gpu_model, group.gpu_memory_gib
+
+
+def _telling(group: NodeGroup, groups: Sequence[NodeGroup], given: str | None) -> str:
+    """The feature of a group that no other with the same name for another GPU has, with the
+    constraint that a site file gives all jobs there; "" where it is not needed, or none tells."""
+    others = [g for g in groups if g.gpu_type == group.gpu_type and _gpu(g) != _gpu(group)]
+    if not group.gpus_per_node or not others:
+        return ""
+    theirs = {feature for other in others for feature in other.features}
+    mine = [f for f in group.features if f not in theirs]
+    telling = next(iter([*filter(gpus.describes, mine), *mine]), "")
+    if not telling or telling == given:
+        return ""
+    return f"({given})&{telling}" if given else telling
 
 
 def _lesser(group: NodeGroup, types: set[str]) -> bool:
@@ -90,15 +131,15 @@ def local_kind() -> Kind:
     import psutil
     import torch
 
-    gpus = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     return Kind(
         name=LOCAL,
         partition="",
         nodes=1,
         cpus_per_node=len(os.sched_getaffinity(0)),
         mem_mb_per_node=psutil.virtual_memory().total >> 20,
-        gpus_per_node=gpus,
-        gpu_model=torch.cuda.get_device_name(0) if gpus else "",
+        gpus_per_node=count,
+        gpu_model=torch.cuda.get_device_name(0) if count else "",
     )
 
 

@@ -259,6 +259,7 @@ class Pass:
             processes=per_node,
             gpus=min(per_node, kind.gpus_per_node),
             gpu_type=kind.gpu_type or None,
+            constraint=kind.constraint or None,
             cpus=max(1, min(train.cpus, kind.cpus_per_node // per_node)),
             mem_mb=train.mem_mb,
             time_min=time_min,
@@ -409,7 +410,11 @@ class Pass:
         """How long jobs of one node and of more would wait."""
         past = past_waits_s(client, kind.partition)
         site = resources(StagePlan(partition=kind.partition), self.cluster)
-        given = [("account", site.account), ("qos", site.qos), ("constraint", site.constraint)]
+        given = [
+            ("account", site.account),
+            ("qos", site.qos),
+            ("constraint", kind.constraint or site.constraint),
+        ]
         found = []
         for nodes in sorted({1, min(2, kind.nodes), kind.nodes}):
             options = [f"--partition={kind.partition}", f"--nodes={nodes}", "--time=60"]

@@ -173,6 +173,23 @@ def test_other_numbers_of_devices_hold_for_every_name_of_the_nodes(config: RunCo
     assert set(with_counts(asked.devices, {"batch": 0})) == set()
 
 
+@GRAINS
+def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, grain: Grain) -> None:
+    large, small = (
+        clusters.group("a100", count, first=first).model_copy(
+            update={"features": ("a100", f"{size}gb"), "gpu_model": f"a100-{size}gb"}
+        )
+        for count, first, size in ((3, 1, 80), (2, 4, 40))
+    )
+    asked = ask(
+        config, grain, PartitionInventory(name="gpu", groups=(large, small), time_limit_min=60)
+    )
+    assert asked.devices["gpu"].count == 6
+    proposal = propose(asked)
+    assert {proposal.plan.stages[stage].constraint for stage in ("rollout", "train")} == {"80gb"}
+    assert any("left out are 2 of 2 x a100, a100, 40gb" in note for note in proposal.notes)
+
+
 def test_what_shares_nodes_is_judged_where_all_of_it_is_held(config: RunConfig) -> None:
     problem, _ = build(
         ask(config, "segment", partition("a", 2, 60), partition("b", 2, 60, first=2))

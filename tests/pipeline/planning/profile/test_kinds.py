@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pipeline.planning.profile.kinds import kinds_of, local_kind, of_partitions
+from pipeline.planning.profile.kinds import kinds_of, left_out, local_kind, of_partitions
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory, NodeGroup, PartitionInventory
 from slurm.site import PartitionSite, Site
@@ -67,3 +67,45 @@ def test_this_machine_is_a_kind() -> None:
     kind = local_kind()
     assert kind.devices_per_node >= 1
     assert kind.partition == ""
+
+
+LARGE, SMALL = (
+    group(
+        "a100",
+        count,
+        features=("a100", f"{size}gb", "ib"),
+        cpus_per_node=cpus,
+        gpu_model=f"a100-{size}gb",
+        gpu_memory_gib=size,
+    )
+    for count, size, cpus in ((4, 80, 64), (3, 40, 32))
+)
+
+
+def test_gpus_of_one_name_and_two_sizes_are_told_apart_by_a_feature() -> None:
+    cluster = inventory(gpu=(LARGE, SMALL))
+    (kind,) = kinds_of(cluster, Site()).values()
+    assert (kind.nodes, kind.constraint) == (4, "80gb")
+    assert left_out(kind, cluster) == (
+        "gpu is the nodes of 4 x a100, a100, 80gb, 64 CPUs, 1000 MiB; left out are 3 of 4 x a100, "
+        "a100, 40gb, 32 CPUs, 1000 MiB"
+    )
+    site = Site(defaults=PartitionSite(constraint="new|fast"))
+    (kind,) = kinds_of(cluster, site).values()
+    assert kind.constraint == "(new|fast)&80gb"
+
+
+def test_where_no_feature_tells_them_apart_it_is_said() -> None:
+    bare = [g.model_copy(update={"features": ()}) for g in (LARGE, SMALL)]
+    cluster = inventory(gpu=tuple(bare))
+    (kind,) = kinds_of(cluster, Site()).values()
+    assert kind.constraint == ""
+    assert "jobs may run there, for no feature tells them apart" in left_out(kind, cluster)
+
+
+def test_nodes_with_the_same_gpus_and_other_cpus_need_no_feature() -> None:
+    cluster = inventory(gpu=(group("a100", 3), group("a100", 2, cpus_per_node=4)))
+    (kind,) = kinds_of(cluster, Site()).values()
+    assert (kind.nodes, kind.constraint) == (3, "")
+    assert left_out(kind, cluster).endswith("left out are 2 of 4 x a100, 4 CPUs, 1000 MiB")
+    assert left_out(kinds_of(CLUSTER, Site())["gpu:a100"], CLUSTER) == ""
