@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.planning.cost.device import GIB, Device, from_group
 from pipeline.planning.cost.layout import Layout
 from pipeline.planning.cost.memory import memory
-from pipeline.planning.cost.model import ModelShape, from_hf_config
+from pipeline.planning.cost.model import ModelShape, Recompute, from_hf_config
 from pipeline.planning.cost.times import seconds
 from pipeline.planning.cost.work import Generation, Inference, StateBytes, Training, Work
 from pipeline.planning.profile.identity import Identity
@@ -131,6 +131,12 @@ class _Job:
     """What each stage of the flow loads."""
     trains: str
     publishes: str
+    recompute: Recompute
+    """What of the forward pass the backward pass computes again."""
+    zero: int
+    """What processes of the trainer share out; see :class:`Training`."""
+    state: StateBytes
+    """Bytes per parameter of the trainer."""
 
     @classmethod
     def of(cls, config: RunConfig) -> _Job:
@@ -165,6 +171,9 @@ class _Job:
             stages=loads,
             trains=[name for name in held if name != flow.publishes][-1],
             publishes=flow.publishes,
+            recompute="full" if trainer.get("activation_checkpointing") else "selective",
+            zero=_zero(config.trainer.name, trainer),
+            state=_state(shape, trainer.get("lora")),
         )
 
     @property
@@ -187,8 +196,35 @@ class _Job:
             return rows, shape, share
         if stage == self.trains:
             each = max(1, samples // self.steps)
-            return Training(each, mean, self.longest, self.steps, 3, TRAINED), shape, share
+            return self._training(each, mean), shape, share
         return Inference(samples, mean, self.longest), shape, share
+
+    def _training(self, samples: int, mean: int) -> Training:
+        return Training(samples, mean, self.longest, self.steps, self.zero, self.state)
+
+
+def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
+    """What processes share out; FSDP everything."""
+    if trainer == "deepspeed":
+        return int(settings.get("stage", 2))
+    if trainer == "megatron":
+        return int(bool(settings.get("distributed_optimizer")))
+    return 3
+
+
+def _state(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
+    """Of all parameters, or where adapters alone have gradients and moments. Those are taken to be
+    at all linear layers of the blocks."""
+    if not lora:
+        return TRAINED
+    ends = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
+    matrices = 3 if shape.gated else 2
+    inner = [shape.ffn, shape.shared_ffn, *[shape.expert_ffn] * shape.experts]
+    ends += [shape.hidden + width for width in inner if width] * matrices
+    share = int(lora["rank"]) * sum(ends) * shape.layers / shape.parameters
+    return StateBytes(
+        TRAINED.weights * (1 + share), TRAINED.gradients * share, TRAINED.optimizer * share
+    )
 
 
 def _shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
@@ -241,7 +277,7 @@ def _of(job: _Job, device: Device, stage: str, nodes: int, count: int, samples: 
     work, shape, share = job.work(stage, samples)
     device = replace(device, flops=device.flops * share)
     budget = job.token_budget or 8192
-    layout = Layout(dp=count, micro_batch=max(1, budget // job.longest))
+    layout = Layout(dp=count, micro_batch=max(1, budget // job.longest), recompute=job.recompute)
     need = float(np.max(memory(shape, layout, work).total))
     tokens = round(float(job.lengths.mean())) + (0 if isinstance(work, Generation) else job.prompt)
     point = partial(_point, stage, nodes, count, samples, tokens)
@@ -269,7 +305,8 @@ def _point(
 
 def _overheads(job: _Job, device: Device) -> Iterator[Overhead]:
     reads = job.weights_bytes / READS_BYTES_PER_S
-    state = job.shape.parameters * (TRAINED.weights + TRAINED.optimizer) / device.host.bytes_per_s
+    kept = job.state.weights + job.state.optimizer
+    state = job.shape.parameters * kept / device.host.bytes_per_s
     for name, took in (
         ("startup", START_S),
         ("imports", IMPORTS_S),

@@ -89,8 +89,11 @@ def groups(**counts: int) -> Inventory:
     return Inventory(schema_version=1, taken=TAKEN, slurm_version="25.05.1", partitions=found)
 
 
+Configure = Callable[..., RunConfig]
+
+
 @pytest.fixture
-def config(checkpoint: Path, compose: Compose, tmp_path: Path) -> RunConfig:
+def configure(checkpoint: Path, compose: Compose, tmp_path: Path) -> Configure:
     for split, count in (("train", 512), ("test", 256)):
         rows = [json.dumps({"question": f"{split} {i}", "answer": str(i)}) for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
@@ -103,7 +106,12 @@ def config(checkpoint: Path, compose: Compose, tmp_path: Path) -> RunConfig:
         "trainer.activation_checkpointing=true",
         "algorithm.minibatches=1",
     ]
-    return validate(RunConfig, compose(*words, experiment="jsonl_grpo"))
+    return lambda *more: validate(RunConfig, compose(*words, *more, experiment="jsonl_grpo"))
+
+
+@pytest.fixture
+def config(configure: Configure) -> RunConfig:
+    return configure()
 
 
 @pytest.mark.parametrize("grain", ["stage", "segment"])
@@ -231,3 +239,31 @@ def test_below_what_was_measured_the_shapes_say_what_fits(
     work = Work(asked.devices[name], "train", on_policy.table["train"], asked.profile)
     assert "it needs 1" in work.refused(1)
     assert not work.refused(8)
+
+
+def test_memory_follows_the_trainer(configure: Configure) -> None:
+    """Of training on eight GPUs: blocks computed again, adapters alone, ZeRO's stages."""
+
+    def need(*words: str) -> float:
+        profile = estimated(configure(*words), groups(a100=1), Site())
+        (kind,) = profile.kinds.values()
+        point = next(
+            p
+            for p in kind.points
+            if (p.stage, p.processes, p.samples) == ("train", 8, profile.samples)
+        )
+        if point.peak_memory_bytes:
+            return point.peak_memory_bytes / 2**30
+        return float(point.failure.split()[5])
+
+    whole = need()
+    assert need("trainer.activation_checkpointing=false") > 1.5 * whole
+    # Gradients and moments, 12 bytes of 7.6 B parameters on eight GPUs.
+    assert whole - need("trainer.lora={rank: 16, alpha: 32}") == pytest.approx(10.6, abs=0.5)
+    one, two, three = (need("trainer=deepspeed", f"trainer.stage={n}") for n in (1, 2, 3))
+    assert three == whole
+    parameters = 7.6e9 / 2**30
+    assert one - two == pytest.approx(4 * parameters * 7 / 8, rel=0.05)
+    assert two > three
+    megatron = need("trainer=megatron")
+    assert megatron - need("trainer=megatron", "trainer.distributed_optimizer=true") > 40
