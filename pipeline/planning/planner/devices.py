@@ -23,6 +23,8 @@ class Devices:
     features: tuple[str, ...] = ()
     price: float = 1.0
     """Of one device for an hour, in the site's unit; 1 where the site file says nothing."""
+    has_price: bool = False
+    """Whether the site file says it."""
     time_limit_min: int | None = None
     preemptible: bool = False
     losses_per_hour: float = 0.0
@@ -237,11 +239,13 @@ def _named(nodes: frozenset[str], count: int, kind: str) -> frozenset[str]:
 
 def _joined(kind: Kind, measured: KindProfile, inventory: Inventory, site: Site) -> Devices:
     group = group_of(kind, inventory)
+    price = group.cost_per_gpu_hour if group else None
     return Devices(
         kind=kind,
         profile=measured,
         features=group.features if group else (),
-        price=(group.cost_per_gpu_hour if group else None) or 1.0,
+        price=price or 1.0,
+        has_price=price is not None,
         time_limit_min=inventory.partitions[kind.partition].time_limit_min,
         preemptible=inventory.preemptible(kind.partition),
         losses_per_hour=site.of(kind.partition).losses_per_hour,

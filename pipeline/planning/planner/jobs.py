@@ -192,7 +192,7 @@ def _why(own: Option, its: Option) -> str:
         theirs, ours = _part(its, part), _part(own, part)
         return f"{its.stage}: {part} takes {theirs:.2f} s instead of {ours:.2f} s"
     if its.price_per_hour > own.price_per_hour:
-        return f"{its.stage} holds {its.count} devices instead of {own.count}"
+        return f"{its.stage} holds {sum(its.held)} devices instead of {sum(own.held)}"
     if its.wait_s > own.wait_s:
         return f"{its.stage} waits {its.wait_s:.0f} s in the queue instead of {own.wait_s:.0f} s"
     return f"better: {its.stage} takes {its.seconds:.2f} s instead of {own.seconds:.2f} s"

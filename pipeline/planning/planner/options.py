@@ -96,14 +96,21 @@ class Option:
 
     @property
     def count(self) -> int:
-        """Devices held."""
+        """Processes, each of which could have a device."""
         return sum(self.nodes) * self.processes
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Of each of ``devices``, how many it holds: what needs none takes no GPU."""
+        return tuple(
+            nodes * self.processes if self.device or not own.kind.gpus_per_node else 0
+            for own, nodes in zip(self.devices, self.nodes, strict=True)
+        )
 
     @property
     def price_per_hour(self) -> float:
         """Of all devices held."""
-        pairs = zip(self.devices, self.nodes, strict=True)
-        return sum(own.price * nodes * self.processes for own, nodes in pairs)
+        return sum(own.price * n for own, n in zip(self.devices, self.held, strict=True))
 
     @property
     def wait_s(self) -> float:

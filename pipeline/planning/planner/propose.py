@@ -20,7 +20,7 @@ def propose(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
         PlanError: a stage fits nowhere, or what was asked makes no sense.
     """
     make = jobs.propose_jobs if request.grain == "stage" else pools.propose_pools
-    return make(request, what_ifs)
+    return make(request.noted(), what_ifs)
 
 
 def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = ()) -> Proposal:
@@ -33,4 +33,4 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
         PlanError: it cannot be; names the key and the limit.
     """
     make = jobs.assess if plan.grain == "stage" else pools.assess
-    return make(request, plan, where, what_ifs)
+    return make(request.noted(), plan, where, what_ifs)

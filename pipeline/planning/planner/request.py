@@ -56,6 +56,18 @@ class Request:
             return dict(self.devices)
         return {name: replace(own, price=1.0) for name, own in self.devices.items()}
 
+    def noted(self) -> Request:
+        """The same, with a note on devices without a price beside others that have one."""
+        lacking = [name for name, own in self.devices.items() if not own.has_price]
+        if self.objective != "money" or not lacking or len(lacking) == len(self.devices):
+            return self
+        note = (
+            f"money: the site file has no price for {', '.join(lacking)}: each GPU there, or each "
+            "process where there are none, counts 1 an hour; set cost_per_gpu_hour, or leave them "
+            "out with --partition"
+        )
+        return replace(self, notes=(*self.notes, note))
+
     def after(self) -> dict[str, tuple[str, ...]]:
         """By stage: those of the same iteration that it waits for."""
         stages = flow_of(self.config).stages

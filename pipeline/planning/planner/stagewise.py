@@ -73,7 +73,7 @@ class Choice:
     @property
     def gpu_hours(self) -> float:
         """Devices held, of an iteration."""
-        return sum(option.seconds * option.count for option in self.options) / 3600
+        return sum(option.seconds * sum(option.held) for option in self.options) / 3600
 
 
 def cost(option: Option, objective: Objective, seconds: float | None = None) -> float:
@@ -167,9 +167,9 @@ def _held(option: Option, *, by_name: bool = False) -> dict[str, int]:
     """How many devices of each kind an option holds; of nodes with several names under the best, or
     under that of the option."""
     return {
-        own.name if by_name else own.same_as or own.name: nodes * option.processes
-        for own, nodes in zip(option.devices, option.nodes, strict=True)
-        if option.device or not own.kind.gpus_per_node
+        own.name if by_name else own.same_as or own.name: count
+        for own, count in zip(option.devices, option.held, strict=True)
+        if count
     }
 
 
@@ -203,14 +203,16 @@ def _others(
             yield [*best[:i], min(resized, key=_key(objective)), *best[i + 1 :]]
 
 
-def _key(objective: Objective) -> Callable[[Option], tuple[float, bool, float, int]]:
-    """Cheapest by the objective; of equals the one that holds less and is not preempted."""
+def _key(objective: Objective) -> Callable[[Option], tuple[float, ...]]:
+    """Cheapest by the objective; of equals the one that holds less and is not preempted, of those
+    that cost nothing the one on cheaper nodes, then the quickest."""
 
-    def key(option: Option) -> tuple[float, bool, float, int]:
+    def key(option: Option) -> tuple[float, ...]:
         preemptible = any(own.preemptible for own in option.devices)
         # Costs that differ by rounding alone are equal.
         rounded = float(f"{cost(option, objective, option.prudent_s):.9g}")
-        return rounded, preemptible, option.price_per_hour, len(option.devices)
+        equal = rounded, preemptible, option.price_per_hour, len(option.devices)
+        return equal if rounded else (*equal, option.devices[0].price, option.seconds)
 
     return key
 

@@ -178,6 +178,34 @@ def test_money_follows_the_prices_of_the_site(config: RunConfig) -> None:
     assert {place for place, _ in rows(priced).values()} == {"a100"}
 
 
+@pytest.mark.parametrize("grain", ["stage", "segment"])
+def test_devices_without_a_price_beside_others_are_named(config: RunConfig, grain: Any) -> None:
+    site = Site.model_validate({"partitions": {"h100": {"cost_per_gpu_hour": 2.5}}})
+    request = ask(config, "a100", "h100", "cpu", site=site, objective="money", grain=grain)
+    priced, _ = devices_of(clusters.inventory().with_site(site), site, request.profile, ["h100"])
+    some = propose(replace(request, devices={**request.devices, **priced}))
+    assert any("no price for a100, cpu: each GPU" in note for note in some.notes)
+    for other in (
+        propose(request),
+        propose(replace(request, devices=priced)),
+        propose(replace(request, devices={**request.devices, **priced}, objective="gpu-hours")),
+    ):
+        assert not any("price" in note for note in other.notes)
+
+
+def test_stages_that_need_no_gpu_are_not_charged_for_one(config: RunConfig) -> None:
+    for objective in ("money", "gpu-hours", "time"):
+        proposal = propose(ask(config, "h100", objective=objective))
+        stages = proposal.plan.stages
+        held = sum(
+            row.seconds * stages[row.stage].nodes * stages[row.stage].gpus for row in proposal.rows
+        )
+        assert stages["reward"].gpus == 0
+        assert proposal.forecast.gpu_hours == pytest.approx(held / 3600)
+        if objective != "time":
+            assert proposal.forecast.cost == pytest.approx(held / 3600)
+
+
 def test_a_long_queue_counts_in_the_time_to_the_end(config: RunConfig) -> None:
     profile = clusters.profile(config, h100=600.0)
     found, _ = devices_of(clusters.inventory(), Site(), profile, ["a100", "h100"])
