@@ -66,7 +66,7 @@ class ProblemFile(Section):
     kinds: dict[str, KindSection] = Field(min_length=1)
     stages: dict[str, StageSection] = Field(min_length=1)
     """In topological order."""
-    micro_batches: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32)
+    micro_batches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
     """What a placement may choose from."""
     sync: tuple[str, str] | None = ("train", "rollout")
     sync_s: dict[str, dict[str, float]] = {}

@@ -20,6 +20,10 @@ LOST = "lost"
 """Cause of the interrupt that a loss means for the process at work."""
 MOST_RENEWALS = 10_000
 """Of jobs in a row without any work between them."""
+MOST_CHANGES = 100_000
+"""Of the pace of a pool, during one micro-batch."""
+MOST_LOSSES = 1000
+"""In a row of one micro-batch."""
 
 
 class Pace:
@@ -39,11 +43,15 @@ class Pace:
         return now + float(self._rng.exponential(1 / rate))
 
     def finish(self, start: float, seconds: float, *, balanced: bool) -> float:
-        """When work that takes ``seconds`` at full pace ends."""
+        """When work that takes ``seconds`` at full pace ends.
+
+        Raises:
+            PlanError: GPUs become slow so often that it cannot be followed.
+        """
         if self._model is None:
             return start + seconds
         now = start
-        while True:
+        for _ in range(MOST_CHANGES):
             while self._next <= now:
                 end = self._next + float(self._rng.exponential(self._model.mean_s))
                 heapq.heappush(self._ends, end)
@@ -60,6 +68,10 @@ class Pace:
                 return now + seconds / pace
             seconds -= pace * (until - now)
             now = until
+        raise PlanError(
+            f"stragglers.per_gpu_hour: {self._model.per_gpu_hour:g} makes {self._gpus} GPUs slow "
+            f"more than {MOST_CHANGES:,} times during one micro-batch; lower it"
+        )
 
 
 class Job:
@@ -178,9 +190,9 @@ class Pool:
         ``kind`` None: the caller notes the span. ``beside`` are pools that work on it too.
 
         Raises:
-            PlanError: it takes longer than a lease.
+            PlanError: it takes longer than a lease, or is lost again and again.
         """
-        every = (self, *beside)
+        every, losses = (self, *beside), 0
         while seconds > 0:
             for pool in every:
                 yield from pool._available(seconds, stage, iteration)
@@ -195,6 +207,13 @@ class Pool:
                 if interrupt.cause != LOST:
                     raise
                 self._lost()
+                losses += 1
+                if losses == MOST_LOSSES:
+                    raise PlanError(
+                        f"losses: a micro-batch of stage {stage!r}, {seconds:.3g} s, was lost "
+                        f"{losses} times in a row and would never end; lower losses.per_hour, or "
+                        "use more micro-batches"
+                    ) from None
                 continue
             finally:
                 for pool in every:

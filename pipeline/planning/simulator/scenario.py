@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection, Iterator
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from rlinf.config import Section
+from rlinf.errors import PlanError, nearest
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PURPOSES = ("lengths", "calibration", "stragglers", "waits", "losses")
 
 
@@ -34,12 +38,12 @@ class Lengths(Section):
     stage: str = "rollout"
     samples: int = Field(ge=1)
     """Samples of one iteration."""
-    sigma: float = Field(default=0.8, ge=0)
+    sigma: float = Field(default=0.8, ge=0, le=10)
     """Standard deviation of the logarithm of a length; 0: all are equal."""
-    longest: float = Field(default=4.0, gt=1)
+    longest: float = Field(default=4.0, gt=1, allow_inf_nan=False)
     """The limit on new tokens, in mean lengths."""
-    empirical: tuple[float, ...] = ()
-    """Measured lengths in any unit, instead of the lognormal ones."""
+    empirical: tuple[Positive, ...] = ()
+    """Measured lengths in any unit, instead of the lognormal ones; without those of nothing."""
     replicas: dict[str, Replica] = {}
     """By kind of GPU; the defaults of ``Replica`` for a kind that is left out."""
     profiled: bool = True
@@ -74,7 +78,7 @@ class Losses(Section):
     The job waits in the queue again (``Queue``) and its pool stands still meanwhile.
     """
 
-    per_hour: dict[str, float] = {}
+    per_hour: dict[str, NotNegative] = {}
     """By kind, instead of the ``losses_per_hour`` of the problem."""
     redo: Literal["micro-batch", "iteration"] = "micro-batch"
     """What is done again after a loss during work: the micro-batch, or the whole iteration in all
@@ -107,11 +111,11 @@ class Network(Section):
     """
 
     latency_s: float = Field(default=10e-6, ge=0)
-    gpu_bytes_per_s: dict[str, float]
+    gpu_bytes_per_s: dict[str, Positive]
     """By kind: what one GPU's network card carries, in each direction."""
     fabric_bytes_per_s: float | None = Field(default=None, gt=0)
     """What all flows together cannot exceed (bisection bandwidth); None: no limit."""
-    payload: dict[str, dict[str, float]] = {}
+    payload: dict[str, dict[str, NotNegative]] = {}
     """``payload[source][target]``: bytes of one iteration from stage to stage; 0 if left out."""
     weights_bytes: float | None = Field(default=None, ge=0)
     """Bytes of new weights that the target pool takes in; None: ``sync_s`` of the problem."""
@@ -130,6 +134,37 @@ class Scenario(Section):
     losses: Losses | None = None
     walltime: Walltime | None = None
     network: Network | None = None
+
+
+def check(scenario: Scenario, stages: Collection[str], kinds: Collection[str]) -> None:
+    """See that a scenario speaks of stages and kinds of a problem alone.
+
+    Raises:
+        PlanError: names the key of the first that is none, and the nearest that is.
+    """
+    for key, what, name in _named(scenario):
+        known = stages if what == "stage" else kinds
+        if name not in known:
+            raise PlanError(f"{key}: no {what} {name!r}{nearest(name, known)}")
+
+
+def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+    """Keys, and the stages and kinds that they name."""
+    if scenario.lengths is not None:
+        yield "lengths.stage", "stage", scenario.lengths.stage
+        yield from (("lengths.replicas", "kind", kind) for kind in scenario.lengths.replicas)
+    slow = scenario.stragglers
+    if slow is not None and "balanced" in slow.model_fields_set:
+        yield from (("stragglers.balanced", "stage", name) for name in sorted(slow.balanced))
+    if scenario.losses is not None:
+        yield from (("losses.per_hour", "kind", kind) for kind in scenario.losses.per_hour)
+    if scenario.network is not None:
+        yield from (
+            ("network.gpu_bytes_per_s", "kind", k) for k in scenario.network.gpu_bytes_per_s
+        )
+        for source, targets in scenario.network.payload.items():
+            yield "network.payload", "stage", source
+            yield from ((f"network.payload.{source}", "stage", name) for name in targets)
 
 
 def generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:

@@ -23,13 +23,22 @@ from pipeline.planning.planner.problem import Placement, Problem
 from pipeline.planning.simulator.lengths import DecodingStage, Part
 from pipeline.planning.simulator.network import SharedNetwork
 from pipeline.planning.simulator.pool import Pool
-from pipeline.planning.simulator.scenario import Lengths, Network, Replica, Scenario, generator
+from pipeline.planning.simulator.scenario import (
+    Lengths,
+    Network,
+    Replica,
+    Scenario,
+    check,
+    generator,
+)
 from pipeline.planning.simulator.trace import Span, Trace
 from pipeline.planning.simulator.work import Edge, Group, Speed, Work
-from rlinf.errors import PlanError, nearest
+from rlinf.errors import PlanError
 
 Array = np.ndarray
 Process = Generator[Any, Any, Any]
+MOST_REPEATS = 1000
+"""Of one iteration, all of them lost."""
 
 
 def simulate(
@@ -49,6 +58,7 @@ def simulate(
     if iterations < 1:
         raise PlanError(f"iterations: must be at least 1 (got {iterations})")
     scenario = scenario or Scenario()
+    check(scenario, [stage.name for stage in problem.stages], [kind.name for kind in problem.kinds])
     work = Work(problem, placement)
     if scenario.capacity is not None and scenario.losses is not None:
         # Whether pools wait for ever does not depend on times, and losses would go on for ever.
@@ -125,8 +135,14 @@ class _Run:
         yield self.env.all_of([self.env.process(pool.start()) for pool in self.pools])
         self.trace.begins.append(self.env.now)
         for i in range(self.count):
+            first = self.trace.redone
             while not (yield from self._attempt(i)):
                 self.trace.redone += 1
+                if self.trace.redone - first == MOST_REPEATS:
+                    raise PlanError(
+                        f"losses: iteration {i} was lost {MOST_REPEATS} times in a row and would "
+                        "never end; lower losses.per_hour, or set losses.redo: micro-batch"
+                    )
             self.trace.begins.append(self.env.now)
 
     def _attempt(self, i: int) -> Process:
@@ -370,10 +386,6 @@ class _Run:
         lengths = self.scenario.lengths
         if lengths is None:
             return {}
-        if lengths.stage not in self.names:
-            raise PlanError(
-                f"lengths.stage: no stage {lengths.stage!r}{nearest(lengths.stage, self.names)}"
-            )
         s = self.names.index(lengths.stage)
         if self.problem.stages[s].cycle is not None:
             raise PlanError(f"lengths.stage: {lengths.stage!r} is part of a cycle, which has steps")

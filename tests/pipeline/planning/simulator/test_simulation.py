@@ -25,6 +25,7 @@ from pipeline.planning.simulator.scenario import (
     Stragglers,
     Walltime,
 )
+from pipeline.planning.simulator.show import load
 from pipeline.planning.simulator.studies import SCENARIOS, STUDIES
 from rlinf.config import validate
 from rlinf.errors import ConfigError, PlanError
@@ -261,3 +262,88 @@ def test_a_wrong_problem_file_is_refused(
     result = CliRunner().invoke(app, ["simulate", str(file)])
     assert isinstance(result.exception, PlanError)
     assert message in str(result.exception)
+
+
+NET = {"gpu_bytes_per_s": {"a": 1e9, "b": 1e9}}
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"lengths": {"samples": 9, "sigma": 50}}, "lengths.sigma"),
+        ({"lengths": {"samples": 9, "longest": float("inf")}}, "lengths.longest"),
+        ({"lengths": {"samples": 9, "empirical": [0, 0]}}, "lengths.empirical"),
+        ({"lengths": {"samples": 9, "empirical": [-1, 3]}}, "lengths.empirical"),
+        ({"losses": {"per_hour": {"a": -1}}}, "losses.per_hour.a"),
+        ({"network": {"gpu_bytes_per_s": {"a": 0, "b": 1e9}}}, "network.gpu_bytes_per_s.a"),
+        ({"network": NET | {"payload": {"rollout": {"train": -1}}}}, "network.payload.rollout"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(values: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        validate(Scenario, values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lengths": {"samples": 9, "replicas": {"c": {}}}}, "lengths.replicas: no kind 'c'"),
+        ({"losses": {"per_hour": {"aa": 1}}}, "losses.per_hour: no kind 'aa'"),
+        (
+            {"stragglers": {"per_gpu_hour": 1, "balanced": ["rollouts"]}},
+            "stragglers.balanced: no stage 'rollouts'; did you mean 'rollout'",
+        ),
+        (
+            {"network": {"gpu_bytes_per_s": {"a": 1e9, "b": 1e9, "c": 1e9}}},
+            "network.gpu_bytes_per_s: no kind 'c'",
+        ),
+        ({"network": NET | {"payload": {"rollou": {}}}}, "network.payload: no stage 'rollou'"),
+        (
+            {"network": NET | {"payload": {"rollout": {"trian": 1}}}},
+            "network.payload.rollout: no stage 'trian'; did you mean 'train'",
+        ),
+    ],
+)
+def test_a_scenario_of_other_stages_or_kinds_is_refused(
+    values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        simulate(*two_pools(), validate(Scenario, values), iterations=1)
+
+
+@pytest.mark.parametrize("redo", ["micro-batch", "iteration"])
+def test_losses_that_leave_no_time_to_work_are_refused(redo: str) -> None:
+    endless = validate(Scenario, {"losses": {"per_hour": {"a": 1e5}, "redo": redo}})
+    with pytest.raises(PlanError, match=r"losses: .* would never end; lower losses\.per_hour"):
+        simulate(*two_pools(), endless, iterations=1)
+
+
+def test_gpus_that_become_slow_all_the_time_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"stragglers\.per_gpu_hour: 1e\+09 makes 4 GPUs slow"):
+        simulate(*two_pools(), Scenario(stragglers=Stragglers(per_gpu_hour=1e9)), iterations=1)
+
+
+ONE_KIND = """
+kinds: {a: {gpus: 4}}
+stages:
+  rollout: {seconds: {a: {1: 8, 2: 4, 4: 2}}}
+  train: {seconds: {a: {1: 8, 2: 4, 4: 2}}, after: [rollout]}
+"""
+
+
+def test_a_problem_without_micro_batches_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "problem.yaml").write_text(ONE_KIND + "micro_batches: []\n")
+    with pytest.raises(PlanError, match="micro_batches"):
+        load(str(tmp_path / "problem.yaml"), None)
+
+
+def test_a_plan_whose_pool_evaluates_now_and_then_is_played(tmp_path: Path) -> None:
+    (tmp_path / "problem.yaml").write_text(ONE_KIND)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "{grain: segment, pools: [{stages: [rollout, train], gpus: {a: 3}}, "
+        "{stages: [evaluate], gpus: {a: 1}}]}"
+    )
+    problem, placement = load(str(tmp_path / "problem.yaml"), plan)
+    assert placement.pools == ((0, 1),)
+    assert simulate(problem, placement, iterations=1).iteration_s == pytest.approx([8])
