@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.planning.planner.access import refused
 from pipeline.planning.profile.kinds import Kind, group_of, kinds_of, left_out
 from pipeline.planning.profile.schema import KindProfile, Profile
 from rlinf.errors import PlanError, nearest
@@ -26,6 +27,8 @@ class Devices:
     has_price: bool = False
     """Whether the site file says it."""
     time_limit_min: int | None = None
+    most_nodes: int | None = None
+    """Of a job; None: all there are."""
     preemptible: bool = False
     losses_per_hour: float = 0.0
     """Expected preemptions and failures of a job."""
@@ -69,6 +72,11 @@ class Devices:
         return bool(kind.gpu_model) or gpus.find(kind.gpu_type) is None
 
     @property
+    def job_nodes(self) -> int:
+        """Most nodes of a job."""
+        return self.kind.nodes if self.most_nodes is None else min(self.kind.nodes, self.most_nodes)
+
+    @property
     def limit_s(self) -> float:
         """Longest time of a job."""
         return math.inf if self.time_limit_min is None else 60.0 * self.time_limit_min
@@ -106,8 +114,12 @@ def devices_of(
     kinds = kinds_of(inventory, site)
     _known(partitions, kinds, inventory)
     found, missing = {}, []
+    closed: dict[str, str] = {}
     for name, kind in kinds.items():
         if partitions and not {name, kind.partition} & set(partitions):
+            continue
+        if why := refused(kind.partition, inventory, site):
+            closed[kind.partition] = why
             continue
         measured = _measured(kind, profile)
         if measured is None:
@@ -119,12 +131,21 @@ def devices_of(
             f"profile: nothing measured on {missing[0]!r}; "
             f"measure it with: rlinf profile --partition {kinds[missing[0]].partition}"
         )
+    if closed and (partitions or not found):
+        name, why = next(iter(closed.items()))
+        raise PlanError(f"partition {name}: jobs of yours do not run there: {why}; choose another")
     if not found:
         raise PlanError(
             f"profile: it has {', '.join(profile.kinds)}, this cluster "
             f"{', '.join(kinds) or 'nothing'}; measure here with: rlinf profile"
         )
     notes = [f"{name} was not measured and is left out" for name in missing]
+    notes += [f"partition {name} is left out: {why}" for name, why in closed.items()]
+    notes += [
+        f"{own.name}: a job has at most {own.most_nodes} of its {own.kind.nodes} nodes (MaxNodes)"
+        for own in found.values()
+        if own.most_nodes is not None and own.most_nodes < own.kind.nodes
+    ]
     notes += [note for own in found.values() if (note := left_out(own.kind, inventory))]
     return _told_apart(found, inventory), tuple(notes)
 
@@ -247,6 +268,7 @@ def _joined(kind: Kind, measured: KindProfile, inventory: Inventory, site: Site)
         price=price or 1.0,
         has_price=price is not None,
         time_limit_min=inventory.partitions[kind.partition].time_limit_min,
+        most_nodes=inventory.partitions[kind.partition].max_nodes_per_job,
         preemptible=inventory.preemptible(kind.partition),
         losses_per_hour=site.of(kind.partition).losses_per_hour,
         nodes=frozenset(group.nodes if group else ()),

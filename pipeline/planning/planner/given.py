@@ -34,6 +34,11 @@ def option_of(
     for own, count in zip(chosen, nodes, strict=True):
         if count > own.kind.nodes:
             raise PlanError(f"{at}.nodes: {count} asked of {own.name}, which has {own.kind.nodes}")
+        if own.most_nodes is not None and sum(nodes) > own.most_nodes:
+            raise PlanError(
+                f"{at}.nodes: {sum(nodes)} asked of {own.name}, where a job has at most "
+                f"{own.most_nodes} (MaxNodes of the partition)"
+            )
         if asked.processes > own.per_node:
             raise PlanError(
                 f"{at}.processes: {asked.processes} a node, nodes of {own.name} have "

@@ -278,7 +278,7 @@ def _shapes(work: Work, most: int) -> Iterator[tuple[int, int]]:
             f"a node has {work.devices.kind.mem_mb_per_node}"
         )
     seen = set()
-    for nodes in range(1, work.devices.kind.nodes + 1):
+    for nodes in range(1, work.devices.job_nodes + 1):
         for processes in range(1, per_node + 1):
             count = nodes * processes
             if count <= most and count not in seen and not work.refused(count):
@@ -288,8 +288,11 @@ def _shapes(work: Work, most: int) -> Iterator[tuple[int, int]]:
 
 def _shared_shapes(works: tuple[Work, Work], most: int) -> Iterator[tuple[tuple[int, ...], int]]:
     for processes in range(1, min(work.per_node() for work in works) + 1):
-        for nodes in itertools.product(*(_some(work.devices.kind.nodes) for work in works)):
+        for nodes in itertools.product(*(_some(work.devices.job_nodes) for work in works)):
             count = sum(nodes) * processes
+            # Both are of one partition, whose limit holds for the job.
+            if any(sum(nodes) > (work.devices.most_nodes or sum(nodes)) for work in works):
+                continue
             if count <= most and not any(work.refused(count) for work in works):
                 yield nodes, processes
 

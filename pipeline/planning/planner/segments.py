@@ -201,6 +201,8 @@ def _rates(work: Work, request: Request) -> RateTable:
         raise PlanError(work.refused(count) or "no number of devices that is there was measured")
     known = request.corrections.get((work.stage, work.devices.name), Correction())
     spread, rates = np.minimum(table.spread, known.spread), table.rates / known.working
+    # A pool is one job.
+    rates = np.where(counts <= work.devices.job_nodes * work.devices.per_node, rates, 0.0)
     limit = work.devices.time_limit_min
     if limit is not None:
         # A job that ends before any stage of it does would begin with the same one for ever.
