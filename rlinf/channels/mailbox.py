@@ -46,10 +46,10 @@ from rlinf.channels.curve import (
 )
 from rlinf.channels.keys import run_keys
 from rlinf.channels.messages import (
-    CUT_BYTES,
     MAX_NAME,
     Pointer,
     check_numbers,
+    largest_frame,
     opened,
     read_pointer,
     send,
@@ -134,7 +134,7 @@ class Mailbox:
             "bye": self._bye,
         }
         self._context = zmq.Context()
-        largest = max(CUT_BYTES, max_bytes)
+        largest = largest_frame(max_bytes)
         self._socket = host_socket(self._context, keys, timeout_s=timeout_s, max_bytes=largest)
         self._authenticator = Authenticator(self._context, keys, self._socket)
         try:

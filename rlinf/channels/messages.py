@@ -21,6 +21,8 @@ MAX_CONTROL_BYTES = 1 << 20
 """The largest message without its items; a larger one is dropped and counted."""
 CUT_BYTES = 16 << 20
 """A larger part of a message ends its connection unread, where no larger item may be sent."""
+ROOM_BYTES = 1 << 10
+"""What a frame takes beyond the item in it: its encryption is a few dozen."""
 PART_BYTES = 64 << 10
 ZERO_COPY_BYTES = 1 << 16
 RESEND_S = HEARTBEAT_S
@@ -35,6 +37,14 @@ class Pointer(NamedTuple):
     max_bytes: int
     memory: str
     """Of its node; see :func:`rlinf.segments.this_memory`."""
+
+
+def largest_frame(max_bytes: int) -> int:
+    """Where a connection ends whose items have up to so many bytes; the largest one gets through.
+
+    One that does not would be sent again for ever, and nothing after it.
+    """
+    return max(CUT_BYTES, max_bytes + ROOM_BYTES)
 
 
 def write_pointer(path: Path, pointer: Pointer) -> None:

@@ -18,12 +18,12 @@ from rlinf.channels.curve import HEARTBEAT_S, client_socket, reachable, routing_
 from rlinf.channels.keys import run_keys
 from rlinf.channels.mailbox import BATCH, Decode
 from rlinf.channels.messages import (
-    CUT_BYTES,
     MAX_NAME,
     PART_BYTES,
     RESEND_S,
     Pointer,
     check_numbers,
+    largest_frame,
     opened,
     read_pointer,
     send,
@@ -269,7 +269,7 @@ class Peer:
             self._keys,
             self._id,
             timeout_s=LINK_TIMEOUT_S,
-            max_bytes=max(CUT_BYTES, host.max_bytes),
+            max_bytes=largest_frame(host.max_bytes),
         )
         fresh.immediate = True  # nothing piles up for a host that is gone
         try:

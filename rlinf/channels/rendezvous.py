@@ -42,6 +42,9 @@ SILENT_S = 30.0
 BEAT_SHARE = 1 / 15
 """Every rank of a large group says so often that it is there, for as long as it lives."""
 MAX_BYTES = 1 << 24
+"""Of a request or an answer."""
+MAX_VALUE_BYTES = MAX_BYTES - (1 << 10)
+"""Of a key and its value, which are in an answer with a little beside them."""
 Do = Callable[..., Any]
 """What carries out a request: verb and arguments."""
 
@@ -130,13 +133,18 @@ class Guest(Peer):
         """Have rank 0 carry out a request.
 
         Raises:
-            DistStoreError: it does not answer, or this end is closed.
+            DistStoreError: it does not answer, this end is closed, or the request is too large.
         """
         with self._asks:
             self._number += 1
             deadline = time.monotonic() + SILENT_S
+            request = msgpack.packb((self._number, verb, *arguments))
+            if len(request) > MAX_BYTES:
+                raise DistStoreError(
+                    f"{verb} of {len(request)} bytes: a rendezvous carries at most {MAX_BYTES}"
+                )
             try:
-                self.give(msgpack.packb((self._number, verb, *arguments)))
+                self.give(request)
                 while (left := deadline - time.monotonic()) > 0:
                     for number, value in self.take(left):
                         if number == self._number:
@@ -311,6 +319,8 @@ def _unpacked(message: Block) -> list[Any]:
 def _check(key: str, *values: bytes) -> None:
     if type(key) is not str or any(type(value) is not bytes for value in values):
         raise TypeError("keys are text and values are bytes")
+    if any(len(key) + len(value) > MAX_VALUE_BYTES for value in values):
+        raise ValueError(f"{key[:80]!r}: keys and values have at most {MAX_VALUE_BYTES} bytes")
 
 
 def _bytes(value: str | bytes) -> bytes:

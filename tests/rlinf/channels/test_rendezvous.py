@@ -28,7 +28,15 @@ from torch._C._distributed_c10d import HashStore
 from rlinf.channels import rendezvous
 from rlinf.channels.keys import Keys, run_keys
 from rlinf.channels.messages import read_pointer
-from rlinf.channels.rendezvous import Guest, Host, Rendezvous, Table, meet
+from rlinf.channels.rendezvous import (
+    MAX_BYTES,
+    MAX_VALUE_BYTES,
+    Guest,
+    Host,
+    Rendezvous,
+    Table,
+    meet,
+)
 from rlinf.channels.world import GROUP, World
 from rlinf.errors import ConfigError, StageError
 from tests.rlinf.channels.proxy import Proxy
@@ -116,6 +124,18 @@ def test_what_makes_no_sense_is_dropped(host: Host, guest: Guest, request_: obje
     guest.give(msgpack.packb(request_))
     assert guest.do("count") == 0
     assert host.malformed == 1
+
+
+def test_what_is_too_large_is_refused_and_all_else_is_carried(host: Host, guest: Guest) -> None:
+    """What never got through would be sent again for ever, and nothing after it."""
+    with pytest.raises(dist.DistStoreError, match="set of 16777229 bytes"):
+        guest.do("set", "k", bytes(MAX_BYTES))
+    with pytest.raises(ValueError, match="'k': keys and values have at most"):
+        host.do("set", "k", bytes(MAX_BYTES))
+    largest = bytes(MAX_VALUE_BYTES - 1)
+    guest.do("set", "k", largest)
+    assert guest.do("value", "k") == largest
+    assert guest.do("count") == 1
 
 
 def test_one_that_is_not_answered_in_time_is_told_so(

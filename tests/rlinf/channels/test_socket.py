@@ -25,6 +25,7 @@ from rlinf.channels.base import ChannelFailed
 from rlinf.channels.keys import run_keys
 from rlinf.channels.numbered import WINDOW
 from rlinf.channels.socket import SocketSink, SocketSource
+from rlinf.channels.wire import encode
 from rlinf.data.record import Identity, Record
 from rlinf.errors import DataError, InputError
 from tests.rlinf.channels.proxy import Proxy
@@ -34,6 +35,7 @@ import os, sys, time
 from pathlib import Path
 import numpy as np
 from rlinf.channels.socket import SocketSink, SocketSource
+from rlinf.channels.wire import encode
 from rlinf.data.record import Identity, Record
 folder = Path(sys.argv[1])
 """
@@ -174,6 +176,24 @@ def test_a_message_over_the_limit_is_refused(tmp_path: Path) -> None:
         other.put(Record(Identity(0, i), {"x": np.zeros(1 << 10)}))
     assert samples(host, 100) == list(range(100))
     other.close()
+    host.close()
+
+
+def test_a_record_as_large_as_a_message_may_be_arrives(tmp_path: Path) -> None:
+    """Its encryption takes some bytes more, and the connection must not end at them."""
+    most = 17 << 20
+    host = SocketSource(tmp_path, "c", interface="127.0.0.1", max_bytes=most)
+    around = encode(Record(Identity(0, 1), {"x": np.zeros(0, np.uint8)})).size
+    # From the next multiple of the arrays' alignment on.
+    wide = Record(Identity(0, 1), {"x": np.zeros(most - -(-around // 64) * 64, np.uint8)})
+    excess = encode(wide).size - most
+    wide = Record(Identity(0, 1), {"x": wide.steps["x"][: len(wide) - max(0, excess)]})
+    assert encode(wide).size == most
+    sink = SocketSink(tmp_path, "c")
+    sink.put(wide)
+    sink.put(record(2))
+    assert samples(host, 2) == [1, 2]
+    sink.close()
     host.close()
 
 
