@@ -39,10 +39,12 @@ HANDSHAKE_MS = 5000
 """How long a connection may take to show the run's key."""
 MOST_UNKNOWN = 512
 """Connections that have not; fewer where a process may open few files."""
-KNOWN_BYTES = 64 + 202 + 259
-"""Least that a client with the key has sent: greeting, HELLO and INITIATE. libzmq ends connections
-whose HELLO was made without the host's public key."""
-TCP_INFO_BYTES, BYTES_RECEIVED = 136, 128
+KNOWN_BYTES = 64 + 170 + 32
+"""Least that a client with the key has got from the host: greeting, WELCOME and READY. One with
+another key gets a dozen in place of the last, one without the host's the greeting alone. What it
+has sent says nothing, it may be anything; and the socket's monitor, which tells of every handshake
+that succeeded, does not say of which connection."""
+TCP_INFO_BYTES, BYTES_ACKED = 128, 120
 """Of ``struct tcp_info`` (linux/tcp.h): how much of it is read, and where the number stands."""
 INTERFACE = "RLINF_INTERFACE"
 """Variable that says where the hosts of this process listen, as ``cluster.interface`` does."""
@@ -138,7 +140,7 @@ class Authenticator:
             if connection.family != socket.AF_INET or connection.getsockname()[1] != self._port:
                 return
             facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-            if struct.unpack_from("=Q", facts, BYTES_RECEIVED)[0] >= KNOWN_BYTES:
+            if struct.unpack_from("=Q", facts, BYTES_ACKED)[0] >= KNOWN_BYTES:
                 return
             self.dropped += 1
             if self.dropped == 1:

@@ -9,6 +9,16 @@ from pathlib import Path
 import pytest
 
 FLOOD = 1100
+SAYS = {
+    "nothing": b"",
+    # A greeting as a client's, and the beginning of a long command.
+    "junk": bytes.fromhex("ff00000000000000007f0300")
+    + b"CURVE".ljust(52, b"\0")
+    + b"\x06"
+    + (1 << 20).to_bytes(8, "big")
+    + b"x" * 600,
+}
+"""What a stranger says on each connection."""
 PRELUDE = f"""
 FLOOD = {FLOOD}
 import json, os, resource, socket, subprocess, sys, time
@@ -16,12 +26,18 @@ from pathlib import Path
 STRANGER = '''
 import socket, sys
 port = int(sys.stdin.readline())
-held = [socket.create_connection(("127.0.0.1", port)) for _ in range(%d)]
+held = []
+for _ in range(%d):
+    held.append(socket.create_connection(("127.0.0.1", port)))
+    held[-1].sendall(bytes.fromhex(sys.argv[1]))
 print(len(held), flush=True)
 sys.stdin.read()
 ''' % FLOOD
 stranger = subprocess.Popen(
-    [sys.executable, "-c", STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    [sys.executable, "-c", STRANGER, sys.argv[2]],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
 )
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
 os.environ["RLINF_INTERFACE"] = "127.0.0.1"
@@ -85,9 +101,10 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("part", [CHANNEL, CONTROL, RENDEZVOUS], ids=["channel", "control", "rank"])
-def test_a_thousand_idle_connections_stop_nothing(tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize("says", SAYS)
+def test_a_thousand_idle_connections_stop_nothing(tmp_path: Path, part: str, says: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + part + REST, str(tmp_path)],
+        [sys.executable, "-c", PRELUDE + part + REST, str(tmp_path), SAYS[says].hex()],
         check=False,
         capture_output=True,
         text=True,
@@ -112,7 +129,7 @@ os._exit(0)
 """
     )
     done = subprocess.run(
-        [sys.executable, "-c", body, str(tmp_path)],
+        [sys.executable, "-c", body, str(tmp_path), ""],
         check=False,
         capture_output=True,
         text=True,
