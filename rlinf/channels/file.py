@@ -39,7 +39,8 @@ BLOCK_BYTES = 1 << 18
 class FileWriter(Sink):
     """The producing side: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
 
-    Nothing is visible to a reader before the stage commits its manifest.
+    Nothing is visible to a reader before the stage commits its manifest. Records that make more
+    than one part lie in them as they came: equal ones that come in another order give other bytes.
     """
 
     def __init__(self, folder: Path, name: str, rank: int = 0) -> None:
