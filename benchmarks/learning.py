@@ -26,6 +26,7 @@ import h5py
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.__main__ import RESULTS
 from benchmarks.combinations import ALGORITHMS, COLUMNS, refusal
 from benchmarks.learning_rows import COLLECTED, ROWS
 from pipeline.commands.results import Results
@@ -129,6 +130,15 @@ def theirs(name: str, seed: int) -> Iterator[Point]:
         held_out.seed(10_000)
         score, _ = evaluate_policy(model, held_out, EPISODES, warn=False)
         yield {"steps": float(steps), "score": float(np.mean(score))}
+
+
+GAINS = {
+    ("grpo", "causal_lm"): {"first_model": "names in texts", "first_model_lora": "by adapters"},
+    ("grpo", "vla"): {"vla": "drawer-close-v3"},
+    ("grpo", "smolvla"): {"smolvla": "drawer-close-v3"},
+}
+"""Rows of ``python -m benchmarks`` by algorithm and column: the beginning of their names, and what
+was learned."""
 
 
 def main() -> int:
@@ -248,7 +258,7 @@ def matrix(known: Known) -> str:
 
 def cell(algorithm: str, column: str, known: Known) -> str:
     """The last scores of the rows of a combination, mean over seeds, or that it runs."""
-    said = []
+    said = gains(algorithm, column)
     for name, row in ROWS.items():
         if (row.algorithm, row.column) != (algorithm, column):
             continue
@@ -265,6 +275,20 @@ def cell(algorithm: str, column: str, known: Known) -> str:
         word = "learns" if reached else "goal not reached"
         said.append(f"{word}: {row.task} {mean:.4g}")
     return "; ".join(said) or "runs"
+
+
+def gains(algorithm: str, column: str) -> list[str]:
+    """What was gained over the policy that a run began with, of combinations that were measured so
+    (:mod:`benchmarks.gain`)."""
+    rows = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    found = []
+    for prefix, task in GAINS.get((algorithm, column), {}).items():
+        points, lower = (rows.get(f"{prefix}_gain_{what}") for what in ("points", "lower"))
+        if points is not None and lower is not None:
+            reached = points["value"] >= points["goal"] and lower["value"] > 0
+            word = "learns" if reached else "goal not reached"
+            found.append(f"{word}: {task} {points['value']:+.3g} points")
+    return found
 
 
 def draw(name: str, known: Known) -> None:
