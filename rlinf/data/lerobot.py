@@ -35,7 +35,7 @@ from rlinf.data.record import Identity, Record, Scalar
 from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.data.video import read_video
 from rlinf.errors import DataError, require
-from rlinf.models.folder import places_of
+from rlinf.private import places_of
 
 INFO = Path("meta/info.json")
 STATE, ACTION, REWARD, SUCCESS = "observation.state", "action", "next.reward", "next.success"

@@ -6,13 +6,7 @@ import os
 from pathlib import Path
 
 from rlinf.errors import DataError
-
-
-def places_of(folder: Path) -> list[Path]:
-    """Where links in a folder may lead: into it, and in a cache of Hugging Face
-    (``models--*/snapshots/REVISION``) into ``blobs`` beside it."""
-    home = folder.resolve()
-    return [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+from rlinf.private import places_of
 
 
 def check_links(folder: Path) -> None:
