@@ -65,7 +65,8 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
 def _key(run: Run, job: Job) -> str:
     """A digest of all that the workers of a pool go by: what they are started with, on what, the
     configuration that they read and the code that they have in memory."""
-    config = run.config.model_dump(mode="json", exclude={"cluster"})
+    # How far a run goes is the driver's matter: a schedule's length is frozen apart from it.
+    config = run.config.model_dump(mode="json", exclude={"cluster", "iterations", "log"})
     code = (run.folder / CODE).read_text()
     parts = [asdict(part) for part in job.components]
     return digest([job.module, [*job.argv], parts, config, code])
