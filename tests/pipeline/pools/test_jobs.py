@@ -1,0 +1,49 @@
+"""Which jobs of pools a later driver takes over, and which it starts anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline.commands.experiment import prepare
+from pipeline.launch import ClusterConfig
+from pipeline.plan import parse_plan
+from pipeline.pools.jobs import pool_job, pool_states
+from pipeline.run import Run
+from rlinf.config import RetentionSection
+from stages.layout import CODE
+
+Compose = Callable[..., dict[str, Any]]
+ALL = ["rollout", "reward", "inference", "train"]
+PLAN = {"grain": "segment", "pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+
+
+@pytest.fixture
+def key(compose: Compose) -> Callable[..., str]:
+    """That of the only pool of a run, with other values of its frozen configuration."""
+    run = prepare({**compose("cluster=local"), "plan": PLAN})
+
+    def made(
+        change: dict[str, Any] | None = None, mem_mb: int = 500, code: str = "{}", **cluster: Any
+    ) -> str:
+        (run.folder / CODE).write_text(code)
+        config = run.config.model_copy(update=change or {})
+        plan = parse_plan({**PLAN, "defaults": {"mem_mb": mem_mb}}, "plan")
+        settings = ClusterConfig(launcher="local", **cluster)
+        return pool_job(Run(run.folder, config), plan, settings, pool_states(plan)[0]).key
+
+    return made
+
+
+def test_what_workers_do_not_see_changes_nothing(key: Callable[..., str]) -> None:
+    assert key() == key({"iterations": 7}) == key({"log": {"trackers": ["wandb"]}})
+    assert key() == key(retries=9)
+
+
+def test_their_configuration_resources_and_code_are_part_of_it(key: Callable[..., str]) -> None:
+    kept = RetentionSection(trajectories=9)
+    others = [key({"seed": 4}), key({"retention": kept}), key(mem_mb=900)]
+    others += [key(code='{"a": 1}'), key(env={"A": "1"})]
+    assert len({key(), *others}) == 6
