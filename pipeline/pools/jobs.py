@@ -67,6 +67,7 @@ def _key(run: Run, job: Job) -> str:
     configuration that they read and the code that they have in memory."""
     # How far a run goes is the driver's matter: a schedule's length is frozen apart from it.
     config = run.config.model_dump(mode="json", exclude={"cluster", "iterations", "log"})
-    code = (run.folder / CODE).read_text()
+    path = run.folder / CODE
+    code = path.read_text() if path.exists() else ""  # a dry run has no folder
     parts = [asdict(part) for part in job.components]
     return digest([job.module, [*job.argv], parts, config, code])
