@@ -22,6 +22,7 @@ Compose = Callable[..., dict[str, Any]]
 SMALL = [
     "run.name=smolvla",
     "iterations=2",
+    "reward=environment",
     "task.demonstrations=2",
     "task.images={corner: [24, 24]}",
     "model.hidden=32",
