@@ -133,7 +133,10 @@ def theirs(name: str, seed: int) -> Iterator[Point]:
 
 
 GAINS = {
-    ("grpo", "causal_lm"): {"first_model": "names in texts", "first_model_lora": "names in texts, by adapters"},
+    ("grpo", "causal_lm"): {
+        "first_model": "names in texts",
+        "first_model_lora": "names in texts, by adapters",
+    },
     ("grpo", "vla"): {"vla": "drawer-close-v3"},
     ("grpo", "smolvla"): {"smolvla": "drawer-close-v3"},
 }
