@@ -199,7 +199,7 @@ class Backlog:
             self._pause_s = FIRST_PAUSE_S
             for entry, identity in zip(entries, ids, strict=True):
                 entry.id = identity
-                _note(entry.job, identity)
+                note(entry.job, identity)
                 self._since += entry.job.components
         del self._waiting[: len(units)]
         return True
@@ -222,15 +222,16 @@ class Note:
     """The job that was submitted last for an output."""
 
     id: str
-    key: str
+    name: str = ""
+    key: str = ""
 
 
 def noted(out: Path) -> Note | None:
     """What stands beside an output of the job submitted last for it, if there was one."""
     try:
-        note = json.loads((out / NOTE).read_text())
-        return Note(str(note["id"]), str(note.get("key", "")))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        known = json.loads((out / NOTE).read_text())
+        return Note(**{key: str(known[key]) for key in ("id", "name", "key") if key in known})
+    except (OSError, ValueError, TypeError):
         return None
 
 
@@ -251,6 +252,7 @@ def _commented(job: Job, word: str) -> Job:
     return replace(job, resources=with_word(job.resources), further=further)
 
 
-def _note(job: Job, identity: str) -> None:
-    note = {"id": identity, "name": job.name, "key": job.key, "submitted": time.time()}
-    write_atomic(job.out / NOTE, json.dumps(note))
+def note(job: Job, identity: str) -> None:
+    """Write beside a job's output what :func:`noted` reads."""
+    content = {"id": identity, "name": job.name, "key": job.key, "submitted": time.time()}
+    write_atomic(job.out / NOTE, json.dumps(content))

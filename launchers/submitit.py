@@ -16,13 +16,13 @@ from pathlib import Path
 
 from launchers.backlog import Backlog, Entry, active, noted
 from launchers.base import Job, tail
+from rlinf.artifacts import MANIFEST
 from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmSilent
 from slurm.client import Queued, SlurmClient
 from slurm.jobs import State, Status
 from slurm.quotas import Quotas
 from slurm.reasons import stuck
 
-MANIFEST = "manifest.json"
 log = logging.getLogger("rlinf")
 
 

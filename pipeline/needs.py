@@ -196,12 +196,15 @@ def with_partition(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
     Args:
         partitions: of the cluster.
     """
-    name = next((partition.name for partition in partitions.values() if partition.default), None)
+    # Slurm's module is read where a cluster was asked alone.
+    from slurm.client import default_partition
+
+    default = default_partition(partitions)
     unnamed = [stage for stage in plan.flow.table if plan.of(stage).partition is None]
-    if name is None or not unnamed:
+    if default is None or not unnamed:
         return plan
     named = {
-        stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": name})
+        stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": default.name})
         for stage in unnamed
     }
     return plan.model_copy(update={"stages": {**plan.stages, **named}})

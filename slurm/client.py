@@ -282,6 +282,11 @@ def parse_minutes(text: str) -> int | None:
     return int(days or 0) * 1440 + hours * 60 + minutes
 
 
+def default_partition(partitions: Mapping[str, Partition]) -> Partition | None:
+    """The one that jobs go to which name none."""
+    return next((partition for partition in partitions.values() if partition.default), None)
+
+
 def partition_names(text: str) -> tuple[str, ...]:
     """``a100,h100`` as its names: the job runs in the first of them that has room."""
     return tuple(name.strip() for name in text.split(","))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlinf.errors import PlanError, nearest
-from slurm.client import LikeNodes, Partition, partition_names
+from slurm.client import LikeNodes, Partition, default_partition, partition_names
 from slurm.jobs import Resources
 
 
@@ -29,7 +29,7 @@ def _chosen(
     names: str | None, partitions: Mapping[str, Partition], where: str
 ) -> Iterator[Partition]:
     if names is None:
-        partition = next((p for p in partitions.values() if p.default), None)
+        partition = default_partition(partitions)
         if partition is None:
             raise PlanError(
                 f"{where}.partition: this cluster has no default partition{nearest('', partitions)}"

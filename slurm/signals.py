@@ -22,7 +22,7 @@ from slurm.client import WARNINGS
 from slurm.deadline import stop_in
 
 SHARE = 0.75
-"""Of the time until work should stop: who is stopped after it had the time that there was."""
+"""Of the time until work should stop: a stage that is stopped later had the time that there was."""
 log = logging.getLogger("rlinf")
 
 

@@ -8,14 +8,12 @@ life finds pools and jobs by their notes in the run directory, as any driver doe
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launchers.backlog import NOTE, noted
+from launchers.backlog import note, noted
 from launchers.base import Job
 from launchers.sbatch import sbatch_lasting
 from pipeline.launch import ClusterConfig, DriverJob, resources
@@ -23,9 +21,8 @@ from pipeline.lock import LOCK, is_driven
 from pipeline.plan import StagePlan
 from pipeline.run import Run
 from rlinf import machine
-from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError, RlinfError, RunLockedError
-from slurm.client import Partition, Queued, SlurmClient
+from slurm.client import Partition, Queued, SlurmClient, default_partition
 from slurm.ids import own_id
 from slurm.jobs import Resources
 from slurm.limits import check_resources
@@ -55,10 +52,10 @@ def driver_needs(cluster: ClusterConfig, client: SlurmClient) -> Resources:
         SlurmError: Slurm is not there or does not answer.
     """
     asked, partitions = cluster.driver, client.partitions()
-    default = next((p.name for p in partitions.values() if p.default), None)
+    default = default_partition(partitions)
     plan = StagePlan(
         # By its name, for what the site file says of it.
-        partition=asked.partition or default,
+        partition=asked.partition or (default and default.name),
         cpus=asked.cpus,
         mem_mb=asked.mem_mb,
         time_min=asked.time_min or _time_min(asked, partitions),
@@ -88,8 +85,7 @@ def submit(job: Job) -> str:
         SlurmError: sbatch refused it.
     """
     identity = sbatch_lasting(job)
-    note = {"id": identity, "name": job.name, "submitted": time.time()}
-    write_atomic(job.out / NOTE, json.dumps(note))
+    note(job, identity)
     return identity
 
 
@@ -123,8 +119,8 @@ def submitted(run: Run, client: SlurmClient | None = None) -> tuple[str, Queued]
 
 def noted_job(run: Run) -> str | None:
     """The id of the driver's job that was submitted last."""
-    note = noted(run.folder / DRIVER)
-    return None if note is None else note.id
+    last = noted(run.folder / DRIVER)
+    return None if last is None else last.id
 
 
 def refuse_beside_job(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
+from launchers.backlog import noted
 from pipeline.commands.driver_job import noted_job, submitted
 from pipeline.commands.export import versions
 from pipeline.flow import Graph, Node
@@ -225,11 +225,8 @@ def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, 
     for folder in folders:
         if (folder / "manifest.json").exists():
             continue
-        try:
-            note = json.loads((folder / "job.json").read_text())
-            notes[str(note["id"])] = str(note["name"])
-        except (OSError, ValueError, KeyError):
-            continue
+        if (job := noted(folder)) is not None:
+            notes[job.id] = job.name
     if not notes:
         return []
     try:

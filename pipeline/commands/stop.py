@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from launchers.backlog import NOTE
+from launchers.backlog import NOTE, noted
 from pipeline.commands.driver_job import submitted
 from pipeline.lock import LOCK, is_driven
 from pipeline.run import Run
@@ -125,6 +125,5 @@ def _jobs(run: Path) -> Iterator[tuple[str, str]]:
         for note in run.glob(f"{pattern}/{NOTE}"):
             if note.parent.name == DRIVER or (note.parent / MANIFEST).exists():
                 continue
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                content = json.loads(note.read_text())
-                yield str(content["id"]), str(content["name"])
+            if (job := noted(note.parent)) is not None:
+                yield job.id, job.name

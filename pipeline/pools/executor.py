@@ -2,8 +2,7 @@
 
 Pools are jobs of their own that find the driver through the run directory, in whatever order they
 start. A stage may be ordered before its inputs are committed: those made in the same pool stay in
-its memory, records made in another are sent while they are made. What is not in memory any more, or
-not yet, is read from disk once it is committed.
+its memory, records made in another are sent while they are made. All else is read from disk.
 """
 
 from __future__ import annotations
