@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import h5py
@@ -62,7 +63,13 @@ def test_the_page_has_the_table_of_what_was_measured() -> None:
     assert f"{BEGIN.format('rows')}\n{table(curves())}\n" in PAGE.read_text()
 
 
-def test_a_cell_says_what_all_seeds_reached() -> None:
+def test_a_cell_says_what_all_seeds_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains = tmp_path / "results.json"
+    gains.write_text(json.dumps({"rows": []}))
+    monkeypatch.setattr("benchmarks.learning.RESULTS", gains)
+
     def run(*scores: float) -> dict[str, object]:
         return {"ours": {"curve": [{"steps": 0.0, "score": score} for score in scores]}}
 
@@ -77,6 +84,15 @@ def test_a_cell_says_what_all_seeds_reached() -> None:
     assert "learns: Hopper-v5 550" in cell("ppo", "mlp", known)
     known["hopper_ppo"]["1"] = {**run(0, 550), **both}
     assert "goal not reached: Hopper-v5 475" in cell("ppo", "mlp", known)
+    rows = [
+        {"name": "first_model_gain_points", "value": 20, "goal": 10},
+        {"name": "first_model_gain_lower", "value": 4, "goal": 0},
+        {"name": "vla_gain_points", "value": 20, "goal": 15},
+        {"name": "vla_gain_lower", "value": -1, "goal": 0},
+    ]
+    gains.write_text(json.dumps({"rows": rows}))
+    assert cell("grpo", "causal_lm", {}) == "learns: names in texts +20 points"
+    assert cell("grpo", "vla", {}) == "goal not reached: drawer-close-v3 +20 points"
 
 
 @pytest.mark.usefixtures("undrawn")
