@@ -7,6 +7,8 @@ the policy's forward pass over the whole response, as it is trained, all in floa
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ import numpy as np
 import torch
 
 from benchmarks.kept import Kept, made_by, missing
+from rlinf import tree
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
 from rlinf.engines.server import ServerEngine
+from rlinf.interpreters import interpreter
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 
 TOLERANCE = 1e-5
@@ -27,7 +31,10 @@ MODEL = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=6
 COUNT, LONGEST, HORIZON, SHARPER = 24, 24, 32, 4.0
 """Prompts, most tokens of one and of a response, and what matrices are multiplied by, so that the
 best token is not the best by rounding alone."""
-ENGINES = ("transformers", "vllm", "sglang")
+ENGINES = {"transformers": None, "vllm": None, "vllm_in_process": "vllm", "sglang": None}
+"""By name the environment that an engine runs in; None: this one."""
+Answers = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Tokens and log-probabilities by prompt."""
 HEAD = """
 | engine | responses | tokens | other tokens | log-probabilities differ by |
 |---|---|---|---|---|"""
@@ -61,7 +68,7 @@ def keys() -> dict[str, str]:
     sizes = [COUNT, LONGEST, HORIZON, SHARPER]
     work = [inspect.getsource(part) for part in (policy, answers, right, beside)]
     return {
-        name: made_by(_server(name), engine=name, model=MODEL.model_dump(), sizes=sizes, work=work)
+        name: made_by(_other(name), engine=name, model=MODEL.model_dump(), sizes=sizes, work=work)
         for name in ENGINES
     }
 
@@ -73,14 +80,13 @@ def compare(kept: Kept, keys: dict[str, str], place: Path) -> bool:
     print(HEAD, flush=True)
     for name, key in keys.items():
         if key not in kept:
-            if (lacks := missing(_server(name))) is not None:
+            if (lacks := missing(_other(name))) is not None:
                 print(f"| `{name}` | {lacks} | | | |", flush=True)
                 continue
             if expected is None:
                 loaded = policy(place / "served")
                 expected = (loaded, right(loaded))
-            said = answers(engines.get(name), place / "served")
-            kept[key] = asdict(beside(*expected, said))
+            kept[key] = asdict(beside(*expected, said(name, place / "served")))
         result = Result(**kept[key])
         print(result.line(name), flush=True)
         good &= result.good
@@ -88,10 +94,22 @@ def compare(kept: Kept, keys: dict[str, str], place: Path) -> bool:
     return good
 
 
-def _server(name: str) -> str | None:
-    """The environment of an engine's server; None: it has none."""
+def _other(name: str) -> str | None:
+    """The environment of an engine or of its server; None: this one."""
     cls = engines.get(name)
-    return cls.Config().server_python if issubclass(cls, ServerEngine) else None
+    return cls.Config().server_python if issubclass(cls, ServerEngine) else ENGINES[name]
+
+
+def said(name: str, folder: Path) -> Answers:
+    """What an engine answers, which runs in the environment that it needs."""
+    own = ENGINES[name]
+    if own is None:
+        return answers(engines.get(name), folder)
+    out = folder.with_name(f"{name}.npz")
+    command = [interpreter(own, "equality"), "-m", "benchmarks.equal_engines", name, folder, out]
+    subprocess.run(command, cwd=tree.ROOT, check=True)
+    with np.load(out) as file:
+        return {i: (file[f"tokens{i}"], file[f"logprobs{i}"]) for i in range(COUNT)}
 
 
 def prompts() -> list[np.ndarray]:
@@ -115,7 +133,7 @@ def policy(folder: Path) -> CausalLM:
     return CausalLM.load(folder, MODEL)
 
 
-def answers(cls: Any, folder: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def answers(cls: Any, folder: Path) -> Answers:
     """Tokens and log-probabilities of an engine, by prompt."""
     given, found = prompts(), {}
     steps = {
@@ -178,3 +196,15 @@ def beside(
         tokens += len(wanted)
         others += max(len(ours), len(wanted)) - same
     return Result(tokens, others, float(np.max(gaps)))
+
+
+def main() -> None:
+    """Write what an engine answers: ``NAME FOLDER OUT``, in an environment that has it."""
+    name, folder, out = sys.argv[1:]
+    found = answers(engines.get(name), Path(folder))
+    columns = {f"tokens{i}": tokens for i, (tokens, _) in found.items()}
+    np.savez(out, **columns, **{f"logprobs{i}": logprobs for i, (_, logprobs) in found.items()})
+
+
+if __name__ == "__main__":
+    main()
