@@ -58,7 +58,7 @@ def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> Lea
         "one-digit sums",
         0.85,
         experiment,
-        (f"algorithm={algorithm}", "trainer.threads=1", *words),
+        (f"algorithm={algorithm}", "iterations=120", "trainer.threads=1", *words),
         unit="tokens",
     )
 
@@ -72,6 +72,19 @@ def _swing(method: str, algorithm: str, *words: str, **more: Any) -> Learns:
         -200,
         "pendulum_sac",
         (f"algorithm={algorithm}", *words),
+        **more,
+    )
+
+
+def _balance(method: str, algorithm: str, *words: str, **more: Any) -> Learns:
+    return Learns(
+        method,
+        algorithm,
+        "mlp_q",
+        "InvertedDoublePendulum-v5",
+        9_000,
+        "double_pendulum_sac",
+        (f"algorithm={algorithm}", "evaluate.every=5", *words),
         **more,
     )
 
@@ -163,7 +176,7 @@ ROWS = {
     "pendulum_rlpd": _swing(
         *("RLPD", "rlpd", "model=mlp_rlpd", "algorithm.update_ratio=5"),
         *("algorithm.policy_every=5", "iterations=10", "evaluate.every=2"),
-        prior=6_000,
+        prior=2_000,
     ),
     "pendulum_iql": _swing(
         *("IQL", "iql", "model=mlp_iql", "flow=offline", "algorithm.updates=500"),
@@ -193,18 +206,21 @@ ROWS = {
         "inverted_pendulum_flow",
     ),
     "metaworld_reach": Learns("PPO", "ppo", "mlp", "Meta-World reach-v3", 0.9, "metaworld_reach"),
-    "double_pendulum_sac": Learns(
+    "metaworld_pixels": Learns(
+        "PPO", "ppo", "cnn", "Meta-World handle-press-v3, pictures alone", 0.9, "metaworld_pixels"
+    ),
+    "double_pendulum_crossq": _balance(
+        *("CrossQ", "crossq", "model=mlp_crossq", "model.critic_hidden=[256,256]"),
+        *("optimizer.betas=[0.5,0.999]", "algorithm.policy_every=1", "iterations=30"),
+    ),
+    "double_pendulum_sac": _balance(
         "SAC",
         "sac",
-        "mlp_q",
-        "InvertedDoublePendulum-v5",
-        9_000,
-        "double_pendulum_sac",
         theirs=Compared(
             env="InvertedDoublePendulum-v5",
             method="SAC",
             steps=30_000,
-            every=5_000,
+            every=2_500,
             settings={"learning_starts": 500, "batch_size": 256, "learning_rate": 3e-4},
         ),
     ),
