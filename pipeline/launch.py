@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,9 @@ from rlinf.interpreters import interpreter, know, named
 from slurm.jobs import Resources, State, Status
 from stages.flow import Flow
 from stages.runner import StageCall
+
+if TYPE_CHECKING:
+    from slurm.quotas import Quotas
 
 WAITS_S = 10.0
 """A job that waits longer than this is spoken of."""
@@ -98,18 +101,31 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         from slurm.site import load_site
 
         load_site(cluster.site).check(partitions, cluster.site)
-    pools = pool_jobs(plan, cluster)
-    asked = [(key, needs) for key, ways in pools.items() for needs in ways]
-    if not asked:
-        # In pools none of them is a job of its own.
-        stages = plan.flow.table
-        asked = [(f"stages.{name}", resources(plan.of(name), cluster)) for name in stages]
-    for key, needs in asked:
+    for key, needs in _jobs(plan, cluster):
         check_resources(needs, partitions, key)
-        quotas.check(needs, key)
-    quotas.check_together(pools)
+    check_quotas(plan, cluster, quotas)
     check_together(plan, cluster)
     return SubmititLauncher(client, quotas)
+
+
+def check_quotas(plan: Plan, cluster: ClusterConfig, quotas: Quotas) -> None:
+    """See that accounting allows the jobs of a plan, each and those that run at the same time.
+
+    Raises:
+        PlanError: it does not; names the key of the plan and the limit.
+    """
+    for key, needs in _jobs(plan, cluster):
+        quotas.check(needs, key)
+    quotas.check_together(pool_jobs(plan, cluster))
+
+
+def _jobs(plan: Plan, cluster: ClusterConfig) -> list[tuple[str, Resources]]:
+    """What each job asks for, by key of the plan."""
+    if plan.pools:
+        # In pools no stage is a job of its own.
+        return [(key, needs) for key, ways in pool_jobs(plan, cluster).items() for needs in ways]
+    stages = plan.flow.table
+    return [(f"stages.{name}", resources(plan.of(name), cluster)) for name in stages]
 
 
 def settled(plan: Plan, cluster: ClusterConfig) -> Plan:

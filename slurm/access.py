@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlinf.errors import PlanError
-from slurm.survey import partition_rules
 
 NESTED = (23, 11)
 """From about this version on, accounts that stand below a listed one are meant too (manual page of
@@ -46,9 +46,9 @@ class Access:
                 )
 
 
-def access_of(record: Mapping[str, str], version: str) -> Access:
-    """Read a record of ``scontrol -o show partition``, as a version of Slurm means it."""
-    rules = partition_rules(record)
+def access_of(rules: Mapping[str, Any], version: str) -> Access:
+    """Of the rules of a partition (:func:`slurm.survey.partition_rules`), as a version of Slurm
+    means them."""
     accounts = _names(rules["allowed_accounts"])
     denied = frozenset[str]() if accounts is not None else _names(rules["denied_accounts"])
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])

@@ -174,6 +174,10 @@ class Inventory(Section):
     partitions: dict[str, PartitionInventory]
     limits: Limits | None = None
     """None: no accounting, or it does not answer."""
+    cluster: str = ""
+    """Its name in accounting, which may know several; "": not known."""
+    enforces_limits: bool = True
+    """Whether Slurm holds jobs to these limits."""
 
     @model_validator(mode="after")
     def _named_alike(self) -> Inventory:

@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlinf.errors import PlanError
 from slurm.access import Access, access_of
 from slurm.client import Queued, SlurmClient, partition_names
-from slurm.inventory import Association, Limits, QosLimits
+from slurm.inventory import Association, Inventory, Limits, QosLimits
 from slurm.jobs import Resources
 from slurm.survey import (
     PARTITIONS,
     ask_accounting,
+    enforces_limits,
     parse_limits,
     parse_records,
     partition_rules,
 )
 
-ENFORCED = frozenset({"limits", "safe", "all"})
 MAX_ARRAY_SIZE = 1001
 MAX_JOB_COUNT = 10000
 """slurm.conf's own defaults."""
@@ -79,7 +79,7 @@ class _Rules:
     """The least of what jobs may have together: of a user, of everybody."""
 
 
-class _Shared(NamedTuple):
+class Shared(NamedTuple):
     """A limit on what jobs have together."""
 
     who: str
@@ -95,6 +95,7 @@ class Quotas:
     """Limits of this user on this cluster."""
 
     cluster: str = ""
+    """Its name in accounting; "": not known, and associations count whatever theirs."""
     array_size: int = MAX_ARRAY_SIZE
     """Elements of one array, at most."""
     jobs: int = MAX_JOB_COUNT
@@ -142,13 +143,9 @@ class Quotas:
         Raises:
             PlanError: accounting never allows all of them at once; names them and the limit.
         """
-        asked: dict[_Shared, dict[str, int]] = defaultdict(dict)
+        asked: dict[Shared, dict[str, int]] = defaultdict(dict)
         for key, ways in jobs.items():
-            taken = [
-                dict(_shared(needs, tuple(self._hierarchy(needs, partition))))
-                for needs in ways
-                for partition in self._partitions(needs)
-            ]
+            taken = [shares for needs in ways for shares in self.shared(needs)]
             # A job that can run without counting against a limit does not.
             for limit in set(taken[0]).intersection(*taken[1:]):
                 asked[limit][key] = min(way[limit] for way in taken)
@@ -160,6 +157,23 @@ class Quotas:
                     f"{total} {limit.key} in all, {limit.who} allows {limit.most} "
                     f"({limit.name}); lower them or choose another account, QOS or partition"
                 )
+
+    def shared(self, needs: Resources) -> list[dict[Shared, int]]:
+        """By partition that a job names: the limits on what jobs have together that it counts
+        against, and how much of each it takes."""
+        return [
+            dict(_shared(needs, tuple(self._hierarchy(needs, partition))))
+            for partition in self._partitions(needs)
+        ]
+
+    def longest(self, needs: Resources) -> tuple[int, str] | None:
+        """Minutes that a job may last at most, and who says so; None: accounting does not."""
+        found = []
+        for partition in self._partitions(needs):
+            first = _wall(tuple(self._hierarchy(needs, partition)))
+            if first is not None:
+                found.append(first)
+        return min(found, default=None)
 
     def _hierarchy(self, needs: Resources, partition: str) -> Iterator[_Rules]:
         """Who has a say on a job, the first that speaks of a limit being right."""
@@ -178,7 +192,8 @@ class Quotas:
 
     def _association(self, needs: Resources, partition: str) -> Association | None:
         """The association of a job; None where the user has several and the job names none."""
-        own = [a for a in self.limits.associations if a.cluster in ("", self.cluster)]
+        every = self.limits.associations
+        own = [a for a in every if not self.cluster or a.cluster in ("", self.cluster)]
         if needs.account is None and len({a.account for a in own}) > 1:
             return None
         own = [a for a in own if needs.account in (None, a.account)]
@@ -197,23 +212,35 @@ def read_quotas(client: SlurmClient) -> Quotas:
         SlurmError: Slurm is not installed or does not answer.
     """
     settings = client.settings()
-    records = parse_records(client.run(*PARTITIONS))
-    enforced = set(settings.get("AccountingStorageEnforce", "").split(",")) & ENFORCED
-    told = ask_accounting(client) if enforced else None
-    qos = {r["PartitionName"]: partition_rules(r)["qos"] for r in records}
+    rules = {r["PartitionName"]: partition_rules(r) for r in parse_records(client.run(*PARTITIONS))}
+    told = ask_accounting(client) if enforces_limits(settings) else None
     return Quotas(
         cluster=settings.get("ClusterName", ""),
         array_size=_array_size(settings),
         jobs=_number(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
         limits=parse_limits(*told) if told else Limits(),
-        partition_qos={name: value for name, value in qos.items() if value},
-        default_partition=next(
-            (r["PartitionName"] for r in records if r.get("Default") == "YES"), ""
-        ),
-        access={
-            r["PartitionName"]: access_of(r, settings.get("SLURM_VERSION", "")) for r in records
-        },
+        **_of_partitions(rules, settings.get("SLURM_VERSION", "")),
     )
+
+
+def quotas_of(inventory: Inventory) -> Quotas:
+    """The same, of an inventory: what it tells of accounting and of the partitions' rules."""
+    rules = {name: p.model_dump(exclude={"groups"}) for name, p in inventory.partitions.items()}
+    limits = inventory.limits if inventory.enforces_limits else None
+    return Quotas(
+        cluster=inventory.cluster,
+        limits=limits or Limits(),
+        **_of_partitions(rules, inventory.slurm_version),
+    )
+
+
+def _of_partitions(rules: Mapping[str, Mapping[str, Any]], version: str) -> dict[str, Any]:
+    """What :class:`Quotas` has of the rules of partitions."""
+    return {
+        "partition_qos": {name: own["qos"] for name, own in rules.items() if own["qos"]},
+        "default_partition": next((name for name, own in rules.items() if own["default"]), ""),
+        "access": {name: access_of(own, version) for name, own in rules.items()},
+    }
 
 
 def is_full(refusal: str) -> bool:
@@ -266,10 +293,10 @@ def _check(needs: Resources, hierarchy: tuple[_Rules, ...], where: str) -> None:
     jobs = next((rules for rules in hierarchy if rules.jobs is not None), None)
     if jobs is not None and jobs.jobs == 0:
         raise PlanError(f"{where}: MaxJobs of {jobs.who} is 0: no job may run")
-    wall = next((rules for rules in hierarchy if rules.wall_min is not None), None)
-    if wall is not None and wall.wall_min is not None and (needs.time_min or 0) > wall.wall_min:
+    wall = _wall(hierarchy)
+    if wall is not None and (needs.time_min or 0) > wall[0]:
         raise PlanError(
-            f"{where}.time_min: {needs.time_min} minutes asked, {wall.who} allows {wall.wall_min}; "
+            f"{where}.time_min: {needs.time_min} minutes asked, {wall[1]} allows {wall[0]}; "
             "lower it (a stage that runs out of time is requeued and goes on)"
         )
     for resource, key, amount in _amounts(needs):
@@ -285,20 +312,25 @@ def _check(needs: Resources, hierarchy: tuple[_Rules, ...], where: str) -> None:
                 )
 
 
-def _shared(needs: Resources, hierarchy: Sequence[_Rules]) -> Iterator[tuple[_Shared, int]]:
+def _wall(hierarchy: Sequence[_Rules]) -> tuple[int, str] | None:
+    """Minutes that a job may last, and who says so first."""
+    return next(((r.wall_min, r.who) for r in hierarchy if r.wall_min is not None), None)
+
+
+def _shared(needs: Resources, hierarchy: Sequence[_Rules]) -> Iterator[tuple[Shared, int]]:
     """The limits on all jobs together that a job counts against, and how much of each it takes."""
     submits = next((r for r in hierarchy if r.scope.most >= 0), None)
     if submits is not None:
         name = submits.scope.what.split()[0]
-        yield _Shared(submits.who, "jobs", name, submits.scope.most), 1
+        yield Shared(submits.who, "jobs", name, submits.scope.most), 1
     runs = next((r for r in hierarchy if r.jobs is not None), None)
     if runs is not None and runs.jobs is not None:
-        yield _Shared(runs.who, "jobs", "MaxJobs", runs.jobs), 1
+        yield Shared(runs.who, "jobs", "MaxJobs", runs.jobs), 1
     for resource, key, amount in _amounts(needs):
         first = next((r for r in hierarchy if resource in r.in_all), None)
         # Jobs may share nodes, which count once.
         if first is not None and resource != "node":
-            yield _Shared(first.who, key, resource, first.in_all[resource]), amount
+            yield Shared(first.who, key, resource, first.in_all[resource]), amount
 
 
 def _array_size(settings: Mapping[str, str]) -> int:

@@ -49,6 +49,8 @@ ASSOCIATIONS = (
     "format=Cluster,Account,Partition,QOS,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,DefaultQOS",
 )
 
+ENFORCED = frozenset({"limits", "safe", "all"})
+"""Words of AccountingStorageEnforce by which limits hold (manual page of slurm.conf)."""
 IDLE = frozenset({"idle", "powered_down"})
 USABLE = IDLE | frozenset(
     {"mixed", "allocated", "completing", "planned", "reserved", "powering_down", "power_down"}
@@ -75,6 +77,8 @@ class Answers:
     qos: str | None = None
     """None: no accounting."""
     associations: str | None = None
+    settings: Mapping[str, str] | None = None
+    """By the names of slurm.conf; None: not asked, limits are taken as enforced."""
 
 
 class Node(NamedTuple):
@@ -119,7 +123,7 @@ def ask(client: SlurmClient) -> Answers:
         "pending": client.run(*PENDING),
     }
     qos, associations = ask_accounting(client) or (None, None)
-    return Answers(**answers, qos=qos, associations=associations)
+    return Answers(**answers, qos=qos, associations=associations, settings=client.settings())
 
 
 def ask_accounting(client: SlurmClient) -> tuple[str, str] | None:
@@ -160,7 +164,15 @@ def read(answers: Answers, taken: datetime) -> Inventory:
         slurm_version=answers.version,
         partitions=partitions,
         limits=limits,
+        cluster=(answers.settings or {}).get("ClusterName", ""),
+        enforces_limits=answers.settings is None or enforces_limits(answers.settings),
     )
+
+
+def enforces_limits(settings: Mapping[str, str]) -> bool:
+    """Whether Slurm holds jobs to the limits of accounting, by its configuration."""
+    words = settings.get("AccountingStorageEnforce", "").split(",")
+    return not ENFORCED.isdisjoint(words)
 
 
 def parse_nodes(text: str) -> list[Node]:

@@ -295,6 +295,8 @@ class Scripted(SlurmClient):
             raise SlurmError("You are not running a supported accounting_storage plugin")
         if command[1] == "--version":
             return "slurm-wlm 22.05.8\n"
+        if "config" in command:
+            return "AccountingStorageEnforce = associations\nClusterName = dev\n"
         known = {
             survey.NODES: "sinfo",
             survey.PARTITIONS: "partitions",
@@ -308,9 +310,18 @@ class Scripted(SlurmClient):
 def test_each_question_is_asked_once() -> None:
     client = Scripted(accounting=True)
     found = survey.survey(client, NOW)
-    assert found == recorded()
+    assert (found.cluster, found.enforces_limits) == ("dev", False)
+    assert found == recorded().model_copy(update={"cluster": "dev", "enforces_limits": False})
     queries = [command[0] for command in client.asked if "--version" not in command]
-    assert queries == ["sinfo", "scontrol", "scontrol", "squeue", "sacctmgr", "sacctmgr"]
+    assert queries == [
+        "sinfo",
+        "scontrol",
+        "scontrol",
+        "squeue",
+        "sacctmgr",
+        "sacctmgr",
+        "scontrol",
+    ]
 
 
 def test_without_accounting_there_are_no_limits() -> None:

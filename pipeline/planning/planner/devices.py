@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from pipeline.planning.planner.access import refused
+from pipeline.planning.planner.limits import Allowance, allowance
 from pipeline.planning.profile.kinds import Kind, group_of, kinds_of, left_out
 from pipeline.planning.profile.schema import KindProfile, Profile
 from rlinf.errors import PlanError, nearest
 from slurm import gpus
 from slurm.inventory import Inventory
+from slurm.quotas import Shared, quotas_of
 from slurm.site import Site
 
 
@@ -27,6 +28,10 @@ class Devices:
     has_price: bool = False
     """Whether the site file says it."""
     time_limit_min: int | None = None
+    time_limit_of: str = ""
+    """Whose limit that is: ``partition h100``."""
+    allowance: Allowance = field(default_factory=Allowance)
+    """Of accounting."""
     most_nodes: int | None = None
     """Of a job; None: all there are."""
     preemptible: bool = False
@@ -50,8 +55,14 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """All of them."""
-        return self.kind.nodes * self.per_node
+        """All of them, or as many as all jobs together may have."""
+        caps = [shared.most // amount for shared, amount in self.shares.items()]
+        return min([self.kind.nodes * self.per_node, *caps])
+
+    @property
+    def shares(self) -> dict[Shared, int]:
+        """Limits on what all jobs have together, and how much of it a device takes."""
+        return {own: n for own, n in self.allowance.together.items() if own.key != "jobs" and n}
 
     @property
     def feature(self) -> str | None:
@@ -75,6 +86,12 @@ class Devices:
     def job_nodes(self) -> int:
         """Most nodes of a job."""
         return self.kind.nodes if self.most_nodes is None else min(self.kind.nodes, self.most_nodes)
+
+    @property
+    def job_devices(self) -> int:
+        """Most devices of a job."""
+        most = self.job_nodes * self.per_node
+        return most if self.allowance.devices is None else min(most, self.allowance.devices)
 
     @property
     def limit_s(self) -> float:
@@ -115,17 +132,19 @@ def devices_of(
     _known(partitions, kinds, inventory)
     found, missing = {}, []
     closed: dict[str, str] = {}
+    quotas = quotas_of(inventory)
     for name, kind in kinds.items():
         if partitions and not {name, kind.partition} & set(partitions):
             continue
-        if why := refused(kind.partition, inventory, site):
-            closed[kind.partition] = why
+        allowed = allowance(quotas, site, kind)
+        if allowed.devices == 0:
+            closed[name] = allowed.refused
             continue
         measured = _measured(kind, profile)
         if measured is None:
             missing.append(name)
             continue
-        found[name] = _joined(kind, measured, inventory, site)
+        found[name] = _joined(kind, measured, inventory, site, allowed)
     if partitions and missing:
         raise PlanError(
             f"profile: nothing measured on {missing[0]!r}; "
@@ -133,19 +152,20 @@ def devices_of(
         )
     if closed and (partitions or not found):
         name, why = next(iter(closed.items()))
-        raise PlanError(f"partition {name}: jobs of yours do not run there: {why}; choose another")
+        raise PlanError(f"{name}: jobs of yours do not run there: {why}")
     if not found:
         raise PlanError(
             f"profile: it has {', '.join(profile.kinds)}, this cluster "
             f"{', '.join(kinds) or 'nothing'}; measure here with: rlinf profile"
         )
     notes = [f"{name} was not measured and is left out" for name in missing]
-    notes += [f"partition {name} is left out: {why}" for name, why in closed.items()]
+    notes += [f"{name} is left out: {why}" for name, why in closed.items()]
     notes += [
         f"{own.name}: a job has at most {own.most_nodes} of its {own.kind.nodes} nodes (MaxNodes)"
         for own in found.values()
         if own.most_nodes is not None and own.most_nodes < own.kind.nodes
     ]
+    notes += [note for own in found.values() if (note := _allowed(own))]
     notes += [note for own in found.values() if (note := left_out(own.kind, inventory))]
     return _told_apart(found, inventory), tuple(notes)
 
@@ -186,8 +206,10 @@ def with_counts(devices: Mapping[str, Devices], counts: Mapping[str, int]) -> di
                 del out[other]
             else:
                 kind = replace(theirs.kind, nodes=nodes)
-                names = _named(theirs.nodes, nodes, name)
-                out[other] = replace(theirs, kind=kind, nodes=names, down_nodes=0)
+                names, allowed = _named(theirs.nodes, nodes, name), theirs.allowance.of_kind(kind)
+                out[other] = replace(
+                    theirs, kind=kind, nodes=names, down_nodes=0, allowance=allowed
+                )
     return out
 
 
@@ -258,16 +280,38 @@ def _named(nodes: frozenset[str], count: int, kind: str) -> frozenset[str]:
     return frozenset([*sorted(nodes), *(f"{kind} + {i}" for i in range(count))][:count])
 
 
-def _joined(kind: Kind, measured: KindProfile, inventory: Inventory, site: Site) -> Devices:
+def _allowed(own: Devices) -> str:
+    """A note on what accounting allows of a kind, where that is less than there is."""
+    there, most = own.kind.nodes * own.per_node, own.count
+    if most < there:
+        tight = min(own.shares.items(), key=lambda item: item[0].most // item[1])[0]
+        return (
+            f"{own.name}: {most} of its {there} devices are planned with: {tight.who} allows all "
+            f"jobs together {tight.most} ({tight.name})"
+        )
+    if own.allowance.devices is not None and own.job_devices < own.job_nodes * own.per_node:
+        return f"{own.name}: {own.allowance.refused}"
+    return ""
+
+
+def _joined(
+    kind: Kind, measured: KindProfile, inventory: Inventory, site: Site, allowed: Allowance
+) -> Devices:
     group = group_of(kind, inventory)
     price = group.cost_per_gpu_hour if group else None
+    limits = [allowed.longest] if allowed.longest else []
+    if (own := inventory.partitions[kind.partition].time_limit_min) is not None:
+        limits.append((own, f"partition {kind.partition}"))
+    longest = min(limits, default=None)
     return Devices(
         kind=kind,
         profile=measured,
         features=group.features if group else (),
         price=price or 1.0,
         has_price=price is not None,
-        time_limit_min=inventory.partitions[kind.partition].time_limit_min,
+        time_limit_min=longest[0] if longest else None,
+        time_limit_of=longest[1] if longest else "",
+        allowance=allowed,
         most_nodes=inventory.partitions[kind.partition].max_nodes_per_job,
         preemptible=inventory.preemptible(kind.partition),
         losses_per_hour=site.of(kind.partition).losses_per_hour,

@@ -32,6 +32,8 @@ def option_of(
     chosen = _devices(asked, devices, at)
     nodes = _nodes(asked, chosen, at)
     for own, count in zip(chosen, nodes, strict=True):
+        if why := own.allowance.why_not(asked, f"{where}: stages.{stage}"):
+            raise PlanError(why)
         if count > own.kind.nodes:
             raise PlanError(f"{at}.nodes: {count} asked of {own.name}, which has {own.kind.nodes}")
         if own.most_nodes is not None and sum(nodes) > own.most_nodes:
@@ -66,7 +68,8 @@ def option_of(
 
 
 def _devices(asked: StagePlan, devices: Mapping[str, Devices], at: str) -> tuple[Devices, ...]:
-    partition = asked.partition or ""
+    default = next(iter(devices.values())).allowance.quotas.default_partition if devices else ""
+    partition = asked.partition or default
     mine = [own for own in devices.values() if own.kind.partition == partition]
     if asked.partition is None and not mine:
         raise PlanError(f"{at}.partition: not given; one of {', '.join(devices)}")
@@ -130,9 +133,12 @@ def _check_memory(work: Work, asked: StagePlan, at: str) -> None:
 
 
 def _check_time(option: Option, asked: StagePlan, at: str) -> None:
-    most = option.limit_s / 60
+    tight = min(option.devices, key=lambda own: own.limit_s)
+    most = tight.limit_s / 60
     if asked.time_min and asked.time_min > most:
-        raise PlanError(f"{at}.time_min: {asked.time_min} asked, the partition allows {most:g}")
+        raise PlanError(
+            f"{at}.time_min: {asked.time_min} asked, {tight.time_limit_of} allows {most:g}"
+        )
     minutes = min(asked.time_min or math.inf, most)
     if option.seconds > 60 * minutes:
         raise PlanError(

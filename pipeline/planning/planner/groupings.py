@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.planning.planner.problem import Pools, Problem
+from pipeline.planning.planner.problem import Pools, Problem, jobs
 
 Array = np.ndarray
 
@@ -24,7 +24,9 @@ def groupings(problem: Problem) -> list[Pools]:
         if any(len(part) > 1 for part in parts)
     }
     every = [*apart, *sorted(overlapping, key=lambda pools: (len(pools), pools))]
-    return [pools for pools in every if len(pools) <= most]
+    names = {kind.name for kind in problem.kinds}
+    least = min((n for kinds, n in problem.most_jobs if names <= set(kinds)), default=most)
+    return [pools for pools in every if len(pools) <= most and len(jobs(pools)) <= least]
 
 
 def _divided(stages: Sequence[int]) -> Iterator[Pools]:

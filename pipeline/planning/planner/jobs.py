@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from pipeline.plan import Forecast, Plan, StagePlan
 from pipeline.planning.planner import stagewise
+from pipeline.planning.planner.asked import of_option
 from pipeline.planning.planner.given import option_of
 from pipeline.planning.planner.options import Option
 from pipeline.planning.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.work import interval
 from stages.flow import Flow, flow_of
-
-TIME_FACTOR = 10
-"""Wall time asked for, in predicted times: a limit is for jobs that hang."""
-LEAST_MINUTES = 10
-MEMORY_FACTOR = 1.5
-MEMORY_STEP_MB = 256
-MOST_CPUS = 16
 
 
 def propose_jobs(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
@@ -31,6 +24,7 @@ def propose_jobs(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
     goal = request.goal()
     best, *others = stagewise.choose(request.options(), request.after(), goal)
     plan = plan_of(best.options, flow_of(request.config))
+    request.check(plan)
     return _proposal(request, plan, best, others, what_ifs)
 
 
@@ -43,6 +37,7 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
     Raises:
         PlanError: it cannot be; names the key and the limit.
     """
+    request.check(plan)
     goal, after = request.goal(), request.after()
     chosen = [
         option_of(stage, plan, request.priced(), request.profile, request.config, where).corrected(
@@ -130,48 +125,13 @@ def _forecast(request: Request, best: stagewise.Choice, rows: Sequence[Row]) -> 
 
 def plan_of(options: Sequence[Option], flow: Flow) -> Plan:
     """The plan that runs each stage as its option says; seldom ones are like others."""
-    stages = {o.stage: _resources(o, device=flow.table[o.stage].device) for o in options}
-    return Plan(stages=with_seldom(stages, flow))
+    return Plan(stages=with_seldom({o.stage: of_option(o) for o in options}, flow))
 
 
 def with_seldom(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
     """Resources of all stages: those that are no part of an iteration get what others have."""
     seldom = {name: stage.like for name, stage in flow.table.items() if name not in flow.stages}
     return {**stages, **{name: stages[like] for name, like in seldom.items() if like}}
-
-
-def _resources(option: Option, *, device: bool) -> StagePlan:
-    first = option.devices[0].kind
-    values: dict[str, object] = {
-        "partition": first.partition or None,
-        "nodes": sum(option.nodes),
-        "processes": option.processes,
-        "time_min": _minutes(option),
-    }
-    if first.gpus_per_node:
-        values |= {
-            "gpus": option.processes if device else 0,
-            "cpus": min(MOST_CPUS, max(1, first.cpus_per_node // first.gpus_per_node)),
-        }
-    if values.get("gpus") and first.gpu_type and len(option.devices) == 1:
-        values["gpu_type"] = first.gpu_type
-    if first.constraint and len(option.devices) == 1:
-        values["constraint"] = first.constraint
-    if len(option.devices) > 1:
-        features = [str(own.feature) for own in option.devices]
-        nodes = zip(features, option.nodes, strict=True)
-        values["shares"] = dict(zip(features, option.speeds, strict=True))
-        values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
-    if option.peak_memory_bytes and not option.devices[0].has_memory:
-        need = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
-        rounded = math.ceil(need / MEMORY_STEP_MB) * MEMORY_STEP_MB
-        values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
-    return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
-
-
-def _minutes(option: Option) -> int:
-    asked = max(LEAST_MINUTES, math.ceil(TIME_FACTOR * option.seconds / 60))
-    return int(min(asked, option.limit_s / 60))
 
 
 def _alternative(best: stagewise.Choice, other: stagewise.Choice) -> Alternative:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.planning.planner.asked import of_option
 from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.work import Seconds, Work, interval, work_items
 from pipeline.planning.profile.schema import Profile
@@ -161,26 +162,34 @@ def options(
     found: list[Option] = []
     reasons = []
     works: dict[str, Work] = {}
+    every: dict[str, dict[tuple[object, ...], Option]] = {}
     most, spec = work_items(stage, config), flow_of(config).table[stage]
     for name, own in usable.items():
         try:
             works[name] = Work(own, stage, spec, profile)
             mine = [alone(works[name], *shape) for shape in _shapes(works[name], most)]
-            # Of the same nodes the better name, but for jobs that are too long for it.
-            better = usable.get(own.same_as or "")
-            found += [o for o in mine if better is None or o.seconds > better.limit_s]
+            every[name] = {(o.nodes, o.processes): o for o in _allowed(mine)}
         except PlanError as error:
             reasons.append(f"{name}: {error}")
+    for name, shapes in every.items():
+        # Of the same nodes the better name, but for jobs that are too long or large for it.
+        same = usable[name].same_as or ""
+        limit_s = usable[same].limit_s if same in usable else 0.0
+        others = every.get(same, {})
+        found += [o for shape, o in shapes.items() if shape not in others or o.seconds > limit_s]
     if spec.device:  # unlike devices may share it
         for a, b in itertools.combinations(works.values(), 2):
             if shareable(a.devices, b.devices):
-                found += [together((a, b), *shape) for shape in _shared_shapes((a, b), most)]
+                mixed = [together((a, b), *shape) for shape in _shared_shapes((a, b), most)]
+                found += _allowed(mixed, refuse=False)
     found = [option for option in found if math.isfinite(option.seconds)]
     if found and not any(option.seconds <= option.limit_s for option in found):
         quickest = min(found, key=lambda option: option.seconds)
+        limit = min(quickest.devices, key=lambda own: own.limit_s)
         reasons.append(
             f"{quickest.place} {quickest.size} is the quickest and takes "
-            f"{quickest.seconds / 60:.1f} minutes, its partition allows {quickest.limit_s / 60:g}"
+            f"{quickest.seconds / 60:.1f} minutes, {limit.time_limit_of} allows "
+            f"{limit.limit_s / 60:g}"
         )
     # A job that its time ends is requeued for ever.
     found = [option for option in found if option.seconds <= option.limit_s]
@@ -189,6 +198,24 @@ def options(
             f"stage {stage!r} fits nowhere: {'; '.join(reasons) or 'no device is allowed'}"
         )
     return found
+
+
+def _allowed(found: Sequence[Option], *, refuse: bool = True) -> list[Option]:
+    """Those whose job accounting allows.
+
+    Raises:
+        PlanError: none, and ``refuse``; names the limit on the smallest.
+    """
+    reasons = {}
+    for number, option in enumerate(found):
+        # Others are left out for their time.
+        if math.isfinite(option.seconds) and option.seconds <= option.limit_s:
+            why = option.devices[0].allowance.why_not(of_option(option), f"stages.{option.stage}")
+            if why:
+                reasons[number] = why
+    if refuse and found and len(reasons) == len(found):
+        raise PlanError(reasons[min(reasons, key=lambda number: found[number].count)])
+    return [option for number, option in enumerate(found) if number not in reasons]
 
 
 def alone(work: Work, nodes: int, processes: int) -> Option:

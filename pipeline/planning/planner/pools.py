@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
+from pipeline.planning.planner.asked import of_devices
 from pipeline.planning.planner.choices import choices
 from pipeline.planning.planner.expected import Expected, expect
-from pipeline.planning.planner.jobs import MOST_CPUS, with_seldom
+from pipeline.planning.planner.jobs import with_seldom
+from pipeline.planning.planner.overlap import limits_of
 from pipeline.planning.planner.predict import Prediction, Predictor
 from pipeline.planning.planner.problem import Placement, Problem, homes
 from pipeline.planning.planner.problem_file import dump_problem, placement_of
@@ -33,8 +35,9 @@ def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
         PlanError: the stages fit nowhere.
     """
     problem, tables = build(request)
-    best, *others = solve(problem, request.goal(), 1 + ALTERNATIVES)
+    best, *others = _solve(request, problem, 1 + ALTERNATIVES)
     plan = _plan(request, problem, best.placement)
+    request.check(plan)
     return _proposal(request, problem, tables, plan, best, others, what_ifs)
 
 
@@ -47,16 +50,27 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
     Raises:
         PlanError: it cannot be; names the key and the limit.
     """
+    request.check(plan)
     problem, tables = build(request, [kind for pool in plan.pools for kind in pool.gpus])
     placement = _placement(problem, plan, where)
     predicted = Predictor(problem).one(placement)
     held = by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
     total = np.array([float(predicted.total_s)])
     cost = float(request.goal().cost(problem, total, held)[0])
-    better = solve(problem, request.goal())[0]
+    better = _solve(request, problem)[0]
     own = Solution(placement, predicted, cost, better.bound, better.exact and cost <= better.cost)
     others = [better] if better.cost < own.cost / NOTABLE else []
     return _proposal(request, problem, tables, plan, own, others, what_ifs)
+
+
+def _solve(request: Request, problem: Problem, alternatives: int = 1) -> list[Solution]:
+    """See :func:`solve`; where no placement fits, names the limits of accounting too."""
+    try:
+        return solve(problem, request.goal(), alternatives)
+    except PlanError as error:
+        if limits := limits_of(request.devices):
+            raise PlanError(f"{error}; limits: {', '.join(limits)}") from None
+        raise
 
 
 def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
@@ -87,8 +101,8 @@ def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
         asked = sum(gpus[k] for gpus in placement.gpus for k in own)
         if asked > most:
             raise PlanError(
-                f"{where}: pools: {asked} {' and '.join(together)} asked, which share nodes and "
-                f"have {most} together"
+                f"{where}: pools: {asked} {' and '.join(together)} asked, which have {most} "
+                "together (they share nodes, or a limit of accounting)"
             )
     predictor = Predictor(problem)
     for job in placement.jobs:
@@ -148,7 +162,7 @@ def _proposal(
 
 
 def _best(request: Request) -> tuple[float, float]:
-    best = solve(build(request)[0], request.goal())[0]
+    best = _solve(request, build(request)[0])[0]
     return float(best.prediction.total_s), best.cost
 
 
@@ -246,26 +260,9 @@ def _pool(problem: Problem, placement: Placement, job: tuple[int, ...], request:
 
 
 def _resources(pool: Pool, request: Request) -> StagePlan:
-    """What a job of the pool asks for."""
-    name = next(iter(pool.gpus))
-    own, count = request.devices[name], 1 if pool.workers else pool.gpus[name]
-    kinds = [request.devices[name].kind for name in pool.gpus]
-    told = {kind.constraint for kind in kinds}
-    nodes = -(-count // own.per_node)
-    values: dict[str, object] = {
-        "partition": own.kind.partition or None,
-        "nodes": nodes,
-        "processes": -(-count // nodes),
-    }
-    if own.kind.gpus_per_node:
-        values |= {
-            "gpus": values["processes"],
-            "gpu_type": own.kind.gpu_type or None,
-            # Workers of several kinds ask for the same.
-            "constraint": own.kind.constraint or None if len(told) == 1 else None,
-            "cpus": min(MOST_CPUS, *(max(1, k.cpus_per_node // k.gpus_per_node) for k in kinds)),
-        }
-    return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
+    """What a job of the pool asks for; workers of several kinds ask for the same."""
+    count = 1 if pool.workers else next(iter(pool.gpus.values()))
+    return of_devices([request.devices[name].kind for name in pool.gpus], count)
 
 
 def _alternative(problem: Problem, best: Solution, other: Solution) -> Alternative:

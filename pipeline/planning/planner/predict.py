@@ -164,6 +164,8 @@ class Predictor:
                 total = np.where(((own > 0).sum(0) > 1) | np.any(broken, 0), np.inf, total)
         if problem.shared:
             total = np.where(problem.crowded(np.sum(list(held), axis=0)), np.inf, total)
+        if problem.most_jobs:
+            total = np.where(problem.overfull(pools, held), np.inf, total)
         return Prediction(total, start, finish, busy, moved)
 
     def period(self, placement: Placement, stale: int) -> float:

@@ -124,7 +124,10 @@ class Problem:
     """Stages whose pools need not be one job, if they hold no other stage: such a pool may have
     several kinds, and any number of GPUs. None: all may share any pool."""
     shared: Sequence[tuple[tuple[str, ...], int]] = ()
-    """Kinds that are partly the same GPUs, and how many they have together."""
+    """Kinds that are partly the same GPUs, or that a limit counts together, and how many they have
+    together."""
+    most_jobs: Sequence[tuple[tuple[str, ...], int]] = ()
+    """Kinds whose jobs a limit counts together, and how many run at once."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mixing <= 1:
@@ -141,6 +144,7 @@ class Problem:
                 for s, kinds in self.allowed.items()
             ),
             *(("shared", together, names, "kind") for together, _ in self.shared),
+            *(("most_jobs", together, names, "kind") for together, _ in self.most_jobs),
             ("pin", self.allowed, stages, "stage"),
             ("mixes", self.mixes or (), stages, "stage"),
         ):
@@ -212,6 +216,21 @@ class Problem:
         for names, most in self.shared:
             own = [k for k, kind in enumerate(self.kinds) if kind.name in names]
             found |= held[own].sum(0) > most
+        return found
+
+    def overfull(self, pools: Pools, held: Sequence[np.ndarray]) -> np.ndarray:
+        """Where the jobs of pools, which hold GPUs ``[kinds, n]`` each, are more than run at once;
+        a pool that is no one job has one for each GPU."""
+        found = np.zeros(held[0].shape[1], dtype=bool)
+        for names, most in self.most_jobs:
+            own, count = [k for k, kind in enumerate(self.kinds) if kind.name in names], found * 0
+            for job in jobs(pools):
+                gpus = np.sum([held[p] for p in job], axis=0)
+                whole = [kind.whole(n) == n for kind, n in zip(self.kinds, gpus, strict=True)]
+                single = ((gpus > 0).sum(0) <= 1) & np.all(whole, 0)
+                mine = gpus[own].sum(0)
+                count = count + np.where(single, mine > 0, mine)
+            found |= count > most
         return found
 
     def table(self, stage: Stage, kind: int) -> np.ndarray:

@@ -53,11 +53,19 @@ class StageSection(Section):
 
 
 class SharedSection(Section):
-    """Kinds that are partly the same GPUs."""
+    """Kinds that are partly the same GPUs, or that a limit counts together."""
 
     kinds: tuple[str, ...] = Field(min_length=2)
     gpus: PositiveInt
     """That they have together."""
+
+
+class JobsSection(Section):
+    """Kinds whose jobs a limit counts together."""
+
+    kinds: tuple[str, ...] = Field(min_length=1)
+    jobs: PositiveInt
+    """That run at once."""
 
 
 class ProblemFile(Section):
@@ -76,6 +84,7 @@ class ProblemFile(Section):
     allowed: dict[str, frozenset[str]] = {}
     mixes: frozenset[str] | None = None
     shared: tuple[SharedSection, ...] = ()
+    most_jobs: tuple[JobsSection, ...] = ()
     pools: tuple[Pool, ...] = ()
     chunks: PositiveInt = 1
 
@@ -96,6 +105,7 @@ class ProblemFile(Section):
             allowed=self.allowed,
             mixes=self.mixes,
             shared=[(section.kinds, section.gpus) for section in self.shared],
+            most_jobs=[(section.kinds, section.jobs) for section in self.most_jobs],
         )
 
     @model_validator(mode="after")
@@ -166,6 +176,8 @@ def dump_problem(problem: Problem, pools: Sequence[Pool] = (), chunks: int = 1) 
     }
     if problem.shared:
         values["shared"] = [{"kinds": [*names], "gpus": most} for names, most in problem.shared]
+    if problem.most_jobs:
+        values["most_jobs"] = [{"kinds": [*names], "jobs": n} for names, n in problem.most_jobs]
     return yaml.safe_dump(values, sort_keys=False)
 
 

@@ -88,7 +88,8 @@ def what_if_bars(
     for name, own in own_nodes.items():
         if len(own_nodes) > 1:
             cases.append((f"without {name}", {name: 0}))
-        cases.append((f"{name}={2 * own.count}", {name: 2 * own.count}))
+        twice = 2 * own.kind.nodes * own.per_node
+        cases.append((f"{name}={twice}", {name: twice}))
     found: dict[str, WhatIf] = {}
     for text, counts in cases:
         try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.plan import Grain, Learnt, Sources
+from pipeline.plan import Grain, Learnt, Plan, Sources, parse_plan
 from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.objective import IterationTime, Money, Objective, TimeTo
 from pipeline.planning.planner.options import Correction, Option, options
@@ -32,6 +32,17 @@ class Request:
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
     """By stage and kind."""
     sources: Sources | None = None
+    door: Callable[[Plan], None] | None = None
+    """What a plan must pass before it is run; None: nothing."""
+
+    def check(self, plan: Plan) -> None:
+        """See that a plan may be run.
+
+        Raises:
+            PlanError: accounting does not allow its jobs; names the limit.
+        """
+        if self.door is not None:
+            self.door(parse_plan(plan.dump(), "plan", flow_of(self.config)))
 
     def goal(self) -> Objective:
         """The objective.

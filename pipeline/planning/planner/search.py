@@ -127,7 +127,7 @@ class _Search:
         self._idle = (
             not isinstance(objective, IterationTime)
             or problem.mixes is not None
-            or bool(problem.shared)
+            or bool(problem.shared or problem.most_jobs)
             or any(any(stage.switch_s.values()) for stage in problem.stages)
             or any(problem.sync_s.values())
             or any(np.any(np.diff(table) < 0) for table in tables)

@@ -15,7 +15,7 @@ from pipeline.planning.cost.rates import RateTable, measured_rates
 from pipeline.planning.planner.devices import Devices
 from pipeline.planning.planner.lead import leads
 from pipeline.planning.planner.options import MIXING, Correction, mixing
-from pipeline.planning.planner.overlap import crowds
+from pipeline.planning.planner.overlap import crowds, few_jobs
 from pipeline.planning.planner.problem import Kind, Problem, Stage
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.work import Work, work_items
@@ -90,18 +90,23 @@ def build(request: Request, named: Collection[str] = ()) -> tuple[Problem, Table
         mixes=frozenset({flow.generates} if flow.generates and alike else ()),
         allowed={s: kinds & devices.keys() for s, kinds in request.pins.items() if s in held},
         shared=crowds(devices),
+        most_jobs=few_jobs(devices),
     )
     return problem, tables
 
 
 def _looked_at(request: Request, named: Collection[str]) -> dict[str, Devices]:
-    """Every node once; again under a worse name that a pin wants, or that allows longer jobs."""
+    """Every node once; again under a worse name that a pin wants, or that allows longer or larger
+    jobs, or more of them."""
     priced = request.priced()
     wanted = {*named, *_pinned(request)}
 
     def longer(own: Devices) -> bool:
         better = priced.get(own.same_as or "")
-        return better is None or own.limit_s > better.limit_s
+        return better is None or any(
+            getattr(own, name) > getattr(better, name)
+            for name in ("limit_s", "job_devices", "count")
+        )
 
     return {name: own for name, own in priced.items() if name in wanted or longer(own)}
 
@@ -202,7 +207,12 @@ def _rates(work: Work, request: Request) -> RateTable:
     known = request.corrections.get((work.stage, work.devices.name), Correction())
     spread, rates = np.minimum(table.spread, known.spread), table.rates / known.working
     # A pool is one job.
-    rates = np.where(counts <= work.devices.job_nodes * work.devices.per_node, rates, 0.0)
+    rates = np.where(counts <= work.devices.job_devices, rates, 0.0)
+    if not rates.any():
+        raise PlanError(
+            f"its jobs have at most {work.devices.job_devices} devices, and it runs on more alone "
+            f"({work.devices.allowance.refused or 'MaxNodes'})"
+        )
     limit = work.devices.time_limit_min
     if limit is not None:
         # A job that ends before any stage of it does would begin with the same one for ever.
@@ -211,8 +221,8 @@ def _rates(work: Work, request: Request) -> RateTable:
         rates = np.where(rates * (60 * limit - starts) >= 1, rates, 0.0)
         if not rates.any():
             raise PlanError(
-                f"start and work take {quickest / 60:.1f} minutes at best, partition "
-                f"{work.devices.kind.partition} allows jobs of {limit}"
+                f"start and work take {quickest / 60:.1f} minutes at best, "
+                f"{work.devices.time_limit_of} allows jobs of {limit}"
             )
     return replace(table, rates=rates, spread=spread)
 

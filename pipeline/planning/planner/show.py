@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -15,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipeline.inventory import obtain
-from pipeline.launch import ClusterConfig
+from pipeline.launch import ClusterConfig, check_quotas
 from pipeline.plan import Grain, Plan, Sources, read_plan
 from pipeline.planning.planner.devices import devices_of, local_devices, with_floors
 from pipeline.planning.planner.options import Correction
@@ -34,6 +35,7 @@ from pipeline.terminal import terminal
 from rlinf.artifacts import save_text
 from rlinf.config import RunConfig, validate
 from rlinf.errors import DataError, PlanError
+from slurm.quotas import quotas_of
 from slurm.site import Site, load_site
 from stages.flow import flow_of
 from stages.layout import PLAN
@@ -57,7 +59,7 @@ def request(
     saved = Path(sources.inventory) if sources.inventory else None
     site = Path(sources.site) if sources.site else cluster.site
     notes: tuple[str, ...] = ()
-    profile = None
+    profile, door = None, None
     if sources.profile:
         profile = load_profile(Path(sources.profile))
         profile.require(Identity.of(config), (), sources.profile)
@@ -68,6 +70,8 @@ def request(
             profile, notes = estimated(config, inventory, known), (UNMEASURED,)
         devices, more = devices_of(inventory, known, profile, sources.partitions)
         notes += more
+        jobs, quotas = cluster.model_copy(update={"site": site}), quotas_of(inventory)
+        door = partial(check_quotas, cluster=jobs, quotas=quotas)
         if not profile.estimated:
             # Without data sheets, or of another sort of model, measurements alone say what fits.
             with suppress(PlanError, DataError):
@@ -80,7 +84,9 @@ def request(
             "a cluster whose GPUs have data sheets (cluster=slurm, or --from INVENTORY)"
         )
     pins = parse_pins(sources.pins, devices, flow_of(config))
-    return Request(config, profile, devices, objective, grain, pins, notes, sources=sources)
+    return Request(
+        config, profile, devices, objective, grain, pins, notes, sources=sources, door=door
+    )
 
 
 def write(proposal: Proposal, out: Path, title: str) -> Path:

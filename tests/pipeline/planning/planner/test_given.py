@@ -63,7 +63,7 @@ def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> Non
         ({"processes": 3}, r"train\.processes: 3 a node, nodes of h100 have 2 devices"),
         ({"gpu_type": "a100"}, r"train\.gpu_type: h100 has no 'a100'"),
         ({"partition": "gpu", "gpu_type": None}, r"train\.gpu_type: gpu has a100, h100"),
-        ({"time_min": 61}, r"train\.time_min: 61 asked, the partition allows 60"),
+        ({"time_min": 61}, r"train\.time_min: 61 asked, partition h100 allows 60"),
         ({"mem_mb": 300}, r"train\.mem_mb: 300, but 1 processes needed 400 MiB"),
         (
             {"partition": "gpu", "gpu_type": None, "nodes": 2, "shares": {"h100": 2, "a100": 1}},
