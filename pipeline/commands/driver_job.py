@@ -16,13 +16,13 @@ from pathlib import Path
 from launchers.backlog import note, noted
 from launchers.base import Job
 from launchers.sbatch import sbatch_lasting
-from pipeline.launch import ClusterConfig, DriverJob, resources
+from pipeline.launch import ClusterConfig, resources
 from pipeline.lock import LOCK, is_driven
 from pipeline.plan import StagePlan
 from pipeline.run import Run
 from rlinf import machine
 from rlinf.errors import PlanError, RlinfError, RunLockedError
-from slurm.client import Partition, Queued, SlurmClient, default_partition
+from slurm.client import Partition, Queued, SlurmClient, default_partition, partition_names
 from slurm.ids import own_id
 from slurm.jobs import Resources
 from slurm.limits import check_resources
@@ -53,12 +53,13 @@ def driver_needs(cluster: ClusterConfig, client: SlurmClient) -> Resources:
     """
     asked, partitions = cluster.driver, client.partitions()
     default = default_partition(partitions)
+    # By its name, for what the site file says of it.
+    partition = asked.partition or (default and default.name)
     plan = StagePlan(
-        # By its name, for what the site file says of it.
-        partition=asked.partition or (default and default.name),
+        partition=partition,
         cpus=asked.cpus,
         mem_mb=asked.mem_mb,
-        time_min=asked.time_min or _time_min(asked, partitions),
+        time_min=asked.time_min or _time_min(partition, partitions),
     )
     needs = resources(plan, cluster)
     mail = {} if asked.mail is None else {"mail-user": asked.mail, "mail-type": "END,FAIL"}
@@ -71,9 +72,10 @@ def driver_needs(cluster: ClusterConfig, client: SlurmClient) -> Resources:
     return needs
 
 
-def _time_min(asked: DriverJob, partitions: dict[str, Partition]) -> int:
-    """A day, or less where the partition allows no more."""
-    chosen = [p for p in partitions.values() if p.name == asked.partition or p.default]
+def _time_min(partition: str | None, partitions: dict[str, Partition]) -> int:
+    """A day, or less where the partition, or one of a list, allows no more."""
+    names = partition_names(partition or "")
+    chosen = [p for p in partitions.values() if p.name in names]
     limits = [p.time_limit_min for p in chosen if p.time_limit_min is not None]
     return min([LONGEST_MIN, *limits])
 

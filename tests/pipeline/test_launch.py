@@ -130,6 +130,17 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
     assert (needs.partition, needs.qos) == ("cpu", "long")
 
 
+def test_a_driver_has_the_time_of_its_own_partition(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = SINFO.replace("cpu*|infinite", "cpu*|30:00")
+    assert short != SINFO
+    monkeypatch.setattr(f"{__name__}.SINFO", short)
+    for partition, minutes in ((None, 30), ("gpu", 24 * 60), ("gpu,cpu", 30)):
+        cluster = ClusterConfig(launcher="slurm", driver={"partition": partition})  # type: ignore[arg-type]
+        assert driver_needs(cluster, SlurmClient()).time_min == minutes
+
+
 def test_a_plan_names_no_partition_where_no_site_speaks_of_any(answers: Answers) -> None:
     plan = parse_plan({"stages": {"train": {"cpus": 2}}}, "plan")
     assert settled(plan, CLUSTER) is plan

@@ -7,6 +7,7 @@ stage directly instead of a second Snakemake (docs/decisions/0002-snakemake-exec
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
@@ -22,7 +23,7 @@ tree.activate()
 from launchers.base import Job  # noqa: E402
 from launchers.submitit import SubmititLauncher  # noqa: E402
 from rlinf.errors import RlinfError  # noqa: E402
-from slurm.client import SlurmClient  # noqa: E402
+from slurm.client import SlurmClient, default_partition  # noqa: E402
 from slurm.jobs import Resources  # noqa: E402
 from slurm.site import load_site  # noqa: E402
 
@@ -55,6 +56,12 @@ class Executor(RemoteExecutor):
     def __post_init__(self) -> None:
         self._launcher = SubmititLauncher(SlurmClient())
 
+    @cached_property
+    def _default(self) -> str | None:
+        """Where jobs go that name no partition: the site file may say more of it than of others."""
+        default = default_partition(self._launcher.client.partitions())
+        return None if default is None else default.name
+
     def run_job(self, job: Any) -> None:
         """Submit a rule's job.
 
@@ -70,15 +77,16 @@ class Executor(RemoteExecutor):
         manifest = Path(str(job.output[0])).absolute()
         site = self.workflow.executor_settings.site
         name = "-".join([job.name, *map(str, job.wildcards)])
-        request = Job(
-            name=name,
-            argv=tuple(str(word) for word in argv),
-            out=manifest.parent,
-            logs=Path(str(job.log[0])).absolute().parent / "slurm" / job.name,
-            resources=resources(job.resources, site),
-            module=str(job.params.get("module", "stages")),
-        )
         try:
+            default = self._default if site and not job.resources.get("slurm_partition") else None
+            request = Job(
+                name=name,
+                argv=tuple(str(word) for word in argv),
+                out=manifest.parent,
+                logs=Path(str(job.log[0])).absolute().parent / "slurm" / job.name,
+                resources=resources(job.resources, site, default),
+                module=str(job.params.get("module", "stages")),
+            )
             identity = self._launcher.submit(request)
         except RlinfError as error:
             raise WorkflowError(str(error)) from None
@@ -112,8 +120,12 @@ class Executor(RemoteExecutor):
         self._launcher.cancel([info.external_jobid for info in active_jobs])
 
 
-def resources(wanted: Any, site: Path | None) -> Resources:
-    """A rule's standard resources, with the site's settings for its partition."""
+def resources(wanted: Any, site: Path | None, default: str | None = None) -> Resources:
+    """A rule's standard resources, with the site's settings for its partition.
+
+    Args:
+        default: the partition of a rule that names none; None: Slurm's, whatever it is.
+    """
 
     def get(name: str, default: Any = None) -> Any:
         value = wanted.get(name, default)
@@ -124,7 +136,7 @@ def resources(wanted: Any, site: Path | None) -> Resources:
         _, *middle, count = str(get("gres")).split(":")
         gpus, kind = int(count), middle[0] if middle else None
     nodes = int(get("nodes", 1))
-    partition = get("slurm_partition")
+    partition = get("slurm_partition", default)
     extra = load_site(site).of(partition).as_resources() if site else {}
     if get("constraint"):
         extra["constraint"] = str(get("constraint"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from launchers.base import Job, Launcher
 from pipeline.inventory import obtain
 from pipeline.launch import ClusterConfig, make_launcher, resources
+from pipeline.launch import settled as settled_plan
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import alone, assemble, mixture
 from pipeline.planning.profile.bench import MEETING, MEETING_S, STARTED
@@ -93,7 +94,7 @@ def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Pr
     on_slurm = cluster.launcher == "slurm"
     if not on_slurm:
         cluster = cluster.model_copy(update={"launcher": "local"})
-    plan = Plan.read(run.folder)
+    plan = settled_plan(Plan.read(run.folder), cluster)
     kinds = _kinds(cluster, plan, options.partitions)
     identity = Identity.of(run.config)
     warm_start(run)
@@ -115,18 +116,20 @@ def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Pr
 
 
 def _kinds(cluster: ClusterConfig, plan: Plan, wanted: Sequence[str]) -> list[Kind]:
-    """The kinds of the partitions asked for, else of those that the plan names."""
+    """The kinds of the partitions asked for, else of those that the plan names, else of the
+    cluster's default one."""
     if cluster.launcher != "slurm":
         return of_partitions({"local": local_kind()}, wanted or ("local",))
-    kinds = kinds_of(
-        obtain(None, cluster.site), load_site(cluster.site) if cluster.site else Site()
-    )
-    named = [plan.of(stage).partition for stage in ("rollout", "train")]
+    inventory = obtain(None, cluster.site)
+    kinds = kinds_of(inventory, load_site(cluster.site) if cluster.site else Site())
+    default = next((name for name, part in inventory.partitions.items() if part.default), None)
+    named = [plan.of(stage).partition or default for stage in ("rollout", "train")]
     chosen = tuple(wanted) or tuple(dict.fromkeys(name for name in named if name))
     if not chosen:
         there = ", ".join(sorted({kind.partition for kind in kinds.values()}))
         raise PlanError(
-            f"--partition: say which to measure, the plan names none; there are {there}"
+            "--partition: say which to measure: the plan names none, and the cluster has no "
+            f"default one; there are {there}"
         )
     return of_partitions(kinds, chosen)
 

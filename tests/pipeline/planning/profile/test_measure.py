@@ -15,7 +15,8 @@ import pytest
 
 from pipeline.commands.experiment import prepare, warm_start
 from pipeline.launch import ClusterConfig
-from pipeline.plan import Plan
+from pipeline.plan import Plan, StagePlan
+from pipeline.planning.profile import measure
 from pipeline.planning.profile.conclude import conclude
 from pipeline.planning.profile.identity import Identity, kind_key
 from pipeline.planning.profile.kinds import Kind, local_kind
@@ -27,6 +28,7 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError
 from slurm.jobs import State, Status
 from stages.flow import on_policy
+from tests.pipeline.planning.planner import clusters
 from tests.pipeline.planning.profile.examples import task
 
 Compose = Callable[..., dict[str, Any]]
@@ -165,6 +167,22 @@ def test_an_unknown_partition_is_refused_before_anything_runs(compose: Compose) 
     with pytest.raises(PlanError, match=r"--partition a100: .*valid: local"):
         profile(run, Options(partitions=("a100",)), warm_start)
     assert not (run.folder / "warm_start").exists()
+
+
+def test_a_plan_that_names_no_partition_is_measured_on_the_default_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = clusters.inventory()
+    part = there.partitions["h100"].model_copy(update={"default": True})
+    inventory = there.model_copy(update={"partitions": {**there.partitions, "h100": part}})
+    monkeypatch.setattr(measure, "obtain", lambda source, site: inventory)
+    cluster = ClusterConfig(launcher="slurm")
+    assert [kind.name for kind in measure._kinds(cluster, Plan(), ())] == ["h100"]
+    named = Plan(stages={"train": StagePlan(partition="a100")})
+    assert [kind.name for kind in measure._kinds(cluster, named, ())] == ["h100", "a100"]
+    monkeypatch.setattr(measure, "obtain", lambda source, site: there)
+    with pytest.raises(PlanError, match="names none, and the cluster has no default one"):
+        measure._kinds(cluster, Plan(), ())
 
 
 def test_a_damaged_trial_is_refused_until_fresh(

@@ -1,0 +1,76 @@
+"""The executor of Snakemake gives a rule what the drivers give the same stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from snakemake_executor_plugin_rlinf import Executor, resources
+
+from launchers.base import Job
+from slurm.client import Partition
+
+
+class Launcher:
+    """Notes jobs; ``cpu`` is the cluster's default partition."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.asked = 0
+        self.client = self
+
+    def partitions(self) -> dict[str, Partition]:
+        self.asked += 1
+        return {name: Partition(name, None, (), default=name == "cpu") for name in ("gpu", "cpu")}
+
+    def submit(self, job: Job) -> str:
+        self.jobs.append(job)
+        return "1"
+
+
+def executor(site: Path | None) -> tuple[Any, Launcher]:
+    made, launcher = Executor.__new__(Executor), Launcher()
+    made._launcher = launcher
+    made.workflow = SimpleNamespace(executor_settings=SimpleNamespace(site=site))
+    made.logger = SimpleNamespace(info=lambda text: None)
+    made.report_job_submission = lambda info: None
+    return made, launcher
+
+
+def rule(folder: Path, **wanted: object) -> Any:
+    return SimpleNamespace(
+        name="train",
+        wildcards=[],
+        params={"argv": ["train"]},
+        output=[folder / "manifest.json"],
+        log=[folder / "train.log"],
+        resources=wanted,
+    )
+
+
+def test_a_rule_without_a_partition_has_the_settings_of_the_default_one(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("defaults: {account: team}\npartitions: {cpu: {qos: long}, gpu: {qos: low}}\n")
+    made, launcher = executor(site)
+    made.run_job(rule(tmp_path))
+    made.run_job(rule(tmp_path, slurm_partition="gpu"))
+    made.run_job(rule(tmp_path))
+    asked = [
+        (job.resources.partition, job.resources.account, job.resources.qos) for job in launcher.jobs
+    ]
+    assert asked == [("cpu", "team", "long"), ("gpu", "team", "low"), ("cpu", "team", "long")]
+    assert launcher.asked == 1
+
+
+def test_without_a_site_file_slurm_is_not_asked(tmp_path: Path) -> None:
+    made, launcher = executor(None)
+    made.run_job(rule(tmp_path))
+    assert launcher.jobs[0].resources.partition is None
+    assert launcher.asked == 0
+
+
+@pytest.mark.parametrize("said", ["", "None", None])
+def test_a_partition_left_open_is_the_default_one(said: str | None) -> None:
+    assert resources({"slurm_partition": said}, None, "cpu").partition == "cpu"
