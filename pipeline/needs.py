@@ -29,11 +29,12 @@ def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StageP
 
     Raises:
         PlanError: the devices of a kind do not fill their nodes, are not one for each process, or
-            its stages say otherwise.
+            its stages say otherwise, or that they run on others.
     """
     pool = plan.pools[number]
+    _check_device(plan, number)
     stages = {f"plan.stages.{name}": plan.of(name) for name in pool.stages}
-    needs = _most(stages)
+    needs = _most(stages, _guests(plan, number))
     if pool.workers is not None:
         kinds = [kind for kind, count in pool.gpus.items() for _ in range(count)]
         kind = kinds[(slot or 0) % len(kinds)]
@@ -59,7 +60,38 @@ def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StageP
     return tuple(parts)
 
 
-def _most(stages: Mapping[str, StagePlan]) -> StagePlan:
+def _guests(plan: Plan, number: int) -> dict[str, StagePlan]:
+    """What is said of stages that run in a pool though none names them, by name."""
+    named = {stage for pool in plan.pools for stage in pool.stages}
+    here = [stage for stage, home in plan.homes().items() if home == number and stage not in named]
+    return {stage: plan.stages[stage] for stage in here if stage in plan.stages}
+
+
+def _check_device(plan: Plan, number: int) -> None:
+    """See that what stages say of where they run is where their pool is.
+
+    Raises:
+        PlanError: it is elsewhere, or another GPU.
+    """
+    pool, held = plan.pools[number], f"pools[{number}].gpus"
+    kinds = [kind.partition(":") for kind in pool.gpus]
+    partitions, types = {name for name, _, _ in kinds}, {gpu for _, _, gpu in kinds}
+    named = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
+    for stage, own in (named | _guests(plan, number)).items():
+        for key, said, there in (
+            ("partition", own.partition, partitions),
+            # A kind without a type leaves it to the stages.
+            ("gpu_type", own.gpu_type, types - {""} if "" not in types else ()),
+        ):
+            if said is not None and there and said not in there:
+                raise PlanError(
+                    f"plan.stages.{stage}.{key}: {said}, but it runs in plan.{held}: "
+                    f"{_named(pool.gpus)}; the pool says where: leave {key} out, name "
+                    f"another kind in {held}, or give {stage} a pool of its own"
+                )
+
+
+def _most(stages: Mapping[str, StagePlan], guests: Mapping[str, StagePlan]) -> StagePlan:
     """What one job needs that holds several stages; their order does not matter.
 
     Memory, CPUs, GPUs and time are the most that one of them says. Where one says nothing of them,
@@ -67,6 +99,7 @@ def _most(stages: Mapping[str, StagePlan]) -> StagePlan:
 
     Args:
         stages: by key of the plan.
+        guests: further ones, of which CPUs, memory and time count where they are said.
 
     Raises:
         PlanError: two of them say what no job can have at once.
@@ -75,7 +108,8 @@ def _most(stages: Mapping[str, StagePlan]) -> StagePlan:
     largest = {k: stage for k, stage in stages.items() if stage.nodes * stage.processes == size}
     update = {
         **{name: _one(name, largest) for name in ("nodes", "processes")},
-        **{name: _largest(name, stages) for name in ("gpus", "cpus", "mem_mb", "time_min")},
+        "gpus": _largest("gpus", stages),
+        **{name: _largest(name, {**stages, **guests}) for name in ("cpus", "mem_mb", "time_min")},
         **{name: _one(name, stages) for name in ("constraint", "shares")},
         # An order to the pool says the layout of its stage; those of engine and trainer may differ.
         "layout": ALONE,

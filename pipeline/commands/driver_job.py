@@ -54,7 +54,7 @@ def driver_needs(cluster: ClusterConfig, client: SlurmClient) -> Resources:
     asked, partitions = cluster.driver, client.partitions()
     default = default_partition(partitions)
     # By its name, for what the site file says of it.
-    partition = asked.partition or (default and default.name)
+    partition = asked.partition or (None if default is None else default.name)
     plan = StagePlan(
         partition=partition,
         cpus=asked.cpus,

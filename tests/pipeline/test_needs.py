@@ -128,3 +128,33 @@ def test_fewer_gpus_than_processes_are_shared_as_the_stages_say() -> None:
     assert (needs.nodes, needs.processes, needs.gpus) == (2, 2, 0)
     constraint = "rack1*1"
     assert pool_needs(pooled({"gpu": 4}, constraint=constraint), 0)[0].constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("stage", "own", "held", "words"),
+    [
+        ("train", {"partition": "h100"}, {"a100": 2}, r"stages\.train\.partition: h100, but"),
+        ("train", {"gpu_type": "h100"}, {"gpu:a100": 2}, r"stages\.train\.gpu_type: h100, but"),
+        # No pool names it: it runs with rollout.
+        ("evaluate", {"partition": "h100"}, {"a100": 2}, r"stages\.evaluate\.partition: h100"),
+    ],
+)
+def test_a_stage_of_a_pool_that_says_it_runs_elsewhere_is_refused(
+    stage: str, own: dict[str, str], held: dict[str, int], words: str
+) -> None:
+    with pytest.raises(PlanError, match=words + r".* plan\.pools\[0\]\.gpus: 2 .*pool of its own"):
+        pool_needs(pooled(held, stages={stage: own}, processes=2), 0)
+
+
+def test_a_stage_may_say_where_its_pool_is_and_the_defaults_hold_for_others() -> None:
+    own = {"train": {"partition": "gpu", "gpu_type": "a100"}}
+    (needs,) = pool_needs(pooled({"gpu": 2}, stages=own, processes=2, partition="cpu"), 0)
+    assert (needs.partition, needs.gpu_type) == ("gpu", "a100")
+    (needs,) = pool_needs(pooled({"gpu:a100": 2}, stages=own, processes=2), 0)
+    assert (needs.partition, needs.gpu_type) == ("gpu", "a100")
+
+
+def test_stages_that_no_pool_names_have_the_memory_they_ask_for() -> None:
+    own = {"evaluate": {"mem_mb": 9000, "time_min": 60}, "rollout": {"mem_mb": 1000}}
+    (needs,) = pool_needs(pooled({"a100": 1}, stages=own), 0)
+    assert (needs.mem_mb, needs.time_min, needs.cpus) == (9000, 60, 1)
