@@ -98,7 +98,7 @@ def cut(shape: ModelShape, pp: int) -> Cut:
     ``pp`` divides the layers.
     """
     shared = shape.shared_parameters.reshape(pp, -1).sum(1).astype(np.float64)
-    shared[0] += shape.embedding_parameters
+    shared[0] += shape.embeddings * shape.embedding_parameters
     shared[-1] += shape.hidden + shape.head_parameters
     if shape.tied and pp > 1:
         shared[-1] += shape.embedding_parameters

@@ -65,11 +65,13 @@ def training_stages(shape: ModelShape, stages: Cut, layout: Layout, work: Traini
     """Weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
 
     Each of ``pp - s`` micro-batches is in flight on stage ``s``, or all if there are fewer. With
-    ZeRO stage 3 two layers are whole at a time: the one at work and the one being fetched.
+    ZeRO stage 3 two layers are whole at a time: the one at work and the one being fetched. Of
+    optimizer states that wait in the host's memory at least those of the embedding come at once.
     """
     tp, dp, ep, micro = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
     shared, routed = stages.shared / tp, stages.routed / (tp * ep)
-    mine, divided = shared + routed, shared / dp + routed * ep / dp
+    shards = work.shards(dp)
+    mine, divided = shared + routed, shared / shards + routed * ep / shards
 
     def kept(bytes_each: float, from_stage: int) -> Array:
         return bytes_each * (divided if work.zero >= from_stage else mine)
@@ -77,7 +79,7 @@ def training_stages(shape: ModelShape, stages: Cut, layout: Layout, work: Traini
     weights = kept(work.state.weights, 3)
     if work.zero == 3:
         largest = float((shape.shared_parameters + shape.expert_parameters).max())
-        weights = weights + 2 * work.state.weights * largest / tp * (dp > 1)
+        weights = weights + 2 * work.state.weights * largest / tp * (shards > 1)
     in_flight = np.minimum(-(-work.samples // (dp * micro)), layout.pp - stages.number)
     # The gradient of the logits is as large as they are.
     per_token = stages.head * (shape.head_activation_bytes + FLOAT32 * shape.vocab)
@@ -89,12 +91,12 @@ def training_stages(shape: ModelShape, stages: Cut, layout: Layout, work: Traini
     else:
         per_token = per_token + in_flight * stages.activation_bytes
     tokens = micro * max(work.longest, work.tokens)
-    return Memory(
-        weights,
-        kept(work.state.gradients, 2),
-        kept(work.state.optimizer, 1),
-        per_token * tokens / tp,
-    )
+    optimizer = kept(work.state.optimizer, 1)
+    if work.state_on_device is not None:
+        least = work.state.optimizer * shape.embedding_parameters / tp / shards
+        most = np.maximum(work.state_on_device, least * (work.state_on_device > 0))
+        optimizer = np.minimum(optimizer, most)
+    return Memory(weights, kept(work.state.gradients, 2), optimizer, per_token * tokens / tp)
 
 
 def _inference(shape: ModelShape, layout: Layout, work: Inference) -> Memory:

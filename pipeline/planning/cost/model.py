@@ -43,6 +43,9 @@ class ModelShape:
     vocab: int
     tied: bool = False
     """Whether the output head is the embedding."""
+    embeddings: int = 1
+    """Networks that share the layers out among them, each with an embedding: 2 with a critic of its
+    own, which stands behind the policy as if they were one network."""
     gated: bool = True
     """Whether the feed-forward layer has a gate (three matrices instead of two)."""
     qkv_bias: bool = False
@@ -135,7 +138,8 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters, exact."""
         layers = int(self.shared_parameters.sum() + self.expert_parameters.sum())
-        return self.embedding_parameters + layers + self.hidden + self.head_parameters
+        ends = self.embeddings * self.embedding_parameters + self.head_parameters
+        return ends + layers + self.hidden
 
     @property
     def active_parameters(self) -> int:

@@ -192,29 +192,45 @@ def _gradient_sync(
     """Seconds to sum gradients over replicas, of the largest stage.
 
     An all-reduce; with shared states a reduce-scatter and an all-gather, which take as long. With
-    ZeRO stage 3 the weights are gathered twice and gradients scattered for each micro-batch.
+    ZeRO stage 3 the weights are gathered twice and gradients scattered for each micro-batch, within
+    a copy of the model where there are several; what each process has of the gradients is then
+    summed over the copies.
     """
     shared, routed = _largest(shape, layout)
-    groups = [(device.group_link(layout.dp, layout.tp), layout.dp, shared)]
+    shards = work.shards(layout.dp) if work.zero == 3 else layout.dp
+    groups = [(device.group_link(shards, layout.tp), shards, shared)]
     if shape.experts:
-        copies = layout.dp // layout.ep
+        copies = np.maximum(1, shards // layout.ep)
         groups.append((device.group_link(copies, layout.tp * layout.ep), copies, routed))
     w, g = work.state.weights, work.state.gradients
     if work.zero < 3:
         return sum(links.all_reduce(link, count, g * mine) for link, count, mine in groups)
+    between: Seconds = 0.0
+    if work.copies > 1:
+        link = device.group_link(work.copies, layout.tp * shards)
+        between = links.all_reduce(link, work.copies, g * (shared + routed) / shards)
     return micro_batches * sum(
-        2 * links.all_gather(link, count, w * mine) + links.all_gather(link, count, g * mine)
-        for link, count, mine in groups
+        (
+            2 * links.all_gather(link, count, w * mine) + links.all_gather(link, count, g * mine)
+            for link, count, mine in groups
+        ),
+        between,
     )
 
 
 def _optimizer(shape: ModelShape, layout: Layout, work: Training, device: Device) -> Times:
-    """Seconds to read and write all states once."""
+    """Seconds to read and write all states once; those that the host keeps come and go."""
     shared, routed = _largest(shape, layout)
     if work.zero:
-        shared, routed = shared / layout.dp, routed / (layout.dp // layout.ep)
+        shards = work.shards(layout.dp)
+        shared, routed = shared / shards, routed / np.maximum(1, shards // layout.ep)
     touched = work.state.gradients + 2 * work.state.optimizer + work.state.weights
-    return Times(bandwidth_s=device.roofline(0.0, touched * (shared + routed))[1])
+    moved: Seconds = 0.0
+    if work.state_on_device is not None:
+        moved = 2 * work.state.optimizer * (shared + routed) / device.host.bytes_per_s
+    return Times(
+        bandwidth_s=device.roofline(0.0, touched * (shared + routed))[1], communication_s=moved
+    )
 
 
 def _largest(shape: ModelShape, layout: Layout) -> tuple[Any, Any]:

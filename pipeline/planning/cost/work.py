@@ -38,9 +38,19 @@ class Training:
     """What data-parallel replicas share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
     weights (FSDP)."""
     state: StateBytes = StateBytes()
+    copies: int = 1
+    """Whole copies of what is shared out, each over as many of the replicas (hybrid sharding); they
+    divide the replicas, and one replica is one copy."""
+    state_on_device: float | None = None
+    """Bytes of optimizer states that are on the device at once, at most; the others wait in the
+    host's memory. None: all stay."""
+
+    def shards(self, replicas: Array | int) -> Array:
+        """Over how many of the data-parallel replicas a copy is shared out."""
+        return np.maximum(1, np.asarray(replicas) // self.copies)
 
     def __post_init__(self) -> None:
-        _positive(self, "samples", "tokens", "steps")
+        _positive(self, "samples", "tokens", "steps", "copies")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero stage {self.zero}: there are 0, 1, 2 and 3")
 

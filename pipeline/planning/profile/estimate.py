@@ -38,6 +38,7 @@ from rlinf.checked import read_text
 from rlinf.config import RunConfig
 from rlinf.errors import DataError, PlanError
 from rlinf.fit import LANGUAGE_MODEL
+from rlinf.trainers.offload import PART_BYTES
 from slurm.inventory import Inventory
 from slurm.site import Site
 from stages.flow import flow_of
@@ -113,6 +114,8 @@ class _Job:
     """What an iteration of a run has to do."""
 
     shape: ModelShape
+    trained: ModelShape
+    """What the trainer has: with the critic that there is one of."""
     samples: int
     prompt: int
     lengths: np.ndarray
@@ -137,6 +140,9 @@ class _Job:
     """What processes of the trainer share out; see :class:`Training`."""
     state: StateBytes
     """Bytes per parameter of the trainer."""
+    copies: int
+    state_on_device: float | None
+    """See :class:`Training`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> _Job:
@@ -150,6 +156,7 @@ class _Job:
         spec = environment.describe(settings)
         extent = environment.extent(settings, policy.check(options, spec))
         shape = _shape(options, spec)
+        trained = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
         algorithm, rollout = make_algorithm(config), config.rollout
         engine, trainer = config.engine.model_extra or {}, config.trainer.model_extra or {}
         flow = flow_of(config)
@@ -158,6 +165,7 @@ class _Job:
         sized = {"float32": 4, "bfloat16": 2}
         return cls(
             shape=shape,
+            trained=trained,
             samples=rollout.batch * rollout.group_size,
             prompt=max(1, extent.longest_prompt),
             lengths=np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64)),
@@ -174,6 +182,8 @@ class _Job:
             recompute="full" if trainer.get("activation_checkpointing") else "selective",
             zero=_zero(config.trainer.name, trainer),
             state=_state(shape, trainer.get("lora")),
+            copies=int(trainer.get("replicas", 1)) if config.trainer.name == "fsdp" else 1,
+            state_on_device=_state_on_device(config.trainer.name, trainer),
         )
 
     @property
@@ -188,9 +198,10 @@ class _Job:
         """What a stage has to do of so many samples, its shape, and its share of the peak rate."""
         mean = self.prompt + round(float(self.lengths.mean()))
         width = self.generates_in if self.stages[stage] == "engine" else self.trains_in
-        shape = replace(self.shape, dtype_bytes=width)
+        generates = self.stages[stage] == "engine"
+        shape = replace(self.shape if generates else self.trained, dtype_bytes=width)
         share = FLOAT32_SHARE if width == 4 else 1.0
-        if self.stages[stage] == "engine":
+        if generates:
             lengths = self.lengths.astype(np.float64)
             rows = Generation(lengths, samples, self.prompt, self.group_size, self.max_rows)
             return rows, shape, share
@@ -200,7 +211,16 @@ class _Job:
         return Inference(samples, mean, self.longest), shape, share
 
     def _training(self, samples: int, mean: int) -> Training:
-        return Training(samples, mean, self.longest, self.steps, self.zero, self.state)
+        return Training(
+            samples,
+            mean,
+            self.longest,
+            self.steps,
+            self.zero,
+            self.state,
+            self.copies,
+            self.state_on_device,
+        )
 
 
 def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
@@ -210,6 +230,25 @@ def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
     if trainer == "megatron":
         return int(bool(settings.get("distributed_optimizer")))
     return 3
+
+
+def _state_on_device(trainer: str, settings: Mapping[str, Any]) -> float | None:
+    """Bytes of the optimizer's state that come to the device at once; None: it stays there. With
+    DeepSpeed the host makes the step."""
+    if not settings.get("offload_optimizer"):
+        return None
+    return PART_BYTES * TRAINED.optimizer / TRAINED.weights if trainer == "fsdp" else 0.0
+
+
+def with_critic(shape: ModelShape) -> ModelShape:
+    """A policy and a network like it that values states: what one has of layers, twice."""
+    behind = tuple(number + shape.layers for number in shape.dense_layers)
+    return replace(
+        shape,
+        layers=2 * shape.layers,
+        dense_layers=(*shape.dense_layers, *behind),
+        embeddings=2,
+    )
 
 
 def _state(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
@@ -283,6 +322,9 @@ def _of(job: _Job, device: Device, stage: str, nodes: int, count: int, samples: 
     point = partial(_point, stage, nodes, count, samples, tokens)
     budget_of = None if isinstance(work, Generation) else job.token_budget
     took = float(np.max(seconds(shape, layout, work, device).total))
+    if stage == job.trains and count > 1 and count % job.copies:
+        why = f"trainer.replicas: {job.copies} does not divide {count} processes"
+        return point(None, token_budget=budget_of, failure=why)
     if need > device.usable_bytes or not np.isfinite(took):
         why = f"{need / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable ({device.name})"
         return point(None, token_budget=budget_of, failure=f"does not fit: it needs {why}")
@@ -305,15 +347,16 @@ def _point(
 
 def _overheads(job: _Job, device: Device) -> Iterator[Overhead]:
     reads = job.weights_bytes / READS_BYTES_PER_S
-    kept = job.state.weights + job.state.optimizer
-    state = job.shape.parameters * kept / device.host.bytes_per_s
+    whole = job.trained.parameters * job.trained.dtype_bytes / READS_BYTES_PER_S
+    kept = job.state.weights + (job.state.optimizer if job.state_on_device is None else 0.0)
+    state = job.trained.parameters * kept / device.host.bytes_per_s
     for name, took in (
         ("startup", START_S),
         ("imports", IMPORTS_S),
         ("engine_load", LOADS_S + reads),
-        ("trainer_load", LOADS_S + reads),
+        ("trainer_load", LOADS_S + whole),
         ("weight_load", reads),
-        ("publish", reads),
+        ("publish", whole),
         ("offload", state),
         ("onload", state),
     ):

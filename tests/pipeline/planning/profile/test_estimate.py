@@ -15,14 +15,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.plan import Sources, read_plan
+from pipeline.planning.cost.model import from_hf_config
 from pipeline.planning.planner.propose import propose
 from pipeline.planning.planner.show import corrections, make, request
 from pipeline.planning.planner.work import Work
-from pipeline.planning.profile.estimate import estimated
+from pipeline.planning.profile.estimate import estimated, with_critic
 from pipeline.pools.actuals import WORK, Times
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm_critic import ActorCritic
 from slurm.inventory import Inventory, NodeGroup, PartitionInventory
 from slurm.site import Site
 from stages.flow import on_policy
@@ -267,3 +269,70 @@ def test_memory_follows_the_trainer(configure: Configure) -> None:
     assert two > three
     megatron = need("trainer=megatron")
     assert megatron - need("trainer=megatron", "trainer.distributed_optimizer=true") > 40
+
+
+def training(config: RunConfig, processes: int = 8, stage: str = "train") -> float:
+    """GiB that it needs of each GPU."""
+    (kind,) = estimated(config, groups(a100=2), Site()).kinds.values()
+    points = [p for p in kind.points if (p.stage, p.processes) == (stage, processes)]
+    point = max(points, key=lambda p: p.samples)
+    if point.peak_memory_bytes:
+        return point.peak_memory_bytes / 2**30
+    return float(point.failure.split()[5])
+
+
+def test_copies_of_a_sharded_model_take_as_much_as_on_so_many_fewer_gpus(
+    configure: Configure,
+) -> None:
+    parameters = 7.6e9 / 2**30
+    one, two = training(configure()), training(configure("trainer.replicas=2"))
+    # 16 bytes of each, on four GPUs instead of eight.
+    assert two - one == pytest.approx(16 * parameters / 8, rel=0.05)
+    assert training(configure("trainer.replicas=2"), 16) == pytest.approx(one, rel=0.02)
+    (kind,) = estimated(configure("trainer.replicas=3"), groups(a100=1), Site()).kinds.values()
+    failures = {p.failure for p in kind.points if (p.stage, p.processes) == ("train", 8)}
+    assert failures == {"trainer.replicas: 3 does not divide 8 processes"}
+
+
+def test_optimizer_states_in_the_host_s_memory_take_none_of_the_gpu_s(
+    configure: Configure,
+) -> None:
+    parameters = 7.6e9 / 2**30
+    whole, less = training(configure()), training(configure("trainer.offload_optimizer=true"))
+    # Eight bytes of each, but for half a GiB at a time.
+    assert whole - less == pytest.approx(8 * parameters / 8 - 0.5, abs=0.1)
+    words = ("trainer=deepspeed", "trainer.stage=2")
+    zero = training(configure(*words)) - training(
+        configure(*words, "trainer.offload_optimizer=true")
+    )
+    assert zero == pytest.approx(8 * parameters / 8, rel=0.05)
+
+
+def test_a_critic_of_its_own_is_trained_and_held_beside_the_policy(configure: Configure) -> None:
+    words = ("algorithm=ppo", "model.name=causal_lm_critic")
+    shared = configure(*words, "model.critic=shared", "algorithm.minibatches=1")
+    own = configure(*words, "algorithm.minibatches=1")
+    critic = 7.6e9 - 3584 * 152064  # its head is one number
+    per_gpu = 16 * critic / 8 / 2**30
+    more = training(own, 16) * 2 - training(shared, 16) * 2
+    assert more > per_gpu
+    assert more == pytest.approx(per_gpu, rel=0.25), "and what its layers keep of a sequence"
+    held = training(own, 8, "inference") - training(shared, 8, "inference")
+    assert held == pytest.approx(2 * critic / 2**30, rel=0.01)
+    assert training(own, 8, "rollout") == training(shared, 8, "rollout")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_policy_with_a_critic_has_as_many_parameters_as_is_counted(tied: bool) -> None:
+    """But for what the critic has alone: its last norm and its head."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
+    settings = {**QWEN2_5_7B, **sizes, "num_hidden_layers": 3, "tie_word_embeddings": tied}
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    module = ActorCritic(network, "own")
+    built = sum(parameter.numel() for parameter in module.parameters())
+    assert with_critic(from_hf_config(settings)).parameters == built - (2 * 64 + 1)
