@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
+from launchers.local import LocalLauncher
 from pipeline.commands.experiment import prepare, warm_start
 from pipeline.launch import ClusterConfig
 from pipeline.plan import Plan, StagePlan
@@ -42,9 +43,12 @@ def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.planning.profile.alone.ITERATIONS", 2)
 
 
-def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(compose: Compose) -> None:
+def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = prepare(compose(*WORDS))
-    options = Options(minutes=3, processes=2)
+    # It ends once all is settled, and a busy machine needs longer for that.
+    options = Options(minutes=30, processes=2)
     made = profile(run, options, warm_start)
     made.require(Identity.of(run.config), ["local"], "profile.json")
     assert Profile.model_validate_json(made.to_json()) == made
@@ -77,9 +81,10 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(compose: C
         for case in told.cases * ENOUGH:
             trial = trial.repeated(case, 1.0)
         trial.save(path)
-    start = time.monotonic()
+    monkeypatch.setattr(
+        LocalLauncher, "submit", lambda self, job: pytest.fail(f"started {job.name}")
+    )
     assert profile(run, options, warm_start).kinds == made.kinds
-    assert time.monotonic() - start < 4
 
 
 def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
