@@ -48,8 +48,9 @@ class Pictured:
         self.starts = getattr(world, "starts", 0)
         self.tells = getattr(world, "tells", ())
         self.unwrapped = bare
-        if hasattr(world, "expert"):
-            self.expert = world.expert
+        for name in ("expert", "save", "restore"):
+            if hasattr(world, name):
+                setattr(self, name, getattr(world, name))
 
     @property
     def instruction(self) -> str | None:

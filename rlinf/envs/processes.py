@@ -26,8 +26,8 @@ import numpy as np
 from rlinf import machine
 from rlinf.envs import simulator
 from rlinf.envs.link import Link
-from rlinf.envs.seen import Arrays, seen_in
-from rlinf.envs.simulator import ENDS, told_columns
+from rlinf.envs.seen import ENDS, Arrays, seen_in
+from rlinf.envs.simulator import told_columns
 from rlinf.errors import InputError, RlinfError
 
 PATIENCE_S = 2.0
@@ -120,6 +120,12 @@ class Process:
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> Came:
         return finished(self.stepping(numbers, actions))
 
+    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        return finished(self.saving(numbers))
+
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
+        return finished(self.restoring(numbers, states))
+
     def demonstrate(self, seed: int, most: int) -> Arrays:
         order = {"do": "demonstrate", "seed": seed, "most": most}
         try:
@@ -137,11 +143,23 @@ class Process:
         self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
     ) -> Order[Arrays]:
         """:meth:`reset` in two parts, between which others can be asked."""
-        order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds), "starts": starts}
+        return self._beginning(
+            numbers,
+            {"do": "reset", "worlds": list(numbers), "seeds": list(seeds), "starts": starts},
+        )
+
+    def restoring(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Order[Arrays]:
+        """:meth:`restore` likewise."""
+        arrays = {str(row): state for row, state in enumerate(states)}
+        return self._beginning(numbers, {"do": "restore", "worlds": list(numbers)}, arrays)
+
+    def _beginning(
+        self, numbers: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
+    ) -> Order[Arrays]:
         deaths = 0
         while True:
             try:
-                answer = yield from self._asking(order)
+                answer = yield from self._asking(order, arrays)
             except _Died as death:
                 deaths += 1
                 if deaths == ATTEMPTS:
@@ -152,6 +170,21 @@ class Process:
                 self._none |= {name: column[:0] for name, column in answer[1].items()}
                 self._tells = tuple(answer[0]["tells"])
                 return seen_in(answer[1])
+
+    def saving(self, numbers: Sequence[int]) -> Order[list[np.ndarray]]:
+        """:meth:`save` likewise; an empty state of what ended with its process."""
+        there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
+        states = [np.zeros(0, np.uint8)] * len(numbers)
+        if there:
+            order = {"do": "save", "worlds": [numbers[k] for k in there]}
+            try:
+                _, came = yield from self._asking(order)
+            except _Died as death:
+                self._replace(death)
+            else:
+                for place, k in enumerate(there):
+                    states[k] = came[str(place)]
+        return states
 
     def stepping(self, numbers: Sequence[int], actions: np.ndarray) -> Order[Came]:
         """:meth:`step` likewise."""
@@ -255,6 +288,20 @@ class Processes:
             for row, error in each.items()
         }
         return _joined(len(numbers), shares, [columns for columns, _ in came]), errors
+
+    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        shares = self._shares(numbers)
+        states: dict[int, np.ndarray] = {}
+        for (_, rows, _), some in zip(
+            shares, _together([p.saving(own) for p, _, own in shares]), strict=True
+        ):
+            states.update(zip(rows, some, strict=True))
+        return [states[row] for row in range(len(numbers))]
+
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
+        shares = self._shares(numbers)
+        asked = [p.restoring(own, [states[k] for k in rows]) for p, rows, own in shares]
+        return _joined(len(numbers), shares, _together(asked))
 
     def close(self) -> None:
         """End them; they start again when they are needed."""

@@ -6,6 +6,7 @@ Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,6 +17,12 @@ Images = dict[str, Sequence[int]]
 """Cameras by name, with the height and width of their pictures."""
 STATE, INSTRUCTION, SEEN = "state", "instruction", "seen."
 INSTRUCTION_BYTES = 256
+ENDS = ("terminated", "truncated", "success", "solved")
+LOST = (True, False, False, False)
+"""Of :data:`ENDS`, where the episode was lost."""
+LARGEST = np.finfo(np.float32).max
+NO_EXPERT = "task.demonstrations: this simulator has no expert of its own; set it to 0"
+NO_STATE = "task.continues: this simulator does not say what state it is in; set it to false"
 
 
 class Refused(Exception):
@@ -92,6 +99,31 @@ def among(seen: Arrays) -> Arrays:
 def seen_in(columns: Arrays) -> Arrays:
     """The observations that stand among others."""
     return {name[len(SEEN) :]: array for name, array in columns.items() if name.startswith(SEEN)}
+
+
+def unfit(shown: Arrays) -> dict[int, str]:
+    """Rows in which a number is not finite in single precision, as policies take them, and what
+    it is."""
+    found = {}
+    for name, column in shown.items():
+        if column.dtype.kind == "f":
+            largest = abs(column).reshape(len(column), -1).max(1, initial=0)
+            for row in np.flatnonzero(~(largest <= LARGEST)).tolist():
+                found[row] = f"observation {name!r} is not finite"
+    return found
+
+
+def joined(arrays: Arrays) -> np.ndarray:
+    """Arrays by name as one, uint8 ``[n]``; equal ones give equal bytes."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def parted(array: np.ndarray) -> Arrays:
+    """What :func:`joined` made one of; nothing is unpickled."""
+    with np.load(io.BytesIO(array.tobytes()), allow_pickle=False) as found:
+        return dict(found)
 
 
 def refuse_others(images: Images, cameras: Collection[str]) -> None:

@@ -33,21 +33,24 @@ if not __package__:
     beside.__path__ = [os.path.dirname(os.path.abspath(__file__))]  # noqa: PTH100, PTH120
     sys.modules[__package__] = beside
 
+from .batch import Batch
 from .link import Link
 from .making import made, maker, says
 from .seen import (
-    INSTRUCTION,
-    STATE,
+    ENDS,
+    LOST,
+    NO_EXPERT,
+    NO_STATE,
     Arrays,
     Images,
     Look,
     Refused,
     among,
-    encoded,
-    instruction,
-    named,
-    refuse_others,
+    joined,
+    parted,
+    seen_in,
     stacked,
+    unfit,
 )
 from .spaces import performed, spaces_of
 
@@ -55,11 +58,6 @@ LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUS
 TOLD = {"intervened": np.uint8, "performed": np.float32, "late": np.uint8}
 """What the ``info`` of a world's steps may tell beside ``success``, and of which type it is: see
 :mod:`rlinf.envs.worlds`."""
-ENDS = ("terminated", "truncated", "success", "solved")
-LOST = (True, False, False, False)
-"""Of :data:`ENDS`, where the episode was lost."""
-LARGEST = np.finfo(np.float32).max
-NO_EXPERT = "task.demonstrations: this simulator has no expert of its own; set it to 0"
 
 
 class Worlds:
@@ -100,8 +98,7 @@ class Worlds:
                 "task.world: its module says SINGLE, and several worlds are asked for; it must be "
                 "found by the interpreter of the stage too, which reads that there"
             )
-        while len(self._worlds) <= max(numbers, default=-1):
-            self._worlds.append(self._make())
+        self._have(numbers)
         for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
             start = None if starts is None else starts[row]
             try:
@@ -115,6 +112,42 @@ class Worlds:
                     ) from error
                 self._renew(number)
                 self._begin(number, seed, start)
+        return stacked([self._seen[number] for number in numbers])
+
+    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """All that it takes to go on with open episodes in other worlds, uint8 ``[n]`` each.
+
+        Raises:
+            Refused: a world does not say it.
+        """
+        found = []
+        for number in numbers:
+            world = self._worlds[number]
+            if not hasattr(world, "save"):
+                raise Refused(NO_STATE)
+            try:
+                state = world.save()
+            except ValueError as error:
+                raise Refused(f"task.continues: {error}; set it to false") from None
+            found.append(joined({**state, **among(self._seen[number])}))
+        return found
+
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
+        """Go on with episodes that :meth:`save` was asked of; what they showed last, ``[n, ...]``.
+
+        A world that raises is made anew, and raises what it raises then.
+        """
+        self._have(numbers)
+        for number, state in zip(numbers, states):  # noqa: B905 - Python 3.9
+            arrays = parted(state)
+            try:
+                self._worlds[number].restore(arrays)
+            except Exception:  # a simulator may raise anything
+                self._renew(number)
+                self._worlds[number].restore(arrays)
+            self._looks[number], seen = Look(self._worlds[number]), seen_in(arrays)
+            self._like = self._like or {n: np.empty_like(array) for n, array in seen.items()}
+            self._seen[number] = seen
         return stacked([self._seen[number] for number in numbers])
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
@@ -213,6 +246,10 @@ class Worlds:
                 break
         return stacked(rows)
 
+    def _have(self, numbers: Sequence[int]) -> None:
+        while len(self._worlds) <= max(numbers, default=-1):
+            self._worlds.append(self._make())
+
     def _begin(self, number: int, seed: int, start: int | None) -> None:
         world = self._worlds[number]
         there = getattr(world, "starts", 0)
@@ -251,115 +288,6 @@ class Worlds:
         self._worlds = []
 
 
-def unfit(shown: Arrays) -> dict[int, str]:
-    """Rows in which a number is not finite in single precision, as policies take them, and what
-    it is."""
-    found = {}
-    for name, column in shown.items():
-        if column.dtype.kind == "f":
-            largest = abs(column).reshape(len(column), -1).max(1, initial=0)
-            for row in np.flatnonzero(~(largest <= LARGEST)).tolist():
-                found[row] = f"observation {name!r} is not finite"
-    return found
-
-
-class Batch:
-    """Environments that one world steps together, with the methods of :class:`Worlds`.
-
-    It is made for as many as the first episodes are, anew where later ones are more. Those that are
-    not asked for get an action of zeros.
-    """
-
-    tells: Sequence[str] = ()
-
-    def __init__(self, make: Callable[..., Any], images: Images | None = None) -> None:
-        self._make, self._images = functools.partial(make, images=images or {}), images or {}
-        self._world: Any = None
-        self._count, self._seen = 0, Arrays()
-
-    def reset(
-        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
-    ) -> Arrays:
-        """As of :class:`Worlds`, less ``starts``."""
-        wanted = max(numbers, default=-1) + 1
-        if self._count and wanted > self._count and min(numbers):
-            raise Refused("task.halves: this simulator steps all environments together; set 1")
-        if self._world is None or wanted > self._count:
-            self.close()
-            wanted = max(wanted, self._count)
-            self._world = made(functools.partial(self._make, count=wanted), {})
-            self._count = self._world.count
-        seen = self._shown(self._world.reset(list(numbers), list(seeds)))
-        for row, error in unfit(seen).items():
-            raise ValueError(f"environment {numbers[row]}: {error} after its reset")
-        refuse_others(self._images, sorted(seen.keys() - {STATE, INSTRUCTION}))
-        for name, size in self._images.items():
-            if seen[name].shape[1:] != (*size, 3):
-                raise Refused(f"task.images.{name}: its pictures are {list(seen[name].shape[1:3])}")
-        for name, column in seen.items():
-            if name not in self._seen or len(self._seen[name]) < self._count:
-                self._seen[name] = np.zeros((self._count, *column.shape[1:]), column.dtype)
-            self._seen[name][list(numbers)] = column
-        return seen
-
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
-        """As of :class:`Worlds`; where the world raises, the episodes of all have ended, and where
-        it shows of one what is not finite, that one's."""
-        rows, space = list(numbers), self._world.action_space
-        if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
-            raise Refused(
-                "task.world: this simulator steps all environments together, and so takes no "
-                "chunks of actions; choose a policy of single ones"
-            )
-        whole = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
-        whole[rows] = performed(space, actions)
-        reward, ends = np.zeros(len(rows)), np.zeros((len(ENDS), len(rows)), np.uint8)
-        errors = dict[int, str]()
-        try:
-            seen, gained, *ended = self._world.step(whole)
-        except Exception:  # a simulator may raise anything
-            errors = dict.fromkeys(range(len(rows)), traceback.format_exc()[-100_000:])
-            ends[0] = True
-            with contextlib.suppress(Exception):
-                self._world.close()
-            self._world = None
-        else:
-            shown = {name: column[rows] for name, column in self._shown(seen).items()}
-            reward[:] = np.asarray(gained, np.float64)[rows]
-            ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
-            ends[3] = ends[2]
-            errors = unfit(shown)
-            for row in np.flatnonzero(~np.isfinite(reward)).tolist():
-                errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
-            fit = [row for row in range(len(rows)) if row not in errors]
-            for name, column in shown.items():
-                self._seen[name][[rows[row] for row in fit]] = column[fit]
-            reward[list(errors)], ends[:, list(errors)] = 0, np.array(LOST, np.uint8)[:, None]
-        columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
-        columns.update(zip(ENDS, ends))  # noqa: B905 - Python 3.9
-        return {**columns, **among({n: c[rows] for n, c in self._seen.items()})}, errors
-
-    def spaces(self) -> dict[str, Any]:
-        """As of :class:`Worlds`."""
-        with contextlib.closing(made(functools.partial(self._make, count=1), {})) as world:
-            return spaces_of(world)
-
-    def demonstrate(self, seed: int, most: int) -> Arrays:
-        """Raises Refused."""
-        raise Refused(NO_EXPERT)
-
-    def _shown(self, observation: Any) -> Arrays:
-        found, text = named(observation), instruction(self._world)
-        if text is not None:
-            found[INSTRUCTION] = np.repeat(encoded(text)[None], len(found[STATE]), axis=0)
-        return found
-
-    def close(self) -> None:
-        if self._world is not None:
-            self._world.close()
-        self._world = None
-
-
 def told_columns(names: Sequence[str], actions: np.ndarray) -> Arrays:
     """What worlds tell of steps that take ``actions`` ``[n, ...]``, zeros: ``performed`` is like
     them, all else a number for each."""
@@ -384,6 +312,13 @@ def work(link: Link, worlds: Worlds | Batch) -> None:
         elif order["do"] == "reset":
             seen = worlds.reset(order["worlds"], order["seeds"], order["starts"])
             link.put({"tells": list(worlds.tells)}, among(seen))
+        elif order["do"] == "restore":
+            states = [arrays[str(row)] for row in range(len(order["worlds"]))]
+            seen = worlds.restore(order["worlds"], states)
+            link.put({"tells": list(worlds.tells)}, among(seen))
+        elif order["do"] == "save":
+            states = worlds.save(order["worlds"])
+            link.put({}, {str(row): state for row, state in enumerate(states)})
         elif order["do"] == "demonstrate":
             link.put({}, worlds.demonstrate(order["seed"], order["most"]))
         else:

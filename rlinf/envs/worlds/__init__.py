@@ -17,7 +17,12 @@ What a world may have beside those methods:
   ``intervened``, whether a person acted in the place of the policy, with ``performed``, the action
   that was carried out; ``late``, whether the step of a world that keeps time came too late. They
   are columns of trajectories (:mod:`rlinf.data.transitions`);
-- ``instruction``, what is asked now, a sentence.
+- ``instruction``, what is asked now, a sentence;
+- ``save()``, arrays by name, and ``restore(state)``, which takes them in another world of the same
+  ``id`` and ``kwargs``, in another process: all that it takes to go on with the open episode to the
+  bit, as physics, steps until it is cut off, and generators of random numbers. The module says
+  ``SAVES = True`` then. What ``save`` cannot say it refuses by ValueError.
+  :mod:`rlinf.envs.worlds.states` has what worlds share.
 
 Where the module says ``SINGLE = True``, there is one world at a time, as a robot has one arm:
 samples are collected one after the other, its process closes it after the last of them, and a reset

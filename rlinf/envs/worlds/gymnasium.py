@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from .states import attributes, layers, physics, put_attributes, put_physics
+
 PACKAGES = ("gymnasium",)
+SAVES = True
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
@@ -17,6 +22,54 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
     try:
         # The checker repeats assertions at every step.
-        return gymnasium.make(id, disable_env_checker=True, **kwargs)
+        return World(gymnasium.make(id, disable_env_checker=True, **kwargs))
     except (gymnasium.error.Error, TypeError) as error:
         raise ValueError(f"cannot make {id!r}: {error}") from None
+
+
+class World:
+    """An environment, with what it takes to go on with an episode of it.
+
+    One whose state is not plain attributes and MuJoCo's data has ``save`` and ``restore`` itself,
+    as :mod:`rlinf.envs.worlds` says, or none.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env, self._bare = env, env.unwrapped
+        self._own = hasattr(self._bare, "save") and hasattr(self._bare, "restore")
+        self._layers = [one for one in layers(env) if not (self._own and one is self._bare)]
+        self._seed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def reset(self, seed: int, **where: int) -> Any:
+        self._seed = seed
+        return self._env.reset(seed=seed, **where)
+
+    def save(self) -> dict[str, np.ndarray]:
+        """
+        Raises:
+            ValueError: the environment keeps something that cannot be saved; says what.
+        """
+        state = {**attributes(self._layers, [self._bare]), "seed": np.array(self._seed)}
+        if self._own:
+            state.update({f"own.{name}": array for name, array in self._bare.save().items()})
+        elif _of_mujoco(self._bare):
+            state.update(physics(self._bare.model, self._bare.data))
+        return state
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        self.reset(int(state["seed"]))
+        put_attributes(self._layers, state)
+        if self._own:
+            own = {name[4:]: array for name, array in state.items() if name.startswith("own.")}
+            self._bare.restore(own)
+        elif _of_mujoco(self._bare):
+            put_physics(self._bare.model, self._bare.data, state)
+
+
+def _of_mujoco(env: Any) -> bool:
+    return all(
+        type(getattr(env, n, None)).__module__.startswith("mujoco") for n in ("model", "data")
+    )

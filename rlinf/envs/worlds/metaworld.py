@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from .states import attributes, layers, physics, put_attributes, put_physics
+
 PACKAGES = ("metaworld", "packaging")
+SAVES = True
 
 GOALS_SEED = 42
 """Of the 50 goals of a task, which are the same in every process."""
@@ -52,9 +55,10 @@ class World:
         env.set_task(tasks[0])
         self.action_space = env.action_space
         self.observation_space = env.observation_space
-        self._steps = 0
+        self._steps = self._seed = 0
 
-    def reset(self, seed: int | None = None) -> Any:
+    def reset(self, seed: int) -> Any:
+        self._seed = seed
         goal = np.random.default_rng(seed).integers(len(self._tasks))
         self._env.set_task(self._tasks[int(goal)])
         self._steps = 0
@@ -66,6 +70,17 @@ class World:
         self._steps += 1
         # Its own limit raises at the step after the last.
         return self._seen, reward, False, self._steps >= self._env.max_path_length, info
+
+    def save(self) -> dict[str, np.ndarray]:
+        own = {"seed": np.array(self._seed), "steps": np.array(self._steps), "seen": self._seen}
+        bare = self.unwrapped
+        return {**attributes(layers(self._env)), **physics(bare.model, bare.data), **own}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        self.reset(int(state["seed"]))
+        self._steps, self._seen = int(state["steps"]), state["seen"]
+        put_attributes(layers(self._env), state)
+        put_physics(self.unwrapped.model, self.unwrapped.data, state)
 
     def expert(self) -> np.ndarray:
         """What the script that Meta-World brings for the task does now; it may be beyond the space,

@@ -4,7 +4,8 @@ A module of :mod:`rlinf.envs.worlds` has ``PACKAGES``, modules that the interpre
 where there is something to say: ``INSTALL``, how they are had where no file of
 ``configs/environments`` has them; ``GPU``, which one is asked for; ``ASSETS``, files and folders
 that no package brings, by their key of ``kwargs``, with what they are and where they are had;
-``BATCHED``, where a world steps many environments; ``SINGLE``, where there can be one world alone.
+``BATCHED``, where a world steps many environments; ``SINGLE``, where there can be one world alone;
+``SAVES``, where it can go on with an episode of another one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Needs(NamedTuple):
     assets: Mapping[str, str] = {}
     batched: bool = False
     single: bool = False
+    saves: bool = False
 
     def missing_assets(self, kwargs: Mapping[str, Any]) -> list[str]:
         """Of each file or folder that is not there: its key, what it is, where it is had.

@@ -17,8 +17,10 @@ from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
+from rlinf.envs.batch import Batch
 from rlinf.envs.gym import GymConfig, GymEnvironment
-from rlinf.envs.simulator import Batch, Refused, Worlds
+from rlinf.envs.seen import Refused
+from rlinf.envs.simulator import Worlds
 from rlinf.envs.worlds.needs import Needs, needs_of
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.mlp import MLPConfig, MLPPolicy

@@ -1,0 +1,139 @@
+"""Environments that one world steps together (``BATCHED`` in :mod:`rlinf.envs.worlds`).
+
+Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library and numpy alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .making import made
+from .seen import (
+    ENDS,
+    INSTRUCTION,
+    LOST,
+    NO_EXPERT,
+    NO_STATE,
+    STATE,
+    Arrays,
+    Images,
+    Refused,
+    among,
+    encoded,
+    instruction,
+    named,
+    refuse_others,
+    unfit,
+)
+from .spaces import performed, spaces_of
+
+
+class Batch:
+    """Environments that one world steps together, with the methods of :class:`Worlds`.
+
+    It is made for as many as the first episodes are, anew where later ones are more. Those that are
+    not asked for get an action of zeros.
+    """
+
+    tells: Sequence[str] = ()
+
+    def __init__(self, make: Callable[..., Any], images: Images | None = None) -> None:
+        self._make, self._images = functools.partial(make, images=images or {}), images or {}
+        self._world: Any = None
+        self._count, self._seen = 0, Arrays()
+
+    def reset(
+        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+    ) -> Arrays:
+        """As of :class:`Worlds`, less ``starts``."""
+        wanted = max(numbers, default=-1) + 1
+        if self._count and wanted > self._count and min(numbers):
+            raise Refused("task.halves: this simulator steps all environments together; set 1")
+        if self._world is None or wanted > self._count:
+            self.close()
+            wanted = max(wanted, self._count)
+            self._world = made(functools.partial(self._make, count=wanted), {})
+            self._count = self._world.count
+        seen = self._shown(self._world.reset(list(numbers), list(seeds)))
+        for row, error in unfit(seen).items():
+            raise ValueError(f"environment {numbers[row]}: {error} after its reset")
+        refuse_others(self._images, sorted(seen.keys() - {STATE, INSTRUCTION}))
+        for name, size in self._images.items():
+            if seen[name].shape[1:] != (*size, 3):
+                raise Refused(f"task.images.{name}: its pictures are {list(seen[name].shape[1:3])}")
+        for name, column in seen.items():
+            if name not in self._seen or len(self._seen[name]) < self._count:
+                self._seen[name] = np.zeros((self._count, *column.shape[1:]), column.dtype)
+            self._seen[name][list(numbers)] = column
+        return seen
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        """As of :class:`Worlds`; where the world raises, the episodes of all have ended, and where
+        it shows of one what is not finite, that one's."""
+        rows, space = list(numbers), self._world.action_space
+        if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
+            raise Refused(
+                "task.world: this simulator steps all environments together, and so takes no "
+                "chunks of actions; choose a policy of single ones"
+            )
+        whole = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
+        whole[rows] = performed(space, actions)
+        reward, ends = np.zeros(len(rows)), np.zeros((len(ENDS), len(rows)), np.uint8)
+        errors = dict[int, str]()
+        try:
+            seen, gained, *ended = self._world.step(whole)
+        except Exception:  # a simulator may raise anything
+            errors = dict.fromkeys(range(len(rows)), traceback.format_exc()[-100_000:])
+            ends[0] = True
+            with contextlib.suppress(Exception):
+                self._world.close()
+            self._world = None
+        else:
+            shown = {name: column[rows] for name, column in self._shown(seen).items()}
+            reward[:] = np.asarray(gained, np.float64)[rows]
+            ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
+            ends[3] = ends[2]
+            errors = unfit(shown)
+            for row in np.flatnonzero(~np.isfinite(reward)).tolist():
+                errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
+            fit = [row for row in range(len(rows)) if row not in errors]
+            for name, column in shown.items():
+                self._seen[name][[rows[row] for row in fit]] = column[fit]
+            reward[list(errors)], ends[:, list(errors)] = 0, np.array(LOST, np.uint8)[:, None]
+        columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
+        columns.update(zip(ENDS, ends))  # noqa: B905 - Python 3.9
+        return {**columns, **among({n: c[rows] for n, c in self._seen.items()})}, errors
+
+    def spaces(self) -> dict[str, Any]:
+        """As of :class:`Worlds`."""
+        with contextlib.closing(made(functools.partial(self._make, count=1), {})) as world:
+            return spaces_of(world)
+
+    def demonstrate(self, seed: int, most: int) -> Arrays:
+        """Raises Refused."""
+        raise Refused(NO_EXPERT)
+
+    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Raises Refused."""
+        raise Refused(NO_STATE)
+
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
+        """Raises Refused."""
+        raise Refused(NO_STATE)
+
+    def _shown(self, observation: Any) -> Arrays:
+        found, text = named(observation), instruction(self._world)
+        if text is not None:
+            found[INSTRUCTION] = np.repeat(encoded(text)[None], len(found[STATE]), axis=0)
+        return found
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+        self._world = None

@@ -1,0 +1,66 @@
+"""What objects keep comes back as it was, and what cannot is named."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.envs.seen import Refused, joined, parted
+from rlinf.envs.simulator import Worlds
+from rlinf.envs.worlds import gymnasium
+from rlinf.envs.worlds.states import attributes, put_attributes
+from tests.rlinf.envs.keeping_worlds import Engine
+
+
+def kept() -> dict[str, Any]:
+    return {
+        "nothing": None,
+        "steps": 3,
+        "far": float("inf"),
+        "pair": (np.float32(0.1), [True, "text"]),
+        "last": deque([np.arange(3)], maxlen=2),
+        "by_number": {1: {"deep": np.zeros((0, 2), np.int32)}},
+    }
+
+
+def test_types_come_back_with_their_values() -> None:
+    """A number of numpy's computes in its own precision, a tuple is no list."""
+    other = SimpleNamespace(steps=9, fixed=Engine)
+    put_attributes([other], parted(joined(attributes([SimpleNamespace(**kept())]))))
+    found, wanted = vars(other), kept()
+    assert found.pop("fixed") is Engine
+    last, first = found.pop("last"), wanted.pop("last")
+    assert last.maxlen == 2
+    np.testing.assert_array_equal(last[0], first[0])
+    deep, same = (each.pop("by_number")[1]["deep"] for each in (found, wanted))
+    assert (deep.shape, deep.dtype) == (same.shape, same.dtype)
+    assert found == wanted
+    assert type(found["pair"][0]) is np.float32
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState])
+def test_generators_go_on_where_they_were_and_stay_the_objects_that_others_hold(make: Any) -> None:
+    one, other = make(1), make(2)
+    one.normal(size=3)
+    state = attributes([SimpleNamespace(random=one)])
+    holder = SimpleNamespace(random=other)
+    put_attributes([holder], state)
+    assert holder.random is other
+    np.testing.assert_array_equal(one.normal(size=5), other.normal(size=5))
+
+
+def test_equal_states_have_equal_bytes() -> None:
+    first, second = (joined(attributes([SimpleNamespace(**kept())])) for _ in range(2))
+    assert first.tobytes() == second.tobytes()
+
+
+def test_what_is_not_plain_is_refused_by_its_name() -> None:
+    worlds = Worlds(lambda: gymnasium.make("tests.rlinf.envs.keeping_worlds:Foreign-v0", {}))
+    worlds.reset([0], [0])
+    with pytest.raises(Refused, match=r"task\.continues: Foreign\.engine is of .*Engine, which"):
+        worlds.save([0])
