@@ -18,7 +18,8 @@ from benchmarks.row import Row, median_row
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
-from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.gym import GymEnvironment
+from rlinf.envs.gym_config import GymConfig
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
 

@@ -44,7 +44,8 @@ def run(folder: Path, rank: int) -> None:
     from rlinf.channels.file import FileWriter
     from rlinf.engines.direct import DirectConfig, DirectEngine
     from rlinf.envs.base import Episodes
-    from rlinf.envs.gym import GymConfig, GymEnvironment
+    from rlinf.envs.gym import GymEnvironment
+    from rlinf.envs.gym_config import GymConfig
     from rlinf.models.cnn import CNNConfig, CNNPolicy
     from stages.collect import collect
 

@@ -24,7 +24,8 @@ from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Record
 from rlinf.envs.base import Episodes
 from rlinf.envs.cameras import Pictured
-from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.gym import GymEnvironment
+from rlinf.envs.gym_config import GymConfig
 from rlinf.envs.seen import shown
 
 TASK, PROCESSES, ROUNDS = "HalfCheetah-v5", 2, 7

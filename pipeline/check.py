@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline.fitting import check_fit, check_replay, check_values, warn_of_precision
+from pipeline.fitting import (
+    check_continues,
+    check_fit,
+    check_replay,
+    check_values,
+    warn_of_precision,
+)
 from pipeline.launch import ClusterConfig
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
@@ -58,6 +64,7 @@ def check(config: RunConfig) -> None:
     check_refills(config)
     check_videos(config, environment.films(task_options))
     check_fit(config)
+    check_continues(config)
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
     algorithm.check(model_options)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.config import RunConfig
+from rlinf.data.left_open import OPEN
 from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.errors import ConfigError, RlinfError
@@ -25,7 +26,7 @@ from rlinf.models import policies
 from rlinf.registry import Registry
 from rlinf.rewards import rewards
 from rlinf.trainers.base import Trainer
-from stages.flow import flow_of
+from stages.flow import continues, flow_of
 
 log = logging.getLogger("rlinf")
 
@@ -94,6 +95,26 @@ def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
     except (RlinfError, ImportError):
         return False
     return needs <= offered
+
+
+def check_continues(config: RunConfig) -> None:
+    """See that episodes can go on over iterations, where they are to.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if not continues(config):
+        return
+    if not any(OPEN in stage.inputs for stage in flow_of(config).stages.values()):
+        raise ConfigError(
+            f"task.continues: flow={config.flow} takes nothing from the rollout before; choose "
+            "flow=on_policy or flow=off_policy, or set task.continues=false"
+        )
+    if config.rollout.group_size > 1:
+        raise ConfigError(
+            "task.continues: the samples of a group would begin alike in the first iteration "
+            "alone; set rollout.group_size=1, or task.continues=false"
+        )
 
 
 def check_replay(

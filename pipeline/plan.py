@@ -349,6 +349,9 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
             )
         if pool.workers is None:
             continue
+        if generates is None:
+            more = "rollouts take more than weights (flow=dynamic_sampling, task.continues)"
+            raise ValueError(f"pools[{i}].workers: {more}; leave it out")
         if not {generates} <= set(pool.stages) <= elastic:
             names = ", and ".join(sorted(elastic - {generates}))
             raise ValueError(

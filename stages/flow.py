@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from rlinf.config import RunConfig
+from rlinf.data.left_open import OPEN
 from rlinf.fit import REPLAY, REPLAYS, WITHOUT_ROLLOUTS
 from rlinf.registry import Registry
 
@@ -92,6 +93,11 @@ class Flow:
     def generates(self) -> str | None:
         """The stage of an iteration whose workers may come and go."""
         return next((name for name, stage in self.stages.items() if stage.elastic), None)
+
+    @cached_property
+    def acts(self) -> str | None:
+        """The stage of an iteration that has the policy act, whose workers come and go or stay."""
+        return next((name for name, s in self.stages.items() if s.loads == "engine"), None)
 
     @cached_property
     def streams(self) -> frozenset[str]:
@@ -270,6 +276,30 @@ flows = Registry(
 )
 
 
+@lru_cache
+def continued(flow: str) -> Flow:
+    """A flow whose rollouts also take what the ones before left open (``task.continues``).
+
+    It is the same where no stage of it generates by itself.
+
+    Raises:
+        ConfigError: there is no such flow.
+    """
+    found = flow_named(flow)
+    if (name := found.generates) is None:
+        return found
+    stage = found.stages[name]
+    inputs = {**stage.inputs, OPEN: Source(name, back=1)}
+    # Workers that come and go have weights alone.
+    goes_on = replace(stage, inputs=inputs, elastic=False)
+    return replace(found, stages={**found.stages, name: goes_on})
+
+
+def continues(config: RunConfig) -> bool:
+    """Whether episodes go on over iterations (``task.continues``)."""
+    return (config.task.model_extra or {}).get("continues") is True
+
+
 def flow_named(name: str) -> Flow:
     """A flow by its name in the configuration, or by ``module:variable``.
 
@@ -286,4 +316,4 @@ def flow_of(config: RunConfig) -> Flow:
     Raises:
         ConfigError: there is no such flow.
     """
-    return flow_named(config.flow)
+    return continued(config.flow) if continues(config) else flow_named(config.flow)

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
+from rlinf.channels.file import FileReader, FileWriter
 from rlinf.data.counted import counted
+from rlinf.data.left_open import OPEN, taken_out
 from rlinf.data.record import Record
 from rlinf.engines.base import Hooks
 from rlinf.envs.base import Episodes
 from stages.collect import collect
 from stages.context import Context
+from stages.flow import continues
 from stages.parts import held_engine, newer_weights, speaking_environment
 
 
 def run(ctx: Context) -> None:
-    """Input ``weights``; output channel ``trajectories``."""
-    rolled_out(ctx, collected)
+    """Inputs ``weights`` and, where episodes go on, ``open``, what the iteration before left open;
+    output channels ``trajectories`` and ``open``."""
+    rolled_out(ctx, partial(collected, left=left_by_last(ctx)))
+
+
+def left_by_last(ctx: Context) -> Mapping[int, Record] | None:
+    """By sample, the episodes that the iteration before left open; None: none go on.
+
+    Raises:
+        ArtifactError: the input is damaged.
+    """
+    if not continues(ctx.config):
+        return None
+    files = ctx.verified(OPEN).glob(f"{OPEN}-r*.h5") if OPEN in ctx.inputs else ()
+    return {record.identity.sample: record for record in FileReader(files)}
 
 
 def rolled_out(ctx: Context, source: Callable[[Context, Sequence[int]], Iterable[Record]]) -> None:
@@ -56,6 +73,7 @@ def collected(
     gives_up: Callable[[int, int], bool] | None = None,
     *,
     batch: int | None = None,
+    left: Mapping[int, Record] | None = None,
 ) -> Iterator[Record]:
     """Trajectories of some starts of the batch, as they are complete.
 
@@ -63,6 +81,7 @@ def collected(
         batch: so many starts an iteration may draw; None: those of the batch.
         begun: go on with these samples only.
         gives_up: see :class:`rlinf.engines.base.Hooks`.
+        left: see :attr:`rlinf.envs.base.Episodes.open`.
     """
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
@@ -83,6 +102,7 @@ def collected(
         horizon=settings.horizon,
         temperature=settings.temperature,
         begun=begun,
+        open=left,
         sampling=settings.sampling.settings(),
     )
     hooks = Hooks(
@@ -98,8 +118,12 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     Lengths, steps and lags are of the steps that count.
     """
     trajectories = ctx.writer("trajectories")
+    keeps = continues(ctx.config) and ctx.world.speaks
+    left = FileWriter(ctx.data, OPEN, ctx.world.rank) if keeps else None
     lengths, truncated, lags = [], 0, 0
     for trajectory in made:
+        if (still := taken_out(trajectory)) is not None and left is not None:
+            left.put(still)
         trajectories.put(trajectory)
         counts = counted(trajectory)
         lengths.append(int(counts.sum()))
@@ -108,6 +132,8 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
             lags += int((ctx.iteration - trajectory.steps["versions"])[counts].sum())
         ctx.progress(len(lengths), total, "samples")
     trajectories.close()
+    if left is not None:
+        ctx.later(left.close)
     ctx.metric("samples", len(lengths), weight=0)
     ctx.metric("steps", float(np.sum(lengths)), weight=0)
     if lengths:

@@ -12,7 +12,8 @@ from pipeline.commands.experiment import composed
 from pipeline.commands.findings import Finding
 from rlinf import tree
 from rlinf.config import RunConfig, validate
-from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
+from rlinf.envs.gym import GymEnvironment, simulator_process
+from rlinf.envs.gym_config import GymConfig
 from rlinf.envs.worlds.needs import Needs, needs_of
 from rlinf.errors import ConfigError, RlinfError
 from rlinf.interpreters import interpreter, missing_modules

@@ -251,7 +251,7 @@ class Orders:
         return shares and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
     def _sent_live(self, source: Node, node: Node) -> bool:
-        large = self._large and source.stage == self._flow.generates
+        large = self._large and source.stage == self._flow.acts
         usual = "file" if large else "socket"
         way = self._plan.transports.get(f"{source.stage} -> {node.stage}", usual)
         return way not in AFTER_COMMIT

@@ -47,6 +47,9 @@ class Episodes:
     temperature: float
     begun: Mapping[int, Record] | None = None
     """Of samples that another engine gave up: what there is of them. Only these are done."""
+    open: Mapping[int, Record] | None = None
+    """Of samples, the episodes to go on with (:mod:`rlinf.data.left_open`); those of others begin
+    anew. What is open at the end is left likewise. None: all begin anew, and nothing is left."""
     filmed: int = 0
     """Samples below this number are to have the columns of :meth:`Environment.films`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)

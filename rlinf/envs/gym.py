@@ -1,8 +1,9 @@
 """Gymnasium environments, MuJoCo's included, stepped together as one vector.
 
 Every iteration starts fresh episodes, seeded by (seed, iteration, start, episode): nothing is
-carried from one job to the next, so any driver collects the same experience. The samples of a group
-share their start's episodes and differ in their actions alone.
+carried from one job to the next, so any driver collects the same experience. With
+``task.continues`` episodes go on over iterations, by states that are data of the run. The samples
+of a group share their start's episodes and differ in their actions alone.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rlinf.channels.base import Channel
-from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import VIDEO, Environment, Episodes, Extent
 from rlinf.envs.expert import demonstrated
+from rlinf.envs.gym_config import GymConfig
 from rlinf.envs.loop import MEASURES, play
 from rlinf.envs.making import maker, refusal, says
 from rlinf.envs.overlap import Part, overlapped
 from rlinf.envs.processes import Process, Processes
-from rlinf.envs.seen import STATE, Refused, encoded
+from rlinf.envs.seen import NO_STATE, STATE, Refused
 from rlinf.envs.simulator import Worlds
 from rlinf.envs.worlds import worlds
 from rlinf.envs.worlds.needs import needs_of
@@ -47,79 +47,6 @@ CLOSES_S = 5.0
 """For a robot to come to rest."""
 COUNTED = ("intervened", "late")
 """Of what a world may tell of its steps: how many there were is said."""
-
-
-class ActionConfig(Section):
-    """What a policy chooses: one of ``size`` numbers, or a vector of that length."""
-
-    kind: Literal["discrete", "box"]
-    size: int = Field(gt=0)
-
-
-class GymConfig(Section):
-    """A simulator with vector observations."""
-
-    world: str = "gymnasium"
-    """Which simulator: a name of :mod:`rlinf.envs.worlds`, or ``module:function`` of your own."""
-    id: str = Field(min_length=1)
-    """Which of its environments. Of Gymnasium ``CartPole-v1``, or ``module:Name-v0`` to import the
-    module that registers it."""
-    observation: int | None = Field(default=None, gt=0)
-    """Length of an observation vector, of the state beside images."""
-    images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
-    """Cameras that are rendered at each step, by name, and the height and width of their pictures;
-    what a simulator calls them is in docs/simulators.md. They need a process, one at least."""
-    video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
-    """Cameras that film the first ``evaluate.videos`` held-out episodes, with height and width of
-    their pictures, which the policy does not see; those of ``images`` film in any case."""
-    renderer: Literal["egl", "osmesa"] = "egl"
-    """How MuJoCo renders: on a GPU (or by Mesa's library in software), or in software."""
-    action: ActionConfig | None = None
-    """With ``observation`` what a policy is made for: no simulator is built to find it out, which
-    may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
-    prints both; the first stage sees that they are right."""
-    kwargs: dict[str, Any] = {}
-    """Further arguments of what makes it."""
-    instruction: bool | str = False
-    """Whether observations have what the simulator asks for in words, for policies that read; or a
-    text of yours in its place, of up to 256 bytes."""
-    demonstrations: int = Field(default=0, ge=0)
-    """Episodes by an expert that the simulator has itself, from which a warm start learns; those
-    that it does not solve are left out."""
-    success: bool = False
-    """The score of an episode is whether the task was solved in it, at any step, as the simulator's
-    ``info`` says; else its return."""
-    processes: int = Field(default=0, ge=0)
-    """Processes that step the environments beside the policy; 0: the stage's own does."""
-    at_once: int | None = Field(default=None, gt=0)
-    """Most environments of a stage's process at once, for simulators that fill the memory: the
-    others wait for them, and nothing else changes; null: all that a stage has."""
-    python: str | None = None
-    """The interpreter of those processes, one at least then: a path, or the name of an environment
-    that ``make env`` has made or the site file knows. It needs numpy and Gymnasium alone."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """For one answer of such a process, its start included: after it the process counts as hung and
-    is replaced."""
-    halves: Literal[1, 2] = 1
-    """2: one half of the environments is stepped while the policy answers the other."""
-
-    @field_validator("instruction")
-    @classmethod
-    def _instruction_has_room(cls, value: bool | str) -> bool | str:
-        if isinstance(value, str):
-            try:
-                encoded(value)
-            except Refused as error:
-                raise ValueError(str(error).partition(": ")[2]) from None
-        return value
-
-    @model_validator(mode="after")
-    def _films_once(self) -> GymConfig:
-        for name in self.video.keys() & self.images.keys():
-            raise ValueError(
-                f"video.{name}: it is in images too, and films in any case; leave it out"
-            )
-        return self
 
 
 class GymEnvironment(Environment):
@@ -193,6 +120,8 @@ class GymEnvironment(Environment):
         if needs.single and (config.processes > 1 or config.halves > 1 or config.video):
             key = "video" if config.video else "halves" if config.halves > 1 else "processes"
             raise ConfigError(f"task.{key}: {config.world} has one world at a time; leave it out")
+        if config.continues and not needs.saves:
+            raise ConfigError(NO_STATE)
         return Extent()
 
     @classmethod
@@ -208,6 +137,13 @@ class GymEnvironment(Environment):
     def verify(cls, config: GymConfig) -> None:
         for text in cls.differing(config, cls.measured(config)):
             raise ConfigError(text)
+        if config.continues:
+            with contextlib.closing(simulator_process(config)) as process:
+                process.reset([0], [0])
+                try:
+                    process.save([0])
+                except InputError as error:
+                    raise ConfigError(str(error)) from None
 
     @classmethod
     def differing(cls, config: GymConfig, found: Spec) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from rlinf.data import left_open
 from rlinf.data.record import Identity, Record
 from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.envs.base import VIDEO, Episodes
@@ -66,7 +67,10 @@ def play(
             begin = made.starts[rows].tolist() if episodes.split == "test" else None
             made.reset(rows, worlds.reset((first + rows).tolist(), made.seeds(rows), begin))
 
-    reset(live)
+    goes_on = np.isin(samples, list(episodes.open or ()))
+    if goes_on.any():
+        made.go_on(live[goes_on], worlds.restore((first + live[goes_on]).tolist(), made.states()))
+    reset(live[~goes_on])
     for time in range(episodes.horizon):
         if not len(live):
             break
@@ -86,6 +90,9 @@ def play(
             live = live[~made.ended(live)]
         elif not last:
             reset(live[made.ended(live)])
+    if episodes.open is not None:
+        live = live[~made.ended(live)]
+        made.leave(live, worlds.save((first + live).tolist()))
     if "values" in made.columns:
         made.columns["bootstrap"] = np.zeros_like(made.columns["rewards"])
         if made.cuts and episodes.split == "train":
@@ -150,6 +157,8 @@ class _Trajectories:
         """Of each episode that ended, what :data:`MEASURES` names."""
         self._lost: list[list[slice]] = [[] for _ in samples]
         """The steps of the episodes in which the simulator failed."""
+        self._left: dict[int, np.ndarray] = {}
+        """The states of episodes that are open at the end."""
 
     def seeds(self, rows: np.ndarray) -> list[int]:
         """Of the next episodes."""
@@ -164,6 +173,29 @@ class _Trajectories:
         self._begun[rows] += 1
         self._first[rows] = self._length[rows]
         self._measured[:, rows] = 0
+
+    def states(self) -> list[np.ndarray]:
+        """Of the episodes that go on, in the order of the samples."""
+        left = self._episodes.open or {}
+        return [left[s].context[left_open.STATE] for s in self._samples.tolist() if s in left]
+
+    def go_on(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
+        """Episodes of the iteration before go on, where they showed ``seen``."""
+        self._show(rows, seen)
+        left = self._episodes.open or {}
+        for row in rows.tolist():
+            self._measured[:, row] = left[int(self._samples[row])].context[left_open.MEASURED]
+
+    def leave(self, rows: np.ndarray, states: Sequence[np.ndarray]) -> None:
+        """Episodes stay open, in these states; an empty one is of an episode that was lost."""
+        pairs = zip(rows.tolist(), states, strict=True)
+        self._left = {row: state for row, state in pairs if state.size}
+
+    def _open(self, row: int) -> dict[str, np.ndarray]:
+        if row not in self._left:
+            return {}
+        measured = self._measured[:, row].copy()
+        return {left_open.STATE: self._left[row], left_open.MEASURED: measured}
 
     def seen_of(self, rows: np.ndarray) -> Arrays:
         """What samples show now, copied."""
@@ -271,7 +303,10 @@ class _Trajectories:
                         **{name: column[row, :length] for name, column in self.columns.items()},
                         "mask": self._mask(row),
                     },
-                    context={CUT_STEPS: at[mine], CUT_OBSERVATIONS: after[mine]},
+                    context={
+                        **{CUT_STEPS: at[mine], CUT_OBSERVATIONS: after[mine]},
+                        **self._open(row),
+                    },
                     info={
                         "group": int(self.starts[row]),
                         "policy_version": version,

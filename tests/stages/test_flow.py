@@ -16,7 +16,7 @@ from pipeline.plan import parse_plan
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError
 from stages import flow as flows
-from stages.flow import Flow, Source, Stage, flow_named, on_policy
+from stages.flow import Flow, Source, Stage, continued, flow_named, on_policy
 from stages.sync import expired
 from tests.bad_input.door import judged
 
@@ -54,6 +54,7 @@ def _sections(iterations: int, staleness: int) -> dict[str, object]:
     from types import SimpleNamespace as Section
 
     return {
+        "task": Section(model_extra=None),
         "iterations": iterations,
         "evaluate": Section(every=1),
         "rollout": Section(staleness=staleness),
@@ -104,6 +105,25 @@ def test_the_flow_there_is() -> None:
         **{"rollout": 1, "reward": 1, "inference": 1},
         **{"train": 2, "sync": 2},
     }
+
+
+@pytest.mark.parametrize("name", ["on_policy", "off_policy"])
+def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps_its_workers(
+    name: str, compose: Callable[..., dict[str, Any]]
+) -> None:
+    flow = continued(name)
+    assert flow.stages["rollout"].inputs["open"] == Source("rollout", back=1)
+    assert (flow.generates, flow.acts) == (None, "rollout")
+    assert flow.taken("rollout") == 2, "retention keeps the one before"
+    check_flow(flow, "flow")
+    experiment = "cartpole_ppo" if name == "on_policy" else "pendulum_sac"
+    for word, wanted in (("true", flow), ("false", flow_named(name))):
+        values = compose(f"task.continues={word}", experiment=experiment)
+        assert Graph(validate(RunConfig, values)).flow is wanted
+    pool = {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1}
+    plan = {"grain": "segment", "pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
+    with pytest.raises(PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.continues\); leave"):
+        parse_plan(plan, "plan", flow)
 
 
 def test_a_window_takes_the_newest_outputs_and_keeps_them(

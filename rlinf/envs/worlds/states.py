@@ -27,7 +27,6 @@ SAME = (
 FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 PLAIN = (type(None), bool, int, float, str)
 SEQUENCES = {"tuple": tuple, "list": list, "deque": deque}
-GENERATORS = (np.random.Generator, np.random.RandomState)
 CHANGING = ("efc_", "iefc_")
 """Begin the names of MuJoCo's data that has another size at each step, and is made anew in it."""
 Arrays = dict[str, np.ndarray]
@@ -53,7 +52,9 @@ def attributes(objects: Sequence[Any], others: Sequence[Any] = ()) -> Arrays:
     arrays: Arrays = {}
     kept, known = [], [*objects, *others]
     for one in objects:
-        values = {n: v for n, v in vars(one).items() if not (_same(v) or _among(v, known))}
+        # Sorted: equal states have equal bytes, whenever an attribute first came.
+        every = sorted(vars(one).items())
+        values = {n: v for n, v in every if not (_same(v) or _among(v, known))}
         kept.append({n: _packed(v, arrays, f"{type(one).__name__}.{n}") for n, v in values.items()})
     text = json.dumps(kept).encode()
     return {KEPT: np.frombuffer(text, np.uint8), **arrays}
@@ -73,25 +74,32 @@ def physics(model: Any, data: Any) -> Arrays:
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(model, kind))
     mujoco.mj_getState(model, data, state, kind)
-    return {"physics": state, **{f"physics.{name}": a.copy() for name, a in _computed(data)}}
+    return {"physics": state, "computed": np.concatenate([a.ravel() for a in _computed(data)])}
 
 
 def put_physics(model: Any, data: Any, arrays: Arrays) -> None:
-    """Continue where :func:`physics` was asked, with an equal model."""
+    """Continue where :func:`physics` was asked, with an equal model.
+
+    Raises:
+        ValueError: by another version of MuJoCo.
+    """
     mujoco = importlib.import_module("mujoco")
-    kind = mujoco.mjtState.mjSTATE_INTEGRATION
-    mujoco.mj_setState(model, data, arrays["physics"], kind)
+    mujoco.mj_setState(model, data, arrays["physics"], mujoco.mjtState.mjSTATE_INTEGRATION)
     mujoco.mj_forward(model, data)
-    for name, array in _computed(data):
-        array[...] = arrays[f"physics.{name}"]
+    every = list(_computed(data))
+    ends = np.cumsum([array.size for array in every])
+    if ends[-1] != len(arrays["computed"]):
+        raise ValueError("the state is of another version of MuJoCo, or of another model")
+    for array, part in zip(every, np.split(arrays["computed"], ends[:-1])):  # noqa: B905 - Python 3.9
+        array[...] = part.reshape(array.shape)
 
 
-def _computed(data: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _computed(data: Any) -> Iterator[np.ndarray]:
     for name in sorted(dir(data)):
         if not name.startswith(("_", *CHANGING)):
             array = getattr(data, name)
             if isinstance(array, np.ndarray) and array.dtype == np.float64 and array.size:
-                yield name, array
+                yield array
 
 
 def _among(value: Any, objects: Sequence[Any]) -> bool:
@@ -101,10 +109,15 @@ def _among(value: Any, objects: Sequence[Any]) -> bool:
 def _same(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         # A view of MuJoCo's memory: so it is in the other world, and moves with its physics.
-        while isinstance(value, np.ndarray):
-            value = value.base
-        return type(value).__name__ == "PyCapsule"
+        return type(_owner(value)).__name__ == "PyCapsule"
     return isinstance(value, FIXED) or type(value).__module__.startswith(SAME)
+
+
+def _owner(array: Any) -> Any:
+    """Whose memory an array is a view of."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array
 
 
 def _packed(value: Any, arrays: Arrays, where: str) -> Any:
@@ -120,10 +133,10 @@ def _packed(value: Any, arrays: Arrays, where: str) -> Any:
         return [kind, [_packed(v, arrays, f"{where}.{n}") for n, v in enumerate(value)], *most]
     if type(value) is dict and all(type(key) in PLAIN for key in value):
         return ["dict", [[k, _packed(v, arrays, f"{where}.{k}")] for k, v in value.items()]]
-    if isinstance(value, GENERATORS):
-        random = isinstance(value, np.random.Generator)
-        state = value.bit_generator.state if random else value.get_state(legacy=False)
-        return ["generator", _packed(state, arrays, where)]
+    if isinstance(value, np.random.Generator):
+        return ["generator", _packed(value.bit_generator.state, arrays, where)]
+    if isinstance(value, np.random.RandomState):
+        return ["generator", _packed(value.get_state(legacy=False), arrays, where)]
     raise ValueError(f"{where} is of {type(value).__module__}.{kind}, which cannot be saved")
 
 

@@ -1,0 +1,88 @@
+"""The keys of ``task=gym``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from rlinf.config import Section
+from rlinf.envs.seen import Refused, encoded
+
+
+class ActionConfig(Section):
+    """What a policy chooses: one of ``size`` numbers, or a vector of that length."""
+
+    kind: Literal["discrete", "box"]
+    size: int = Field(gt=0)
+
+
+class GymConfig(Section):
+    """A simulator with vector observations."""
+
+    world: str = "gymnasium"
+    """Which simulator: a name of :mod:`rlinf.envs.worlds`, or ``module:function`` of your own."""
+    id: str = Field(min_length=1)
+    """Which of its environments. Of Gymnasium ``CartPole-v1``, or ``module:Name-v0`` to import the
+    module that registers it."""
+    observation: int | None = Field(default=None, gt=0)
+    """Length of an observation vector, of the state beside images."""
+    images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
+    """Cameras that are rendered at each step, by name, and the height and width of their pictures;
+    what a simulator calls them is in docs/simulators.md. They need a process, one at least."""
+    video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
+    """Cameras that film the first ``evaluate.videos`` held-out episodes, with height and width of
+    their pictures, which the policy does not see; those of ``images`` film in any case."""
+    renderer: Literal["egl", "osmesa"] = "egl"
+    """How MuJoCo renders: on a GPU (or by Mesa's library in software), or in software."""
+    action: ActionConfig | None = None
+    """With ``observation`` what a policy is made for: no simulator is built to find it out, which
+    may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
+    prints both; the first stage sees that they are right."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments of what makes it."""
+    instruction: bool | str = False
+    """Whether observations have what the simulator asks for in words, for policies that read; or a
+    text of yours in its place, of up to 256 bytes."""
+    demonstrations: int = Field(default=0, ge=0)
+    """Episodes by an expert that the simulator has itself, from which a warm start learns; those
+    that it does not solve are left out."""
+    success: bool = False
+    """The score of an episode is whether the task was solved in it, at any step, as the simulator's
+    ``info`` says; else its return."""
+    processes: int = Field(default=0, ge=0)
+    """Processes that step the environments beside the policy; 0: the stage's own does."""
+    at_once: int | None = Field(default=None, gt=0)
+    """Most environments of a stage's process at once, for simulators that fill the memory: the
+    others wait for them, and nothing else changes; null: all that a stage has."""
+    python: str | None = None
+    """The interpreter of those processes, one at least then: a path, or the name of an environment
+    that ``make env`` has made or the site file knows. It needs numpy and Gymnasium alone."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """For one answer of such a process, its start included: after it the process counts as hung and
+    is replaced."""
+    continues: bool = False
+    """A sample of training begins where the same one of the iteration before ended: an episode that
+    its horizon cut off goes on, with its return and length so far; if there is none, another one
+    begins. So episodes may be longer than ``rollout.horizon``. False: every iteration begins all
+    anew. Of worlds that say what state they are in (docs/simulators.md)."""
+    halves: Literal[1, 2] = 1
+    """2: one half of the environments is stepped while the policy answers the other."""
+
+    @field_validator("instruction")
+    @classmethod
+    def _instruction_has_room(cls, value: bool | str) -> bool | str:
+        if isinstance(value, str):
+            try:
+                encoded(value)
+            except Refused as error:
+                raise ValueError(str(error).partition(": ")[2]) from None
+        return value
+
+    @model_validator(mode="after")
+    def _films_once(self) -> GymConfig:
+        for name in self.video.keys() & self.images.keys():
+            raise ValueError(
+                f"video.{name}: it is in images too, and films in any case; leave it out"
+            )
+        return self

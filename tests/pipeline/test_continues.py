@@ -1,0 +1,196 @@
+"""Runs whose episodes go on over iterations: the same bytes however they are driven or cut off."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from pipeline.check import check
+from pipeline.commands.experiment import compose as hydra_compose
+from pipeline.commands.experiment import drive, execute
+from pipeline.run import Run
+from rlinf.artifacts import is_pruned
+from rlinf.channels.file import FileReader
+from rlinf.composing import forced
+from rlinf.config import RunConfig, validate
+from rlinf.data.left_open import OPEN
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError
+from tests.pipeline.helpers import contents, no_report, output, start_driver
+
+Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("undrawn")
+ITERATIONS, BATCH, HORIZON = 4, 4, 8
+SMALL = [
+    *("task.continues=true", f"iterations={ITERATIONS}", f"rollout.batch={BATCH}"),
+    *(f"rollout.horizon={HORIZON}", "algorithm.minibatches=2", "algorithm.epochs=1"),
+    *("evaluate.every=0", "evaluate.samples=1", "evaluate.horizon=4"),
+    *("retention.trajectories=1", "optimizer.schedule_iterations=4"),
+]
+APART = {
+    "grain": "segment",
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+    ],
+}
+RANKS = {
+    "grain": "segment",
+    "chunks": 2,
+    "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
+    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"local": 2}}],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, left alone, in one process."""
+    root = tmp_path_factory.mktemp("continues")
+    words = [*SMALL, "run.name=reference", f"run.root={root}", "log.trackers=[]"]
+    with no_report():
+        execute(hydra_compose(["experiment=cartpole_ppo", *map(forced, words)]))
+    return root / "reference"
+
+
+def rollout(run: Path, iteration: int) -> tuple[list[Record], dict[int, Record]]:
+    """Its trajectories, and what they left open."""
+    _, data = output(run, "it", f"{iteration:04d}", "rollout")
+    found = [list(FileReader(data.glob(f"{name}-r*.h5"))) for name in ("trajectories", OPEN)]
+    return found[0], {record.identity.sample: record for record in found[1]}
+
+
+def made(run: Path, iterations: int) -> dict[str, str]:
+    """Digests of what its iterations made."""
+    found = {name: digest for name, digest in contents(run).items() if name.startswith("it/")}
+    assert len(found) == 5 * iterations
+    return found
+
+
+def test_episodes_are_longer_than_samples_and_what_is_needed_is_kept(reference: Path) -> None:
+    there = [not is_pruned(reference / f"it/{n:04d}/rollout") for n in range(ITERATIONS)]
+    assert there == [True, False, True, True]
+    (before, left), (after, _) = (rollout(reference, n) for n in (2, 3))
+    assert 0 < len(left) < BATCH + 1
+    for one, other in zip(before, after, strict=True):
+        ended = one.steps["terminated"][-1] | one.steps["truncated"][-1]
+        assert ended == (one.identity.sample not in left)
+        assert not any(name.startswith(OPEN) for name in one.context), "it is kept apart"
+        if not ended:
+            seen = one.context["cut_observations"][-1]
+            assert other.steps["observations"][0].tolist() == seen.tolist()
+    longest = max(r.info["episode_length"] for n in (0, 2, 3) for r in rollout(reference, n)[0])
+    assert longest > HORIZON
+
+
+@pytest.mark.parametrize(("plan", "iterations"), [(None, 2), (APART, ITERATIONS)])
+def test_processes_and_pools_give_the_same_bytes(
+    reference: Path,
+    compose: Compose,
+    tmp_path: Path,
+    plan: dict[str, Any] | None,
+    iterations: int,
+) -> None:
+    words = [*SMALL, "run.name=other", f"iterations={iterations}"]
+    values = compose(*words, experiment="cartpole_ppo")
+    execute(values | {"plan": plan, "cluster": {"launcher": "local"}})
+    assert made(tmp_path / "other", iterations).items() <= contents(reference).items()
+
+
+def test_processes_that_share_the_batch_go_on_with_the_same_episodes(
+    reference: Path, compose: Compose, tmp_path: Path
+) -> None:
+    values = compose(*SMALL, "run.name=ranks", experiment="cartpole_ppo")
+    execute(values | {"plan": RANKS, "cluster": {"launcher": "local"}})
+    for one, other in zip(rollout(reference, 3)[0], rollout(tmp_path / "ranks", 3)[0], strict=True):
+        assert one.info["episode_length"] == other.info["episode_length"]
+        torch.testing.assert_close(*(torch.tensor(r.steps["observations"]) for r in (one, other)))
+
+
+def test_a_run_that_is_ended_and_begun_again_gives_the_same_bytes(
+    reference: Path, compose: Compose, tmp_path: Path
+) -> None:
+    for iterations in (1, 3, ITERATIONS):
+        words = [*SMALL, "run.name=cut", f"iterations={iterations}"]
+        execute(compose(*words, experiment="cartpole_ppo"))
+    assert made(tmp_path / "cut", ITERATIONS) == made(reference, ITERATIONS)
+
+
+def test_a_damaged_rollout_is_made_again_from_the_one_before(
+    reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "reference"
+    shutil.copytree(reference, run)
+    for later in ("reward", "inference", "train", "sync"):
+        shutil.rmtree(run / f"it/0003/{later}")
+    shutil.rmtree(run / "evaluate/0004")
+    _, data = output(run, "it", "0003", "rollout")
+    (file,) = data.glob(f"{OPEN}-r*.h5")
+    file.write_bytes(file.read_bytes()[:-7])
+    drive(Run.open(run))
+    assert contents(run) == contents(reference)
+
+
+def test_stale_rollouts_go_on_with_the_episodes_of_the_last(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """In pools, where they run ahead, as stage by stage."""
+    words = [*SMALL, "algorithm=async_ppo", "iterations=3"]
+    execute(compose(*words, "run.name=alone", experiment="cartpole_ppo"))
+    pools = compose(*words, "run.name=pools", experiment="cartpole_ppo")
+    execute(pools | {"plan": APART, "cluster": {"launcher": "local"}})
+    assert contents(tmp_path / "alone") == contents(tmp_path / "pools")
+
+
+def test_transitions_of_episodes_that_go_on_are_replayed(compose: Compose, tmp_path: Path) -> None:
+    words = ["task.continues=true", "iterations=3", "rollout.batch=2", "rollout.horizon=8"]
+    words += ["evaluate.every=0", "evaluate.samples=1", "evaluate.horizon=4", "run.name=sac"]
+    execute(compose(*words, experiment="pendulum_sac"))
+    _, left = rollout(tmp_path / "sac", 2)
+    assert {record.context["open_measured"][1] for record in left.values()} == {24}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: Path) -> None:
+    words = ["experiment=cartpole_ppo", "log.trackers=[]", "run.name=killed"]
+    words += [f"run.root={tmp_path}", *map(forced, SMALL)]
+    chance = random.Random(0)
+    for attempt in range(14):
+        driver = start_driver(words, tmp_path / "log")
+        deadline = time.monotonic() + chance.uniform(4.0, 8.0) * 1.3**attempt
+        while driver.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if driver.poll() is not None:
+            break
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    assert driver.wait(timeout=120) == 0, (tmp_path / "log").read_text()
+    assert attempt > 0, "the driver was killed at least once"
+    assert contents(tmp_path / "killed") == contents(reference)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.group_size=2"], r"task\.continues: the samples of a group .*group_size=1"),
+        (
+            ["++flow=dynamic_sampling", "rollout.refills=1"],
+            r"task\.continues: flow=dynamic_sampling takes nothing from .*flow=on_policy",
+        ),
+        (["task.world=genesis"], r"task\.continues: this simulator does not say"),
+        (["task.continues=1"], r"task\.continues: .*boolean"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(compose: Compose, words: list[str], said: str) -> None:
+    values = compose(*SMALL, *words, experiment="cartpole_ppo")
+    with pytest.raises(ConfigError, match=said):
+        check(validate(RunConfig, values))

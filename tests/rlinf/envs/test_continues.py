@@ -1,0 +1,181 @@
+"""Episodes that go on over iterations are those of a longer sample, whatever is in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.data.left_open import MEASURED, STATE, taken_out
+from rlinf.data.record import Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
+from rlinf.envs.base import Episodes
+from rlinf.envs.gym import GymEnvironment, simulator_process
+from rlinf.envs.gym_config import GymConfig
+from rlinf.envs.loop import MEASURES
+from rlinf.errors import ConfigError
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from stages.collect import collect
+
+PENDULUM: dict[str, Any] = {
+    "id": "Pendulum-v1",
+    "observation": 3,
+    "action": {"kind": "box", "size": 1},
+    "continues": True,
+}
+CHEETAH = {**PENDULUM, "id": "HalfCheetah-v5", "observation": 17}
+CHEETAH["action"] = {"kind": "box", "size": 6}
+SMALL = MLPConfig(hidden=(4,))
+STARTS = 3
+
+
+class Player:
+    """A policy that is sure of its actions, in environments that are new in each iteration."""
+
+    def __init__(self, task: dict[str, Any], folder: Path) -> None:
+        self.config = GymConfig.model_validate(task)
+        bare = self.config.model_copy(update={"images": {}})
+        MLPPolicy.create(SMALL, GymEnvironment.describe(bare), 0, folder)
+        self.engine = DirectEngine(DirectConfig(), MLPPolicy, SMALL)
+        self.engine.load(folder, 0)
+
+    def play(
+        self, iteration: int, horizon: int, left: dict[int, Record] | None, starts: int = STARTS
+    ) -> list[Record]:
+        episodes = Episodes(
+            0, iteration, "train", range(starts), starts, 1, horizon, 0.0, open=left
+        )
+        with closing(GymEnvironment(self.config, None)) as environment:
+            return list(collect(environment, self.engine, episodes, "rollout"))
+
+    def iterations(self, count: int, horizon: int) -> Iterator[list[Record]]:
+        left: dict[int, Record] = {}
+        for iteration in range(count):
+            records = self.play(iteration, horizon, left)
+            found = [(record.identity.sample, taken_out(record)) for record in records]
+            left = {sample: still for sample, still in found if still is not None}
+            yield records
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        PENDULUM,
+        CHEETAH,
+        {**PENDULUM, "processes": 2},
+        {**PENDULUM, "processes": 2, "halves": 2},
+        {**PENDULUM, "at_once": 2},
+        {**CHEETAH, "images": {"track": [4, 4]}},
+    ],
+)
+def test_four_samples_are_one_of_four_times_their_length(
+    task: dict[str, Any], tmp_path: Path
+) -> None:
+    player = Player(task, tmp_path)
+    whole = player.play(0, 20, {})
+    parts = list(player.iterations(4, 5))
+    for sample in range(STARTS):
+        mine = [records[sample] for records in parts]
+        for name, column in whole[sample].steps.items():
+            if name != "bootstrap":
+                joined = np.concatenate([record.steps[name] for record in mine])
+                np.testing.assert_array_equal(joined, column, err_msg=name)
+        for name in MEASURES:
+            assert mine[-1].info[name] == pytest.approx(whole[sample].info[name], rel=1e-12)
+        assert [record.info["episode_length"] for record in mine] == [5, 10, 15, 20]
+
+
+def test_a_sample_that_is_cut_off_asks_for_the_value_of_what_follows(tmp_path: Path) -> None:
+    """As at any horizon: the episode is neither terminated nor cut off by its simulator there."""
+    for records in Player(PENDULUM, tmp_path).iterations(2, 5):
+        for record in records:
+            assert not record.steps["terminated"].any()
+            assert not record.steps["truncated"].any()
+            assert (record.steps["bootstrap"] != 0).tolist() == [False] * 4 + [True]
+
+
+def test_an_episode_has_the_limit_of_its_simulator_whatever_it_was_cut_into(
+    tmp_path: Path,
+) -> None:
+    task = {**PENDULUM, "kwargs": {"max_episode_steps": 8}}
+    ends, lengths = [], []
+    for records in Player(task, tmp_path).iterations(4, 4 + 1):
+        ends += records[0].steps["truncated"].tolist()
+        lengths.append(records[0].info["episode_length"])
+    assert np.flatnonzero(ends).tolist() == [7, 15]
+    assert lengths == [5, 8, 7, 8]
+
+
+def test_after_an_episode_that_ended_with_its_sample_another_begins(tmp_path: Path) -> None:
+    """That of the iteration, as where nothing goes on."""
+    player = Player({**PENDULUM, "kwargs": {"max_episode_steps": 5}}, tmp_path)
+    assert all(STATE not in record.context for record in player.play(0, 5, {}))
+    *_, last = player.iterations(2, 5)
+    for record, anew in zip(last, player.play(1, 5, None), strict=True):
+        assert record.digest() == anew.digest()
+
+
+def test_samples_of_which_nothing_is_left_begin_anew_beside_those_that_go_on(
+    tmp_path: Path,
+) -> None:
+    player = Player(PENDULUM, tmp_path)
+    left = {1: taken_out(player.play(0, 5, {})[1])}
+    first, second, third = player.play(1, 5, left)  # type: ignore[arg-type]
+    anew = player.play(1, 5, None)
+    lengths = [record.info["episode_length"] for record in (first, second, third)]
+    assert lengths == [5, 10, 5]
+    for one, other in ((first, anew[0]), (third, anew[2])):
+        np.testing.assert_array_equal(one.steps["observations"], other.steps["observations"])
+    assert (second.steps["observations"] != anew[1].steps["observations"]).any()
+
+
+def test_nothing_is_left_where_nothing_is_to_go_on(tmp_path: Path) -> None:
+    for record in Player(PENDULUM, tmp_path).play(0, 5, None):
+        assert taken_out(record) is None
+        assert not {STATE, MEASURED} & record.context.keys()
+
+
+def test_what_a_dead_process_stepped_begins_anew(tmp_path: Path) -> None:
+    """The samples count: their steps were done."""
+    with ExitStack() as ending:
+        process = ending.enter_context(closing(simulator_process(GymConfig(id="Pendulum-v1"))))
+        process.reset([0, 1], [1, 2])
+        os.kill(process.pid, signal.SIGKILL)
+        assert [state.size for state in process.save([0, 1])] == [0, 0]
+        process.reset([1], [2])
+        assert [state.size > 0 for state in process.save([0, 1])] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"world": "genesis", "id": "reach"}, r"task\.continues: this simulator does not say"),
+        (
+            {"world": "tests.rlinf.envs.speaking_worlds:make"},
+            r"task\.continues: this simulator does not say",
+        ),
+    ],
+)
+def test_a_world_that_is_not_saved_is_refused_before_the_run(
+    changed: dict[str, Any], said: str
+) -> None:
+    config = GymConfig.model_validate({**PENDULUM, **changed})
+    with pytest.raises(ConfigError, match=said):
+        GymEnvironment.extent(config, None)
+
+
+def test_an_environment_that_keeps_what_nobody_can_save_is_refused_where_it_is_first_built() -> (
+    None
+):
+    config = GymConfig.model_validate(
+        {**PENDULUM, "id": "tests.rlinf.envs.keeping_worlds:Foreign-v0", "observation": 1}
+    )
+    with pytest.raises(ConfigError, match=r"^task\.continues: Foreign\.engine is of .*false$"):
+        GymEnvironment.verify(config)
