@@ -26,7 +26,7 @@ SAME = (
 """Modules of objects that an episode does not change, or that :func:`physics` saves."""
 FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 PLAIN = (type(None), bool, int, float, str)
-SEQUENCES = {"tuple": tuple, "list": list, "deque": deque}
+SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "deque": deque}
 CHANGING = ("efc_", "iefc_")
 """Begin the names of MuJoCo's data that has another size at each step, and is made anew in it."""
 Arrays = dict[str, np.ndarray]
@@ -121,12 +121,17 @@ def _owner(array: Any) -> Any:
 
 
 def _packed(value: Any, arrays: Arrays, where: str) -> Any:
-    """As JSON has it; what it has not by its kind, arrays by their names."""
+    """As JSON has it; what it has not by its kind, arrays by their names.
+
+    Args:
+        where: what it is called where it is refused.
+    """
     if type(value) in PLAIN:
         return value
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        arrays[where] = np.array(value)
-        return ["array" if isinstance(value, np.ndarray) else "number", where]
+        name = f"array.{len(arrays)}"
+        arrays[name] = np.array(value)
+        return ["array" if isinstance(value, np.ndarray) else "number", name]
     kind = type(value).__name__
     if type(value) is SEQUENCES.get(kind):
         most = [value.maxlen] if isinstance(value, deque) else []

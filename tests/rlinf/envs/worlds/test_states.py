@@ -43,6 +43,13 @@ def test_types_come_back_with_their_values() -> None:
     assert type(found["pair"][0]) is np.float32
 
 
+def test_objects_of_one_class_keep_each_their_own() -> None:
+    ours = [SimpleNamespace(state=np.full(2, n)) for n in range(2)]
+    others = [SimpleNamespace(state=None) for _ in range(2)]
+    put_attributes(others, attributes(ours))
+    assert [other.state.tolist() for other in others] == [[0, 0], [1, 1]]
+
+
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState])
 def test_generators_go_on_where_they_were_and_stay_the_objects_that_others_hold(make: Any) -> None:
     one, other = make(1), make(2)
