@@ -58,7 +58,11 @@ def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> Lea
         "one-digit sums",
         0.85,
         experiment,
-        (f"algorithm={algorithm}", "iterations=120", "trainer.threads=1", *words),
+        (
+            *(f"algorithm={algorithm}", "iterations=120", "trainer.threads=1"),
+            *(() if critic else ("rollout.batch=64",)),
+            *words,
+        ),
         unit="tokens",
     )
 
