@@ -54,6 +54,7 @@ RELATIVE = 1e-5
 ALPHABET = "0123456789+="
 MODEL = CausalLMConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
 POSITIONS, DISTRIBUTED = {"sequence_parallel": True}, {"distributed_optimizer": True}
+LORA: dict[str, Any] = {"lora": {"rank": 8, "alpha": 16.0}}
 LIMIT_S, ROOT = 300, Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".json")
 
@@ -71,7 +72,12 @@ class Way:
     layout: dict[str, int] = field(default_factory=dict)
     """How the processes share a copy of the model (:class:`ParallelLayout`)."""
     mixture: bool = False
-    """Whether its layers have experts; compared with one process that has them too."""
+    """Whether its layers have experts."""
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether it has experts, and adapters: like ways alone are compared."""
+        return self.mixture, "lora" in self.options
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,20 @@ WAYS = [
     Way("Megatron, distributed optimizer", "megatron", 2, DISTRIBUTED, "megatron"),
     Way("experts: one process", mixture=True),
     Way("experts: Megatron EP2", "megatron", 2, {}, "megatron", {"ep": 2}, mixture=True),
+    Way("adapters: one process", options=LORA),
+    Way("adapters: FSDP2, 2 processes", processes=2, options={"unit_mb": 0, **LORA}),
+    Way("adapters: Megatron TP2", "megatron", 2, LORA, "megatron", {"tp": 2}),
+    Way(
+        "adapters: Megatron TP2, positions too",
+        "megatron",
+        2,
+        POSITIONS | LORA,
+        "megatron",
+        {"tp": 2},
+    ),
+    Way("adapters: Megatron PP2", "megatron", 2, LORA, "megatron", {"pp": 2}),
 ]
-"""Others are compared with the first, or with the first that has experts."""
+"""Others are compared with the first of their kind."""
 CUTS = [Cut(packing, budget) for packing in (False, True) for budget in (100_000, 64)]
 
 
@@ -250,8 +268,8 @@ def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
         folder.mkdir()
     CausalLM.create(MODEL, {"alphabet": ALPHABET}, 0, folders[False])
     mixture.create(MODEL, ALPHABET, folders[True])
-    firsts = {way.mixture: way for way in reversed(WAYS)}
-    right: dict[bool, tuple[Any, Any]] = {}
+    firsts = {way.kind: way for way in reversed(WAYS)}
+    right: dict[tuple[bool, bool], tuple[Any, Any]] = {}
     good = True
     print(HEAD, flush=True)
     for way in WAYS:
@@ -267,13 +285,13 @@ def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
         if not left:
             continue
         folder = folders[way.mixture]
-        if way.mixture not in right:
-            first = firsts[way.mixture]
+        if way.kind not in right:
+            first = firsts[way.kind]
             _, said, weights = next(run(folder, first, CUTS[:1], place / f"right {first.name}"))
-            right[way.mixture] = said, weights
+            right[way.kind] = said, weights
         try:
             for cut, said, weights in run(folder, way, left, place / way.name):
-                result = compared(said, weights, right[way.mixture])
+                result = compared(said, weights, right[way.kind])
                 print(result.line(way, cut), flush=True)
                 kept[keys[way.name, cut]] = asdict(result)
                 good &= result.good(way)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,18 +63,20 @@ class Adapters:
             raise ConfigError(f"trainer.lora.targets: {error}") from None
         self._policy = policy
         self.scale = settings.alpha / settings.rank
-        self._check(settings.targets)
-        for _, layer in self._layers(policy.module):
+        layers = dict(_layers(policy.module))
+        self._names = list(layers)
+        self._check(settings.targets, layers)
+        for layer in layers.values():
             layer.register_state_dict_post_hook(_plain)
 
-    def _check(self, targets: Sequence[str]) -> None:
+    def _check(self, targets: Sequence[str], adapted: Mapping[str, Any]) -> None:
         """See that every adapter can be merged, and every target has one.
 
         Raises:
             ConfigError: names the target.
         """
         module, key = self._policy.module, "trainer.lora.targets"
-        layers = {name: layer.get_base_layer() for name, layer in self._layers(module)}
+        layers = {name: layer.get_base_layer() for name, layer in adapted.items()}
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in layers):
                 known = {
@@ -103,38 +105,48 @@ class Adapters:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start anew: random factors on one side, the same in every process and run, zeros on the
-        other, so that the network is what it is without them."""
+        """Start anew; see :func:`start`."""
         for name, parameter in self.parameters():
-            if ".lora_B." in name:
-                local(parameter).zero_()
-                continue
-            seed = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            random = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
-            bound = parameter.shape[1] ** -0.5  # as nn.Linear begins
-            whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=random)
             begin, end = rows_of(parameter)
-            local(parameter).copy_(whole[begin:end])
+            local(parameter).copy_(start(name, parameter.shape)[begin:end])
 
-    def deltas(self, whole: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Factors whose product, times :attr:`scale`, is added to a weight, by its usual name.
+    def merging(self, whole: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
+        """What merges adapters into a weight, given by its usual name, if it has one.
 
         Args:
             whole: the adapters.
         """
-        return {
-            f"{name}.weight": (
-                whole[f"{name}.lora_B.{ADAPTER}.weight"],
-                whole[f"{name}.lora_A.{ADAPTER}.weight"],
-            )
-            for name, _ in self._layers(self._policy.module)
-        }
+        adapted = {f"{name}.weight": name for name in self._names}
 
-    @staticmethod
-    def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-        from peft.tuners.lora import LoraLayer
+        def merged(name: str, weight: Tensor) -> Tensor:
+            if (layer := adapted.get(name)) is None:
+                return weight
+            one, other = (whole[f"{layer}.lora_{side}.{ADAPTER}.weight"] for side in "BA")
+            return (weight + self.scale * (one @ other)).to(weight.dtype)
 
-        return ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
+        return merged
+
+
+@torch.no_grad()
+def start(name: str, shape: Sequence[int]) -> Tensor:
+    """What an adapter's factor begins with: random numbers on one side, the same in every process
+    and run, zeros on the other, so that the network is what it is without them.
+
+    Returns:
+        The whole factor, float32.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(*shape)
+    seed = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    random = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+    bound = shape[1] ** -0.5  # as nn.Linear begins
+    return torch.empty(*shape).uniform_(-bound, bound, generator=random)
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
 
 
 def _plain_linear(module: nn.Module) -> bool:

@@ -314,13 +314,12 @@ class MinibatchTrainer(Storages, Trainer):
         like = {name: self._like(name, named[name]) for name in first.values()}
 
         def each() -> Iterator[tuple[str, Tensor]]:
-            deltas: dict[str, tuple[Tensor, Tensor]] = {}
+            merged = None
             if (adapters := self._adapters) is not None:
-                deltas = adapters.deltas(dict(self._gathered(adapters.parameters())))
+                merged = adapters.merging(dict(self._gathered(adapters.parameters())))
             for name, full in self._gathered((name, named[name]) for name in first.values()):
-                if adapters is not None and name in deltas:
-                    one, other = deltas[name]
-                    full = (full + adapters.scale * (one @ other)).to(full.dtype)  # noqa: PLW2901
+                if merged is not None:
+                    full = merged(name, full)  # noqa: PLW2901
                 yield name, full.to("cpu", copy=copy and memory(full) == memory(named[name]))
                 del full  # before the next one is gathered
 

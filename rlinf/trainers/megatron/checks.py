@@ -19,6 +19,9 @@ NO_OTHERS = (
     "model.name: trainer=megatron trains causal language models alone, without a critic; choose "
     "trainer=fsdp"
 )
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_MLP = ("gate_proj", "up_proj", "down_proj")
+"""The linear layers that can have adapters."""
 ROPE = ("default", "linear", "llama3")
 """Kinds of positions that are frequencies alone."""
 
@@ -49,8 +52,6 @@ def check_options(config: MinibatchConfig, distributed: bool, optimizer: Optimiz
     Raises:
         ConfigError: they do not.
     """
-    if config.lora is not None:
-        raise ConfigError("trainer.lora: trainer=megatron has no adapters; choose trainer=fsdp")
     if distributed and optimizer.name != "adamw":
         raise ConfigError(
             f"trainer.distributed_optimizer: it steps by AdamW alone, and optimizer.name is "
@@ -111,7 +112,7 @@ def check_layout(
             "context parallelism takes the attention of Transformer Engine, which it does without; "
             "leave cp out, and give tp or pp the processes"
         )
-    experts = model.get("num_experts") or model.get("num_local_experts") or 0
+    experts = _experts(model)
     inner = "moe_intermediate_size" if experts else "intermediate_size"
     shared = {
         "heads": model["num_attention_heads"],
@@ -145,6 +146,49 @@ def check_layout(
             f"{where}.ep: {experts} experts are not as many on each of {layout.ep} processes; "
             f"{_divisors(experts)} can have them so"
         )
+
+
+def check_adapters(
+    config: MinibatchConfig, model: Mapping[str, Any], layout: ParallelLayout, dtype: str
+) -> None:
+    """See that the layers that are to have adapters, if any, are Megatron's as well.
+
+    Args:
+        model: a checkpoint's ``config.json``.
+        dtype: of its weights.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if config.lora is None:
+        return
+    key = "trainer.lora.targets"
+    for target in config.lora.targets:
+        kind = target.rpartition(".")[2]
+        if kind not in (*OF_ATTENTION, *OF_MLP):
+            raise ConfigError(
+                f"{key}: {target!r} has no adapter with trainer=megatron, which has those of "
+                f"{', '.join((*OF_ATTENTION, *OF_MLP))}; leave it out, or choose trainer=fsdp"
+            )
+        if kind in OF_MLP and _experts(model):
+            raise ConfigError(
+                f"{key}: {target!r} is in the experts of a mixture, which have no adapters; name "
+                "layers of the attention"
+            )
+        if layout.pp > 1 and "layers." in target:
+            raise ConfigError(
+                f"{key}: {target!r} is of one block, and every stage of a pipeline needs some to "
+                f"train; name it in all blocks: {kind}"
+            )
+    if dtype == "float32" != config.param_dtype:
+        raise ConfigError(
+            "trainer.param_dtype: beside adapters trainer=megatron keeps weights as it computes "
+            "with them, rounded; set it to float32, or model.dtype to bfloat16"
+        )
+
+
+def _experts(model: Mapping[str, Any]) -> int:
+    return model.get("num_experts") or model.get("num_local_experts") or 0
 
 
 def _divisors(number: int) -> str:

@@ -2,7 +2,8 @@
 
 Gradients are added up in float32 buffers of Megatron's ``DistributedDataParallel``. Without its
 distributed optimizer a process steps all parameters that it computes with, in float32; with it, its
-even share of each buffer, from which weights are gathered again.
+even share of each buffer, from which weights are gathered again. Parameters that take no gradients
+(those beside adapters) are there once, in the type in which they are computed with.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Fragment:
 
     parameter: nn.Parameter
     main: Tensor
-    """Float32, in any shape: what is stepped."""
+    """In any shape: what is stepped, in float32; or the parameter, if it is never stepped."""
     start: int
     """Where they begin in the parameter."""
     copies: int
@@ -77,13 +78,17 @@ class Memory:
                         at = shard._get_model_param_range_map(parameter)["param"]
                         mains[id(parameter)] = (main, at.start)
         else:
-            self.optimizer = make(inner.parameters())
-            for parameter in inner.parameters():
+            own = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+            self.optimizer = make(own)
+            for parameter in own:
                 half = parameter.dtype != torch.float32
                 mains[id(parameter)] = (parameter.detach().float() if half else parameter, 0)
             for group in self.optimizer.param_groups:
                 group["params"] = [mains[id(parameter)][0] for parameter in group["params"]]
-        self.fragments = list(self._fragments(inner, mains))
+        still = {id(p): (p.detach(), 0) for p in inner.parameters() if not p.requires_grad}
+        self.fragments = list(self._fragments(inner, mains, shared_out=distributed))
+        self.still = list(self._fragments(inner, still, shared_out=False))
+        """Parameters that take no gradients."""
         self.discard()
 
     def _share_out(self, config: Any, make: Maker) -> Optimizer:
@@ -117,7 +122,9 @@ class Memory:
             made[0].param_groups += other.param_groups
         return made[0]
 
-    def _fragments(self, inner: Any, mains: dict[int, tuple[Tensor, int]]) -> Iterator[Fragment]:
+    def _fragments(
+        self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, shared_out: bool
+    ) -> Iterator[Fragment]:
         from megatron.core import parallel_state as groups
 
         inner_rank = groups.get_tensor_model_parallel_rank()
@@ -134,7 +141,7 @@ class Memory:
                     groups.get_expert_data_parallel_world_size(),
                 )
             )
-            if self._shards:
+            if shared_out:
                 rank, size = 0, 1
             # What is split so belongs to this process alone; the rest its neighbours have too.
             if not getattr(parameter, "split", True):

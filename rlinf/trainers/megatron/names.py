@@ -13,6 +13,7 @@ from math import prod
 
 import numpy as np
 
+from rlinf.trainers.lora import ADAPTER
 from rlinf.trainers.shards import Place, runs_of
 
 
@@ -79,8 +80,10 @@ COLUMNS = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+ADAPTED = {"self_attention": "self_attn", "mlp": "mlp"}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+_ADAPTER = re.compile(r"((\w+)\.linear_\w+)\.adapter\.lora_([AB])\.(\w+)")
 
 
 def share(name: str, shape: tuple[int, ...], where: Where) -> Share:
@@ -103,6 +106,14 @@ def share(name: str, shape: tuple[int, ...], where: Where) -> Share:
         raise KeyError(name)
     number, part = int(match[1]), match[2]
     prefix = f"model.layers.{where.first_layer + number}."
+    if factor := _ADAPTER.fullmatch(part):
+        linear, of, side, kind = factor.groups()
+        own = f"{prefix}{ADAPTED[of]}.{kind}.lora_{side}.{ADAPTER}.weight"
+        # Of a layer whose inputs are split the columns of A, of another one the rows of B.
+        if (inputs := f"{linear}.weight" in COLUMNS) != (side == "A"):
+            return Share((_whole(own, where),))
+        row, column = (0, where.tp_rank * shape[1]) if inputs else (where.tp_rank * rows, 0)
+        return Share((Piece(own, where.shapes[own], row, column, 0, rows),), split=True)
     if part in ALIKE:
         return Share((_whole(prefix + ALIKE[part], where),))
     if part in COLUMNS:

@@ -144,6 +144,10 @@ class Network(nn.Module):
         hidden = None
         if inner.pre_process:
             hidden = inner.embedding(input_ids=input_ids, position_ids=position_ids)
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                # Beside adapters it is not trained; what is computed again in the backward pass
+                # asks its input whether there is one.
+                hidden.requires_grad_()
         hidden = inner.decoder(
             hidden_states=hidden,
             attention_mask=None,

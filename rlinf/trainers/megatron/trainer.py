@@ -30,14 +30,18 @@ from rlinf.trainers import shards
 from rlinf.trainers.base import LossFunction, joined_metrics
 from rlinf.trainers.cuts import Cut
 from rlinf.trainers.lanes import Lanes
+from rlinf.trainers.lora import start
 from rlinf.trainers.megatron import groups, names, pipeline
+from rlinf.trainers.megatron.adapters import adapt
 from rlinf.trainers.megatron.checks import (
     NO_OTHERS,
+    check_adapters,
     check_layout,
     check_model,
     check_options,
     settings_of,
 )
+from rlinf.trainers.megatron.held import Held, own, put
 from rlinf.trainers.megatron.memory import Memory
 from rlinf.trainers.megatron.network import Network
 from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
@@ -79,6 +83,7 @@ class MegatronTrainer(MinibatchTrainer):
         settings = settings_of(model)
         check_model(settings)
         check_layout(settings, layout, config.stage_layers, key)
+        check_adapters(config, settings, layout, model.dtype)
 
     def __init__(
         self, policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, world: World
@@ -90,6 +95,8 @@ class MegatronTrainer(MinibatchTrainer):
         model = whole.config.to_dict()
         check_model(model)
         check_layout(model, world.layout, config.stage_layers, LAYOUT)
+        dtype = str(next(whole.parameters()).dtype).removeprefix("torch.")
+        check_adapters(config, model, world.layout, dtype)
         super().__init__(policy, config, optimizer, world)
         require("megatron", "megatron", "trainer=megatron")
         groups.start(world, self.device.type)
@@ -103,19 +110,24 @@ class MegatronTrainer(MinibatchTrainer):
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in named.items()
         }
+        factors = () if self._adapters is None else self._adapters.parameters()
+        self._factors = {name: torch.empty(p.shape, device="meta") for name, p in factors}
         module = Network(whole, world.layout, options=self._options(whole), device=self.device)
+        if config.lora is not None:
+            first_layer = _first_layer(module.inner)
+            adapt(module.inner, module.config, first_layer, self._factors, config.lora)
         shares = self._shares(module.inner)
-        group_of = {id(parameter): _group(policy, share) for parameter, share in shares.values()}
 
         def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            return make_optimizer(policy, optimizer, [(group_of[id(p)], p) for p in parameters])
+            grouped = [(_group(policy, shares[id(each)]), each) for each in parameters]
+            return make_optimizer(policy, optimizer, grouped)
 
         self._memory = Memory(module.inner, make, distributed=config.distributed_optimizer)
         self.optimizer = self._memory.optimizer
-        self._parts = self._find_parts(shares)
-        self._by_name = {part.name: part for part in self._parts}
+        self._held = Held(self._memory, shares, [*self._empty, *self._factors])
+        self._check_place()
         self._part = (world.rank, world.size)
-        for part in self._parts:
+        for part in self._held.trained:
             self._places[f"model/{part.name}"] = part.place
             for moment in self._moments:
                 self._places[f"optimizer/state/{part.name}/{moment}"] = part.place
@@ -126,6 +138,7 @@ class MegatronTrainer(MinibatchTrainer):
             self._fill_from(lambda twin: twin.fill())
         else:
             self._take(whole.state_dict().items())
+        self._reset_adapters()
 
     def _options(self, whole: Any) -> dict[str, Any]:
         """What of Megatron's configuration is this trainer's."""
@@ -152,19 +165,18 @@ class MegatronTrainer(MinibatchTrainer):
             }
         return options
 
-    def _shares(self, inner: Any) -> dict[str, tuple[nn.Parameter, names.Share]]:
-        """What each parameter holds, by Megatron's name of it."""
+    def _shares(self, inner: Any) -> dict[int, names.Share]:
+        """What each parameter holds, by its ``id``."""
         from megatron.core import parallel_state
 
         module: Any = self.policy.module
         hf, tp = module.config, self.world.layout.tp
         head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        layers = inner.decoder.layers
         where = names.Where(
-            shapes={name: tuple(tensor.shape) for name, tensor in self._empty.items()},
+            shapes={name: tuple(t.shape) for name, t in (self._empty | self._factors).items()},
             tp=tp,
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            first_layer=layers[0].layer_number - 1 if len(layers) else 0,
+            first_layer=_first_layer(inner),
             first_expert=parallel_state.get_expert_model_parallel_rank()
             * (getattr(hf, "num_experts", None) or 0)
             // self.world.layout.ep,
@@ -177,30 +189,22 @@ class MegatronTrainer(MinibatchTrainer):
             # Read by the memory of gradients, when it counts the processes that have the same.
             parameter.split = share.split
             parameter.again = where.tied and name == "output_layer.weight"
-            found[name] = (parameter, share)
+            found[id(parameter)] = share
         return found
 
-    def _find_parts(self, shares: dict[str, tuple[nn.Parameter, names.Share]]) -> list[names.Part]:
-        """What of which tensors the fragments are.
+    def _check_place(self) -> None:
+        """See that no tensor of the network is nowhere in Megatron's.
 
         Raises:
-            ConfigError: the network has tensors that are nowhere in Megatron's.
+            ConfigError: one is.
         """
-        order = {name: number for number, name in enumerate(self._empty)}
-        of = {id(parameter): share for parameter, share in shares.values()}
-        stretches = [
-            (of[id(each.parameter)], tuple(each.parameter.shape), each.start, each.flat.numel())
-            for each in self._memory.fragments
-        ]
-        found = names.parts(stretches, order.__getitem__)
         alone = self.world.layout.pp == 1 and not self.config.distributed_optimizer
-        lacking = set(self._first.values()) - {part.name for part in found}
+        lacking = {*self._first.values(), *self._factors} - self._held.parts.keys()
         if alone and lacking:  # else others have them
             raise ConfigError(
                 f"model.path: trainer=megatron has no place for {sorted(lacking)[0]} of the model; "
                 "choose trainer=fsdp"
             )
-        return found
 
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
@@ -290,8 +294,7 @@ class MegatronTrainer(MinibatchTrainer):
             if name not in self._empty or self._empty[name].shape != tensor.shape:
                 raise misfit(name, 1)
             given.add(self._first[name])
-            if (part := self._by_name.get(self._first[name])) is not None:
-                self._put(self._mains(), part, part.place.take(tensor))
+            self._held.take(self._first[name], tensor)
         lacking = [name for name, first in self._first.items() if first not in given]
         if lacking:
             raise misfit(lacking[0], len(lacking))
@@ -299,6 +302,14 @@ class MegatronTrainer(MinibatchTrainer):
 
     def fill(self, folder: Path) -> None:
         self._fill_from(lambda twin: twin.fill(folder))
+        self._reset_adapters()
+
+    @torch.no_grad()
+    def _reset_adapters(self) -> None:
+        for name, like in self._factors.items():
+            self._held.take(name, start(name, like.shape))
+        if self._factors:
+            self._memory.publish()
 
     def _fill_from(self, fill: Callable[[Policy], None]) -> None:
         """Each process reads the whole once, and keeps its part."""
@@ -314,38 +325,19 @@ class MegatronTrainer(MinibatchTrainer):
 
     @torch.no_grad()
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, each whole: what others hold is zero here, and bytes are added up."""
+        """All weights, each whole, adapters merged in."""
+        merged, where = None, (self.device, self.world.size)
+        if self._adapters is not None:
+            factors = {n: self._held.whole(n, like, *where) for n, like in self._factors.items()}
+            merged = self._adapters.merging(factors)
         for name in dict.fromkeys(self._first.values()):
-            like = self._empty[name]
-            whole = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-            part = self._by_name.get(name)
-            if part is not None and self._speaks(part):
-                part.place.put(whole, self._own(self._mains(), part).to(like.dtype))
-            if self.world.size > 1:
-                torch.distributed.all_reduce(whole.view(-1).view(torch.uint8))
-            yield name, whole.cpu()
+            whole = self._held.whole(name, self._empty[name], *where)
+            yield name, (whole if merged is None else merged(name, whole)).cpu()
 
-    def _speaks(self, part: names.Part) -> bool:
-        """Whether this process is the first of those that have a part."""
-        return all(self._memory.fragments[number].first for number, *_ in part.copies)
-
-    def _mains(self) -> list[Tensor]:
-        return [each.flat for each in self._memory.fragments]
-
-    def _of(self, moment: str) -> list[Tensor]:
-        return [self.optimizer.state[m.main][moment].view(-1) for m in self._memory.fragments]
-
-    @staticmethod
-    def _own(flats: list[Tensor], part: names.Part) -> Tensor:
-        """A part's elements, of those of the fragments."""
-        return torch.cat([flats[n][first : first + count] for n, first, count in part.copies])
-
-    @staticmethod
-    def _put(flats: list[Tensor], part: names.Part, own: Tensor) -> None:
-        at = 0
-        for number, first, count in part.copies:
-            flats[number][first : first + count] = own[at : at + count]
-            at += count
+    def _kept(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Weights and moments, in the stretches that this process has."""
+        held = self._held
+        return held.weights(), {m: held.moments(self.optimizer, m) for m in self._moments}
 
     def _begin(self) -> None:
         """Have moments, as before any step."""
@@ -357,12 +349,12 @@ class MegatronTrainer(MinibatchTrainer):
         """Of what this process speaks for; copies, unlike those of other trainers: the tensors'
         elements are not in one place here."""
         self._begin()
-        mains, moments = self._mains(), {name: self._of(name) for name in self._moments}
+        weights, moments = self._kept()
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        for part in filter(self._speaks, self._parts):
-            model[part.name] = self._own(mains, part)
-            state[part.name] = {name: self._own(own, part) for name, own in moments.items()}
+        for part in filter(self._held.speaks, self._held.trained):
+            model[part.name] = own(weights, part)
+            state[part.name] = {name: own(moment, part) for name, moment in moments.items()}
             first = self.optimizer.state[self._memory.fragments[part.copies[0][0]].main]
             if "step" in first and part.place.start == 0:
                 state[part.name]["step"] = first["step"].clone()
@@ -377,19 +369,19 @@ class MegatronTrainer(MinibatchTrainer):
         counts = "exp_avg" in self._moments
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        for part in self._parts:
+        for part in self._held.trained:
             size = sum(count for *_, count in part.copies)
             model[part.name] = torch.empty(size)
             state[part.name] = {name: torch.empty(size) for name in self._moments}
             if counts:
                 state[part.name]["step"] = torch.zeros(())
         shards.read(folder, {"model": model, "optimizer": {"state": state}}, self._places)
-        mains, moments = self._mains(), {name: self._of(name) for name in self._moments}
+        weights, moments = self._kept()
         steps: dict[int, Tensor] = {}
-        for part in self._parts:
-            self._put(mains, part, model[part.name])
-            for name, own in moments.items():
-                self._put(own, part, state[part.name][name])
+        for part in self._held.trained:
+            put(weights, part, model[part.name])
+            for name, moment in moments.items():
+                put(moment, part, state[part.name][name])
             for number, *_ in part.copies if counts else ():
                 # One count for all of a parameter: what no loss depended on has fewer elsewhere.
                 count = state[part.name]["step"]
@@ -400,19 +392,25 @@ class MegatronTrainer(MinibatchTrainer):
 
     def _release(self) -> None:
         self._memory.release()
-        self._outline, self._parts, self._by_name = None, [], {}
-        del self._memory
+        self._outline = None
+        del self._memory, self._held
 
 
 def _without_memory(module: nn.Module) -> Any:
     """A network's outline: parameters have no memory, tied ones are one."""
     made: dict[int, Any] = {}
     for part in module.modules():
-        for own in part._parameters.values():
-            if own is not None:
-                made.setdefault(id(own), nn.Parameter(torch.empty_like(own, device="meta")))
+        for each in part._parameters.values():
+            if each is not None:
+                made.setdefault(id(each), nn.Parameter(torch.empty_like(each, device="meta")))
     # Deepcopy takes these for the copies.
     return copy.deepcopy(module, dict(made))
+
+
+def _first_layer(inner: Any) -> int:
+    """Which layer of the network Megatron's model of this process begins with."""
+    layers = inner.decoder.layers
+    return layers[0].layer_number - 1 if len(layers) else 0
 
 
 def _group(policy: Policy, share: names.Share) -> str:

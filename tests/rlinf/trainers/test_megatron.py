@@ -109,11 +109,11 @@ def run(
     return json.loads((out / "metrics-0.json").read_text()), found
 
 
-def alone(folder: Path, steps: int = 2) -> FSDPTrainer:
+def alone(folder: Path, steps: int = 2, lora: dict[str, Any] | None = None) -> FSDPTrainer:
     """One process of FSDP2 after as many steps."""
     trainer = FSDPTrainer(
         CausalLM.load(folder, CausalLMConfig()),
-        FSDPConfig(token_budget=40, device="cpu"),
+        FSDPConfig.model_validate({"token_budget": 40, "device": "cpu", "lora": lora}),
         OptimizerSection(lr=LR, weight_decay=0.1),
         World(),
     )
@@ -133,21 +133,20 @@ def check(
 ) -> tuple[FSDPTrainer, Path]:
     """A layout computes what one process of FSDP2 does, and each goes on from the other's state."""
     metrics, found = run(folder, tmp_path / "one", layout, size, **options)
-    right = alone(folder)
-    before = FSDPTrainer(
-        CausalLM.load(folder, CausalLMConfig()),
-        FSDPConfig(token_budget=40, device="cpu"),
-        OptimizerSection(lr=LR),
-        World(),
-    ).forward(records(), 1.0)
-    for row, outputs in before:
+    lora = options.get("lora")
+    right = alone(folder, 2, lora)
+    for row, outputs in alone(folder, 0, lora).forward(records(), 1.0):
         torch.testing.assert_close(found[f"forward/{row}"], outputs.logprobs, rtol=0, atol=1e-5)
     for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
         assert mine == pytest.approx(theirs, rel=1e-5)
     assert_weights(found, right.full_state())
     # Its state to one process of FSDP2, and that one's to it: a further step is the same.
-    other = alone(folder, 0)
+    other = alone(folder, 0, lora)
     other.load(tmp_path / "one" / "state")
+    mine, theirs = other.snapshot(), right.snapshot()
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=LR / 50, msg=name)
     right.save(tmp_path / "right")
     _, went_on = run(folder, tmp_path / "two", layout, size, 1, tmp_path / "right", **options)
     for trainer in (right, other):
@@ -178,6 +177,33 @@ def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
     check(folder, tmp_path, "tp=2", 2, sequence_parallel=True)
 
 
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.mark.timeout(600)
+def test_they_share_adapters(folder: Path, tmp_path: Path) -> None:
+    """Of matrices and of positions; those of some projections of a matrix alone too."""
+    lora = {**LORA, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+    check(folder, tmp_path, "tp=2", 2, lora=lora, sequence_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("tp=2", {}),
+        ("pp=2", {"stage_layers": [3, 1]}),
+        ("", {}),
+        ("", {"distributed_optimizer": True, "activation_checkpointing": True}),
+    ],
+)
+def test_adapters_alone_are_trained_in_every_layout(
+    folder: Path, tmp_path: Path, layout: str, options: dict[str, Any]
+) -> None:
+    check(folder, tmp_path, layout, 2, lora=LORA, **options)
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3_moe")
@@ -187,8 +213,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_they_share_experts(mixture: Path, tmp_path: Path) -> None:
-    check(mixture, tmp_path, "ep=2", 2)
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_they_share_experts(mixture: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    """Adapters are those of attention."""
+    check(mixture, tmp_path, "ep=2", 2, lora=lora)
 
 
 @pytest.mark.slow

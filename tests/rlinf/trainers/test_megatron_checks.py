@@ -29,6 +29,10 @@ MIXTURE = {
 }
 
 
+def _lora(*targets: str) -> dict[str, Any]:
+    return {"lora": {"rank": 2, "targets": targets}}
+
+
 @pytest.mark.parametrize(
     ("layout", "options", "text"),
     [
@@ -41,7 +45,17 @@ MIXTURE = {
         ),
         ("cp=2", {}, r"^train\.cp: 2 processes .* Transformer Engine"),
         ("ep=2", {}, r"^train\.ep: this model has no experts"),
-        ("", {"lora": {"rank": 2}}, r"^trainer\.lora: trainer=megatron has no adapters"),
+        ("", _lora("lm_head"), r"^trainer\.lora\.targets: 'lm_head' has no adapter .* q_proj"),
+        (
+            "pp=2",
+            _lora("layers.1.mlp.up_proj"),
+            r"^trainer\.lora\.targets: 'layers\.1.* every stage .* name it .*: up_proj$",
+        ),
+        (
+            "",
+            {"lora": {"rank": 2}, "param_dtype": "bfloat16"},
+            r"^trainer\.param_dtype: beside adapters .* model\.dtype to bfloat16",
+        ),
     ],
 )
 def test_layouts_and_options(layout: str, options: dict[str, Any], text: str) -> None:
@@ -51,6 +65,9 @@ def test_layouts_and_options(layout: str, options: dict[str, Any], text: str) ->
     check(MegatronConfig(), CausalLMConfig(**MODEL), "tp=2,pp=3")
     check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "pp=2")
     check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "")
+    adapted = {**_lora("q_proj", "mlp.up_proj"), "param_dtype": "bfloat16"}
+    model = CausalLMConfig(**MODEL, dtype="bfloat16")
+    check(MegatronConfig.model_validate(adapted), model, "tp=2,pp=3")
 
 
 def check(config: MegatronConfig, model: CausalLMConfig, layout: str, name: Any = "adamw") -> None:
@@ -75,6 +92,14 @@ def test_checkpoints(changes: dict[str, Any], layout: str, text: str, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE | changes))
     with pytest.raises(ConfigError, match=text):
         check(MegatronConfig(), CausalLMConfig(path=tmp_path), layout)
+
+
+def test_experts_have_no_adapters(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    model = CausalLMConfig(path=tmp_path)
+    check(MegatronConfig.model_validate(_lora("v_proj")), model, "ep=2")
+    with pytest.raises(ConfigError, match=r"'down_proj' is in the experts .* name layers of the"):
+        check(MegatronConfig.model_validate(_lora("down_proj")), model, "")
 
 
 def test_the_distributed_optimizer_is_adamws() -> None:
