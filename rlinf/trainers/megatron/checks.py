@@ -46,12 +46,28 @@ def settings_of(model: Any) -> Mapping[str, Any]:
     }
 
 
-def check_options(config: MinibatchConfig, distributed: bool, optimizer: OptimizerSection) -> None:
+def check_options(
+    config: MinibatchConfig,
+    layout: ParallelLayout,
+    optimizer: OptimizerSection,
+    where: str,
+    *,
+    distributed: bool,
+) -> None:
     """See that options of the trainer go together.
+
+    Args:
+        where: the key of the layout.
+        distributed: whether the optimizer's state is shared out.
 
     Raises:
         ConfigError: they do not.
     """
+    if layout.cp > 1 and config.packing:
+        raise ConfigError(
+            f"trainer.packing: processes that share out positions ({where}.cp) pad rows; set it to "
+            "null or false, or leave cp out"
+        )
     if distributed and optimizer.name != "adamw":
         raise ConfigError(
             f"trainer.distributed_optimizer: it steps by AdamW alone, and optimizer.name is "
@@ -106,12 +122,6 @@ def check_layout(
     Raises:
         ConfigError: they cannot; says what would work.
     """
-    if layout.cp > 1:
-        raise ConfigError(
-            f"{where}.cp: {layout.cp} processes cannot share a sequence with trainer=megatron: "
-            "context parallelism takes the attention of Transformer Engine, which it does without; "
-            "leave cp out, and give tp or pp the processes"
-        )
     experts = _experts(model)
     inner = "moe_intermediate_size" if experts else "intermediate_size"
     shared = {

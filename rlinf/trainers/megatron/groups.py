@@ -46,6 +46,7 @@ def start(world: World, device_type: str) -> None:
     parallel_state.initialize_model_parallel(
         layout.tp,
         layout.pp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )

@@ -134,7 +134,10 @@ class Memory:
                 continue
             dense = getattr(parameter, "allreduce", True)
             rank, size = (
-                (groups.get_data_parallel_rank(), groups.get_data_parallel_world_size())
+                (
+                    groups.get_data_parallel_rank(with_context_parallel=True),
+                    groups.get_data_parallel_world_size(with_context_parallel=True),
+                )
                 if dense
                 else (
                     groups.get_expert_data_parallel_rank(),

@@ -2,7 +2,8 @@
 
 Policies call it as they call the other: tokens in, logits out. Its layers are Megatron's; attention
 inside them is torch's, of packed rows :func:`rlinf.models.packed.attend`, and positions are turned
-by the frequencies that the other network has.
+by the frequencies that the other network has. Positions that processes share out meet in attention
+and behind the layers alone (:mod:`rlinf.trainers.megatron.context`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from rlinf.channels.world import ParallelLayout
 from rlinf.models.packed import Rows, attend
+from rlinf.trainers.megatron import context
 
 
 class Passed(Exception):
@@ -34,9 +36,10 @@ class Seen:
 
     rows: Rows | None
     """None: each row all before it."""
+    sharers: Any = None
+    """The processes that share out the positions, if they are several."""
     qkv_format: str = "sbhd"
     """Megatron asks for it."""
-    cp_group: Any = None
 
 
 class Attention(nn.Module):
@@ -62,7 +65,9 @@ class Attention(nn.Module):
         Returns:
             ``[S, B, H * D]``.
         """
-        length, rows = query.shape[0], packed_seq_params.rows
+        length, rows, group = query.shape[0], packed_seq_params.rows, packed_seq_params.sharers
+        if group is not None:
+            return context.attend(query, key, value, group).flatten(2)
         own, seen, there = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if rows is None:
             grouped = query.shape[2] != key.shape[2]
@@ -102,7 +107,7 @@ class Network(nn.Module):
         self.config, self.generation_config = like.config, getattr(like, "generation_config", None)
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
         self.vocabulary = like.config.vocab_size
-        self.tp = layout.tp
+        self.tp, self.cp = layout.tp, layout.cp
         settings = configuration(like.config, layout, options)
         self.inner = build(settings, like.config, layout)
         self.sequences = settings.sequence_parallel
@@ -124,7 +129,7 @@ class Network(nn.Module):
         """
         Args:
             input_ids: ``[B, S]``.
-            position_ids: ``[1, S]``, of packed rows alone.
+            position_ids: ``[1, S]``, of packed rows alone, whose positions no processes share out.
             logits_to_keep: how many of the last positions, or which.
 
         Returns:
@@ -135,11 +140,19 @@ class Network(nn.Module):
         """
         assert (position_ids is None) == (rows is None), "packed rows have positions of their own"
         length, inner = input_ids.shape[1], self.inner
-        whole = -(-length // self.tp) * self.tp if self.sequences else length
+        share = (self.tp if self.sequences else 1) * (2 * self.cp if self.cp > 1 else 1)
+        whole = -(-length // share) * share
         if position_ids is None:
             position_ids = torch.arange(whole, device=input_ids.device)[None]
         input_ids = F.pad(input_ids, (0, whole - length))
         position_ids = F.pad(position_ids, (0, whole - position_ids.shape[1]))
+        group = None
+        if self.cp > 1:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_context_parallel_group()
+            own = context.positions(whole, self.cp, group.rank()).to(input_ids.device)
+            input_ids, position_ids = input_ids[:, own], position_ids[:, own]
         angles = position_ids[0, :, None].float() * self.frequencies
         hidden = None
         if inner.pre_process:
@@ -152,7 +165,7 @@ class Network(nn.Module):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
-            packed_seq_params=Seen(rows),
+            packed_seq_params=Seen(rows, group),
         )
         if not inner.post_process:
             raise Passed(hidden)
@@ -161,6 +174,9 @@ class Network(nn.Module):
 
             # Every process goes on with all of it, to the same loss.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        if group is not None:
+            # Here too, and each with its share of the loss (:func:`MegatronTrainer._backward`).
+            hidden = context.whole(hidden, group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         head = inner.shared_embedding_or_output_weight() if self._shares_head() else None
@@ -208,6 +224,7 @@ def configuration(hf: Any, layout: ParallelLayout, options: dict[str, Any]) -> A
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Losses are summed as they come: their weight is the algorithm's.

@@ -64,7 +64,7 @@ class MegatronTrainer(MinibatchTrainer):
 
     Config = MegatronConfig
     config: MegatronConfig
-    layouts: ClassVar[frozenset[str]] = frozenset({"tp", "pp", "ep"})
+    layouts: ClassVar[frozenset[str]] = frozenset({"tp", "pp", "cp", "ep"})
 
     @classmethod
     def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
@@ -79,7 +79,8 @@ class MegatronTrainer(MinibatchTrainer):
         layout: ParallelLayout,
         key: str,
     ) -> None:
-        check_options(config, config.distributed_optimizer, optimizer)
+        shared = config.distributed_optimizer
+        check_options(config, layout, optimizer, key, distributed=shared)
         settings = settings_of(model)
         check_model(settings)
         check_layout(settings, layout, config.stage_layers, key)
@@ -90,13 +91,16 @@ class MegatronTrainer(MinibatchTrainer):
     ) -> None:
         if not isinstance(policy, CausalLM) or policy.network is not policy.module:
             raise ConfigError(NO_OTHERS)
-        check_options(config, config.distributed_optimizer, optimizer)
+        shared = config.distributed_optimizer
+        check_options(config, world.layout, optimizer, LAYOUT, distributed=shared)
         whole: Any = policy.module
         model = whole.config.to_dict()
         check_model(model)
         check_layout(model, world.layout, config.stage_layers, LAYOUT)
         dtype = str(next(whole.parameters()).dtype).removeprefix("torch.")
         check_adapters(config, model, world.layout, dtype)
+        if world.layout.cp > 1:
+            config = config.model_copy(update={"packing": False})
         super().__init__(policy, config, optimizer, world)
         require("megatron", "megatron", "trainer=megatron")
         groups.start(world, self.device.type)
@@ -211,8 +215,10 @@ class MegatronTrainer(MinibatchTrainer):
     ) -> dict[str, Tensor]:
         self._memory.want()
         value, metrics = loss()
-        # Gradients are added up over processes, not averaged.
-        (value * (factor / self.world.data_size)).backward()  # type: ignore[no-untyped-call]
+        # Gradients are added up over processes, not averaged; those that share out the positions
+        # have the same loss.
+        counted = factor / self.world.data_size / self.world.layout.cp
+        (value * counted).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
 
     def _gradients(
@@ -226,7 +232,8 @@ class MegatronTrainer(MinibatchTrainer):
             value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
             counted = 1.0 if real else 0.0
             every = {"loss": value.detach(), **metrics}
-            return value * counted, {name: metric * counted for name, metric in every.items()}
+            value = value * (counted / self.world.layout.cp)
+            return value, {name: metric * counted for name, metric in every.items()}
 
         self._memory.want()
         batches = list(zip(cut.batches, cut.real, strict=True))

@@ -204,6 +204,28 @@ def test_adapters_alone_are_trained_in_every_layout(
     check(folder, tmp_path, layout, 2, lora=LORA, **options)
 
 
+@pytest.mark.timeout(600)
+def test_they_share_each_sequence(folder: Path, tmp_path: Path) -> None:
+    check(folder, tmp_path, "cp=2", 2, distributed_optimizer=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("tp=2,cp=2", {"sequence_parallel": True, "activation_checkpointing": True}),
+        ("cp=2,pp=2", {"lora": LORA}),
+        ("cp=2", {}),
+    ],
+)
+def test_sequences_are_shared_in_every_layout(
+    folder: Path, tmp_path: Path, layout: str, options: dict[str, Any]
+) -> None:
+    """On four processes."""
+    check(folder, tmp_path, layout, 4, **options)
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3_moe")
@@ -213,10 +235,14 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lora", [None, LORA])
-def test_they_share_experts(mixture: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options"), [("ep=2", {}), ("ep=2", {"lora": LORA}), ("cp=2,ep=2", {})]
+)
+def test_they_share_experts(
+    mixture: Path, tmp_path: Path, layout: str, options: dict[str, Any]
+) -> None:
     """Adapters are those of attention."""
-    check(mixture, tmp_path, "ep=2", 2, lora=lora)
+    check(mixture, tmp_path, layout, 2, **options)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def _lora(*targets: str) -> dict[str, Any]:
             {"stage_layers": [3, 2]},
             r"^trainer\.stage_layers: \[3, 2\] are not the 6 layers",
         ),
-        ("cp=2", {}, r"^train\.cp: 2 processes .* Transformer Engine"),
+        ("cp=2", {"packing": True}, r"^trainer\.packing: .* share out positions \(train\.cp\) pad"),
         ("ep=2", {}, r"^train\.ep: this model has no experts"),
         ("", _lora("lm_head"), r"^trainer\.lora\.targets: 'lm_head' has no adapter .* q_proj"),
         (
@@ -62,7 +62,7 @@ def test_layouts_and_options(layout: str, options: dict[str, Any], text: str) ->
     config = MegatronConfig.model_validate(options)
     with pytest.raises(ConfigError, match=text):
         check(config, CausalLMConfig(**MODEL), layout)
-    check(MegatronConfig(), CausalLMConfig(**MODEL), "tp=2,pp=3")
+    check(MegatronConfig(), CausalLMConfig(**MODEL), "tp=2,cp=2,pp=3")
     check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "pp=2")
     check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "")
     adapted = {**_lora("q_proj", "mlp.up_proj"), "param_dtype": "bfloat16"}
@@ -146,6 +146,31 @@ def test_a_stretch_of_heads_and_columns_is_found_in_its_tensors() -> None:
                     part.place.put(other, own)
                     assert torch.equal(other[other != 0], whole[part.name][other != 0])
                     assert int((other != 0).sum()) == len(own)
+
+
+@pytest.mark.parametrize(
+    ("linear", "tensor", "side", "cut"),
+    [
+        ("self_attention.linear_qkv", "self_attn.k_proj", "A", None),
+        ("self_attention.linear_qkv", "self_attn.k_proj", "B", 0),
+        ("mlp.linear_fc2", "mlp.down_proj", "A", 1),
+        ("mlp.linear_fc2", "mlp.down_proj", "B", None),
+    ],
+)
+def test_a_factor_is_whole_or_cut_as_the_matrix_of_its_layer(
+    linear: str, tensor: str, side: str, cut: int | None
+) -> None:
+    own, kind = f"model.layers.3.{tensor}.lora_{side}.default.weight", tensor.rpartition(".")[2]
+    whole = torch.randn(8, 6)
+    for rank in range(2):
+        where = names.Where({own: (8, 6)}, 2, rank, 3, 0, (4, 2), True)
+        local = (whole if cut is None else whole.chunk(2, cut)[rank]).contiguous()
+        name = f"decoder.layers.0.{linear}.adapter.lora_{side}.{kind}"
+        share = names.share(name, tuple(local.shape), where)
+        assert share.split == (cut is not None)
+        (part,) = names.parts([(share, tuple(local.shape), 0, local.numel())], str.__len__)
+        assert part.name == own
+        assert torch.equal(part.place.take(whole), local.view(-1))
 
 
 def test_sources_are_rewritten_for_the_cpu() -> None:
