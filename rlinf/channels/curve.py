@@ -27,6 +27,7 @@ import zmq
 from zmq.utils import z85
 
 from rlinf.channels.keys import Keys
+from rlinf.channels.numbered import PIECE_BYTES
 from rlinf.errors import ConfigError, nearest
 from rlinf.threads import serve
 
@@ -35,6 +36,9 @@ ANSWER_S = 1.0
 """How long a host has to answer at one of its addresses."""
 ZAP_DOMAIN = b"rlinf"
 LINGER_MS = 1000
+FRAME_BYTES = PIECE_BYTES + (1 << 10)
+"""A larger part of a message ends its connection unread; encryption makes one some bytes larger.
+It is also the most that is held for a connection that has not shown the run's key."""
 HANDSHAKE_MS = 5000
 """How long a connection may take to show the run's key."""
 MOST_UNKNOWN = 512
@@ -157,11 +161,11 @@ class Authenticator:
 
 
 def host_socket(
-    context: zmq.Context[zmq.Socket[bytes]], keys: Keys, *, timeout_s: float, max_bytes: int
+    context: zmq.Context[zmq.Socket[bytes]], keys: Keys, *, timeout_s: float
 ) -> zmq.Socket[bytes]:
     """A ROUTER for many clients; needs an :class:`Authenticator` in its context, and to be bound.
 
-    A peer that is silent for ``timeout_s`` or sends more than ``max_bytes`` is disconnected.
+    A peer of which no whole frame comes for ``timeout_s`` is disconnected.
     """
     host = context.socket(zmq.ROUTER)
     host.curve_server = True
@@ -169,7 +173,7 @@ def host_socket(
     host.zap_domain = ZAP_DOMAIN
     host.router_handover = True
     host.handshake_ivl = HANDSHAKE_MS
-    _set_limits(host, timeout_s, max_bytes)
+    _set_limits(host, timeout_s)
     return host
 
 
@@ -179,7 +183,6 @@ def client_socket(
     routing_id: bytes,
     *,
     timeout_s: float,
-    max_bytes: int,
 ) -> zmq.Socket[bytes]:
     """A DEALER that speaks to the run's host alone; needs to be connected."""
     client = context.socket(zmq.DEALER)
@@ -188,7 +191,7 @@ def client_socket(
     client.curve_secretkey = keys.client_secret.encode()
     client.routing_id = routing_id
     client.reconnect_ivl_max = 1000
-    _set_limits(client, timeout_s, max_bytes)
+    _set_limits(client, timeout_s)
     return client
 
 
@@ -335,8 +338,8 @@ def stopped_s(before: float, now: float) -> float:
     return pause if pause > 2 * HEARTBEAT_S else 0.0
 
 
-def _set_limits(end: zmq.Socket[bytes], timeout_s: float, max_bytes: int) -> None:
-    end.maxmsgsize = max_bytes
+def _set_limits(end: zmq.Socket[bytes], timeout_s: float) -> None:
+    end.maxmsgsize = FRAME_BYTES
     end.linger = LINGER_MS
     end.heartbeat_ivl = 1000
     end.heartbeat_timeout = int(timeout_s * 1000)

@@ -6,20 +6,21 @@ heard, so nobody is flooded while it is stopped. Hosts and peers may die and be 
 time: the pointer names the present host by a *token*, and an *incarnation* is one life of a peer.
 Numbers belong to the two together; words with another token are ignored.
 
-A message is a msgpack list and, behind it, the frames of its items. From a peer:
+A message is a msgpack list and, behind it, a frame of pieces of items. From a peer:
 
-    hello  token, name, about, status                             until it is answered
-    word   token, received, gap, base, first, status, [size]      also the heartbeat; items
+    hello  token, name, about, status                                 until it is answered
+    word   token, received, gap, base, first, turn, status, [left]    also the heartbeat; pieces
     bye    token
 
 and from the host, to each of them:
 
-    word     token, received, done, gap, base, first, [size]      items
+    word     token, received, done, gap, base, first, turn, [left]    pieces
     retired  token                     another incarnation has this peer's name
     over     token, reason             the host has left, and no other is to come; answered by bye
 
-``received`` and ``done`` acknowledge, ``gap`` says that what was heard came after something that
-was lost, ``base`` and ``first`` number what follows. An unchanged ``status`` is nil.
+``received`` and ``done`` acknowledge, ``gap`` is the turn in which what was heard came after
+something that was lost, or nil; ``base``, ``first`` and ``turn`` number what follows, and each
+``left`` is the number of bytes to the end of a piece's item. An unchanged ``status`` is nil.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from rlinf.channels.messages import (
     MAX_NAME,
     Pointer,
     check_numbers,
-    largest_frame,
     opened,
+    pieces_of,
     read_pointer,
     send,
     unpacked,
     write_pointer,
 )
-from rlinf.channels.numbered import Block
+from rlinf.channels.numbered import Block, Inbox, Part, Piece
 from rlinf.channels.session import (
     LEFT,
     REPLACED,
@@ -67,7 +68,6 @@ from rlinf.channels.session import (
     Seen,
     Session,
 )
-from rlinf.channels.wire import split
 from rlinf.errors import DataError
 from rlinf.segments import this_memory
 from rlinf.threads import Malformed, serve
@@ -75,6 +75,8 @@ from rlinf.threads import Malformed, serve
 BATCH = 256
 LEAVE_S = 1.0
 """How long a host that leaves waits for its peers to have heard it."""
+UNFINISHED_S = 60.0
+"""How long the beginning of an item is kept for a peer that is silent."""
 Decode = Callable[[Block], Any]
 
 
@@ -117,7 +119,7 @@ class Mailbox:
         keys = run_keys(pointer.parent)
         self._pointer, self._decode, self._keeps = pointer, decode, keeps
         self._malformed = Malformed(f"host of {pointer.name}")
-        self._timeout_s = timeout_s
+        self._timeout_s, self._max_bytes = timeout_s, max_bytes
         self._token = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._sessions: dict[bytes, Session] = {}
@@ -134,8 +136,7 @@ class Mailbox:
             "bye": self._bye,
         }
         self._context = zmq.Context()
-        largest = largest_frame(max_bytes)
-        self._socket = host_socket(self._context, keys, timeout_s=timeout_s, max_bytes=largest)
+        self._socket = host_socket(self._context, keys, timeout_s=timeout_s)
         self._authenticator = Authenticator(self._context, keys, self._socket)
         try:
             self.addresses = listen(self._socket, interface)
@@ -270,11 +271,11 @@ class Mailbox:
                 if now - checked > HEARTBEAT_S:
                     self._look_for_the_silent(now, stopped_s(checked, now))
                     checked = now
-                self._speak(now)
+                self._speak()
                 if len(self._events) > before:
                     self._changed.notify_all()
         with self._changed:
-            self._speak(time.monotonic())
+            self._speak()
         if not self._keeps:
             self._take_leave()
 
@@ -318,7 +319,8 @@ class Mailbox:
         described, said = unpacked(about), unpacked(status)
         session = self._sessions.get(id_)
         if session is None:
-            session = self._sessions[id_] = Session(id_, name, time.monotonic())
+            inbox = Inbox(self._max_bytes)
+            session = self._sessions[id_] = Session(id_, name, time.monotonic(), inbox)
             if old := self._workers.pop(name, None):
                 self._retire(old, REPLACED)
             self._workers[name] = session
@@ -332,22 +334,23 @@ class Mailbox:
         frames: list[memoryview],
         id_: bytes,
         received: int,
-        gap: bool,
+        gap: int | None,
         base: int,
         first: int,
+        turn: int,
         status: bytes | None,
-        sizes: list[int],
+        lefts: list[int],
     ) -> None:
         session = self._sessions[id_]
-        items = split(sizes, frames)
+        part = Part(base, first, turn, pieces_of(lefts, frames))
         said = session.status if status is None else unpacked(status)
-        check_numbers(received, base, first)
+        check_numbers(received, base, first, turn)
         if not self._hear(session):
             return
-        session.outbox.hear(received, received, time.monotonic(), gap=bool(gap))
-        new = session.inbox.accept(base, first, items)
+        session.outbox.hear(received, received, gap)
+        new = session.inbox.accept(part)
         session.status = said
-        for number, item in enumerate(new, session.inbox.expected - len(new) + 1):
+        for number, item in new:
             try:
                 content = self._decode(item)
             except Exception as error:  # whatever foreign bytes bring about
@@ -355,10 +358,10 @@ class Mailbox:
             else:
                 self._arrived(session, content, number)
         if not self._keeps:
-            session.done = session.inbox.expected
+            session.done = session.inbox.whole
 
     def _arrived(self, session: Session, content: Any, number: int) -> None:
-        """An item came, once; the next of its peer has this number."""
+        """An item came, once; the next piece of its peer has this number."""
         self._events.append(Queued(session, Report(session.name, content), number))
 
     def _bye(self, frames: list[memoryview], id_: bytes) -> None:
@@ -387,6 +390,7 @@ class Mailbox:
         """An incarnation will not come back, or not by its name."""
         session.retired = True
         session.outbox.clear()
+        session.inbox.drop()
         self._lose(session, reason)
 
     def _lose(self, session: Session, reason: str) -> None:
@@ -395,27 +399,29 @@ class Mailbox:
             self._events.append(Queued(session, Lost(session.name, reason)))
 
     def _look_for_the_silent(self, now: float, pause: float) -> None:
-        for session in self._workers.values():
+        for session in self._sessions.values():
             session.seen_at = min(now, session.seen_at + pause)
             if now - session.seen_at > self._timeout_s:
                 self._lose(session, f"silent for {self._timeout_s:g} s")
+            if now - session.seen_at > UNFINISHED_S:
+                session.inbox.drop()
 
-    def _speak(self, now: float) -> None:
+    def _speak(self) -> None:
         """Answer those that were heard, and send new items."""
         sessions, self._dirty = self._dirty, set()
         for session in sessions:
             if not session.alive:
                 continue
-            part = session.outbox.take(now)
+            part = session.outbox.take()
             while True:
                 heard = (session.inbox.expected, session.done, session.inbox.gap)
-                self._send(session, "word", *heard, part.base, part.first, blocks=part.items)
-                part = session.outbox.take(now)
-                if not part.items:
+                self._send(session, "word", *heard, *part[:3], pieces=part.pieces)
+                part = session.outbox.take()
+                if not part.pieces:
                     break
 
     def _send(
-        self, session: Session, kind: str, *values: Any, blocks: Sequence[Block] | None = None
+        self, session: Session, kind: str, *values: Any, pieces: Sequence[Piece] | None = None
     ) -> None:
         """What does not fit now is dropped, missed and sent again."""
-        send(self._socket, [session.id], (kind, self._token, *values), blocks)
+        send(self._socket, [session.id], (kind, self._token, *values), pieces)

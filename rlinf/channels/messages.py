@@ -9,23 +9,14 @@ from typing import Any, NamedTuple
 
 import msgpack
 import zmq
+import zmq.utils.garbage  # noqa: F401 - now, so that it ends after us where Python ends (atexit)
 
 from rlinf.artifacts import write_atomic
-from rlinf.channels.curve import HEARTBEAT_S
-from rlinf.channels.numbered import Block
-from rlinf.channels.wire import join
+from rlinf.channels.numbered import Block, Piece
 from rlinf.errors import DataError
 
 MAX_NAME = 200
-MAX_CONTROL_BYTES = 1 << 20
-"""The largest message without its items; a larger one is dropped and counted."""
-CUT_BYTES = 16 << 20
-"""A larger part of a message ends its connection unread, where no larger item may be sent."""
-ROOM_BYTES = 1 << 10
-"""What a frame takes beyond the item in it: its encryption is a few dozen."""
-PART_BYTES = 64 << 10
 ZERO_COPY_BYTES = 1 << 16
-RESEND_S = HEARTBEAT_S
 
 
 class Pointer(NamedTuple):
@@ -37,14 +28,6 @@ class Pointer(NamedTuple):
     max_bytes: int
     memory: str
     """Of its node; see :func:`rlinf.segments.this_memory`."""
-
-
-def largest_frame(max_bytes: int) -> int:
-    """Where a connection ends whose items have up to so many bytes; the largest one gets through.
-
-    One that does not would be sent again for ever, and nothing after it.
-    """
-    return max(CUT_BYTES, max_bytes + ROOM_BYTES)
 
 
 def write_pointer(path: Path, pointer: Pointer) -> None:
@@ -75,35 +58,51 @@ def send(
     socket: zmq.Socket[bytes],
     head: list[bytes],
     message: tuple[Any, ...],
-    blocks: Sequence[Block] | None,
+    pieces: Sequence[Piece] | None,
 ) -> bool:
-    """Send a message, with the sizes and frames of blocks; whether it is under way.
+    """Send a message, with pieces behind it in one frame; whether it is under way.
 
     Only large frames are worth the bookkeeping of a send without a copy.
     """
-    frames: list[Any] = []
-    if blocks is not None:
-        message = (*message, [len(block) for block in blocks])
-        frames = join(blocks)
-    parts = [*head, msgpack.packb(message), *frames]
+    if pieces is not None:
+        message = (*message, [piece.left for piece in pieces])
+    parts: list[Any] = [*head, msgpack.packb(message)]
+    if pieces:
+        blocks = [piece.data for piece in pieces]
+        parts.append(b"".join(blocks) if len(blocks) > 1 else blocks[0])
     try:
-        if frames and max(len(frame) for frame in frames) >= ZERO_COPY_BYTES:
-            socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        else:
-            socket.send_multipart(parts, zmq.NOBLOCK)
+        socket.send_multipart(parts, zmq.NOBLOCK, copy=len(parts[-1]) < ZERO_COPY_BYTES)
     except zmq.Again:
         return False
     return True
+
+
+def pieces_of(lefts: Sequence[int], frames: Sequence[memoryview]) -> list[Piece]:
+    """The pieces behind a message of :func:`send`, not copied.
+
+    Raises:
+        DataError: they are not as the message says.
+    """
+    if len(frames) != bool(lefts):
+        raise DataError("sizes and frames differ")
+    pieces = []
+    rest = frames[0] if frames else memoryview(b"")
+    for left in lefts:
+        if type(left) is not int or left <= 0 or not rest:
+            raise DataError("sizes and frames differ")
+        pieces.append(Piece(left, rest[:left]))
+        rest = rest[left:]
+    if rest:
+        raise DataError("sizes and frames differ")
+    return pieces
 
 
 def opened(control: memoryview) -> list[Any]:
     """The list of a message.
 
     Raises:
-        DataError: it is none, or too large to be one.
+        DataError: it is none.
     """
-    if len(control) > MAX_CONTROL_BYTES:
-        raise DataError("message too large")
     message = msgpack.unpackb(control)
     if type(message) is not list:
         raise DataError("not a list")

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,25 @@ import msgpack
 import zmq
 
 from rlinf.channels.base import ChannelClosed, ChannelFailed
-from rlinf.channels.curve import HEARTBEAT_S, client_socket, reachable, routing_id, stopped_s
+from rlinf.channels.curve import (
+    HEARTBEAT_S,
+    client_socket,
+    reachable,
+    routing_id,
+    stopped_s,
+)
 from rlinf.channels.keys import run_keys
 from rlinf.channels.mailbox import BATCH, Decode
 from rlinf.channels.messages import (
     MAX_NAME,
-    PART_BYTES,
-    RESEND_S,
     Pointer,
     check_numbers,
-    largest_frame,
     opened,
+    pieces_of,
     read_pointer,
     send,
 )
-from rlinf.channels.numbered import Block, Inbox, Outbox
-from rlinf.channels.wire import split
+from rlinf.channels.numbered import Block, Inbox, Outbox, Part, Piece
 from rlinf.errors import DataError
 from rlinf.threads import Malformed, serve
 
@@ -83,7 +87,7 @@ class Peer:
         self._id = routing_id()
         self._changed = threading.Condition()
         self._items: deque[Any] = deque()
-        self._inbox, self._outbox = Inbox(), Outbox(PART_BYTES, RESEND_S)
+        self._inbox, self._outbox = Inbox(0), Outbox()
         self._status, self._fresh = status, False
         self._status_at = self._looked = self._said = 0.0
         self._beat = self._heard = time.monotonic()
@@ -264,13 +268,7 @@ class Peer:
             self._connect(pointer, address)
 
     def _connect(self, host: Pointer, address: str) -> None:
-        fresh = client_socket(
-            self._context,
-            self._keys,
-            self._id,
-            timeout_s=LINK_TIMEOUT_S,
-            max_bytes=largest_frame(host.max_bytes),
-        )
+        fresh = client_socket(self._context, self._keys, self._id, timeout_s=LINK_TIMEOUT_S)
         fresh.immediate = True  # nothing piles up for a host that is gone
         try:
             fresh.connect(address)
@@ -282,7 +280,7 @@ class Peer:
         with self._changed:
             self._socket, self._token = fresh, host.token
             self._greeted = self._welcome = self._owing = False
-            self._inbox = Inbox()
+            self._inbox = Inbox(host.max_bytes)
             self._items.clear()
             self._outbox.restart()
 
@@ -295,14 +293,14 @@ class Peer:
                 self._said = now
             return
         with_status = beat or (self._fresh and now - self._status_at >= STATUS_S)
-        part = self._outbox.take(now)
+        part = self._outbox.take()
         due = with_status or self._owing
-        while due or part.items:
-            heard = (self._inbox.expected, self._inbox.gap, part.base, part.first)
+        while due or part.pieces:
+            heard = (self._inbox.expected, self._inbox.gap)
             status = self._status if with_status else None
-            if not self._send("word", *heard, status, blocks=part.items):
-                # Cut off; the next heartbeat that gets through carries the status.
-                self._outbox.rewind()
+            if not self._send("word", *heard, *part[:3], status, pieces=part.pieces):
+                # Cut off, or the wire is slow; the next heartbeat carries the status.
+                self._outbox.put_back(part)
                 self._fresh = False
                 break
             if with_status:
@@ -310,13 +308,13 @@ class Peer:
             if beat:
                 self._said = now
             self._owing = with_status = beat = due = False
-            part = self._outbox.take(now)
+            part = self._outbox.take()
 
-    def _send(self, kind: str, *values: Any, blocks: list[Block] | None = None) -> bool:
+    def _send(self, kind: str, *values: Any, pieces: Sequence[Piece] | None = None) -> bool:
         """Whether it is under way."""
         if self._socket is None:
             return False
-        return send(self._socket, [], (kind, self._token, *values), blocks)
+        return send(self._socket, [], (kind, self._token, *values), pieces)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(BATCH):
@@ -343,12 +341,16 @@ class Peer:
             if self._host is not None:
                 self._failure = f"{self._pointer.name}: {values[0]}"
         elif kind == "word":
-            received, done, gap, base, first, sizes = values
-            check_numbers(received, done, base, first)
-            items = [self._decode(item) for item in split(sizes, frames)]
-            self._outbox.hear(received, done, now, gap=bool(gap))
-            self._items.extend(self._inbox.accept(base, first, items))
-            self._owing = self._owing or bool(items)
+            received, done, gap, base, first, turn, lefts = values
+            check_numbers(received, done, base, first, turn)
+            part = Part(base, first, turn, pieces_of(lefts, frames))
+            self._outbox.hear(received, done, gap)
+            for _, item in self._inbox.accept(part):
+                try:
+                    self._items.append(self._decode(item))
+                except Exception as error:  # as above: what comes after it is taken
+                    self._malformed.drop(error)
+            self._owing = self._owing or bool(lefts)
         else:
             raise DataError("unknown kind")
         self._heard, self._welcome = now, True

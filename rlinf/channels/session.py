@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rlinf.channels.messages import PART_BYTES, RESEND_S
 from rlinf.channels.numbered import Inbox, Outbox
 
 LEFT, REPLACED = "left", "replaced"
@@ -57,10 +56,10 @@ class Session:
     id: bytes
     name: str
     seen_at: float
+    inbox: Inbox
     about: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     alive: bool = False
     retired: bool = False
-    outbox: Outbox = field(default_factory=lambda: Outbox(PART_BYTES, RESEND_S))
-    inbox: Inbox = field(default_factory=Inbox)
+    outbox: Outbox = field(default_factory=Outbox)
     done: int = 0

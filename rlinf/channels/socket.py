@@ -58,7 +58,7 @@ class SocketSource(Mailbox, Source):
         interface: where to listen, as for :func:`rlinf.channels.curve.listen`.
         timeout_s: how long a peer may be silent before its state is dropped, and a host before its
             peers give up.
-        max_bytes: the largest record; a larger message ends the connection it comes by.
+        max_bytes: the largest record.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class SocketSink(Peer, Sink):
         """As the interface says.
 
         Raises:
-            DataError: the record cannot be sent or is larger than a message may be.
+            DataError: the record cannot be sent or is larger than the host takes.
         """
         encoded = encode(record)
         if encoded.size > self._most:
             raise DataError(
-                f"record {tuple(record.identity)} takes {encoded.size} bytes, a message of "
-                f"{self._pointer.name} at most {self._most}; raise max_bytes"
+                f"record {tuple(record.identity)} takes {encoded.size} bytes, one of "
+                f"{self._pointer.name} may have {self._most}; raise max_bytes"
             )
         self.give(encoded.to_bytes(), wait=True)
 

@@ -9,7 +9,6 @@ names, sizes and counts; nothing is unpickled and nothing runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -21,7 +20,6 @@ from rlinf.errors import DataError
 ALIGN = 64
 MAX_HEADER_BYTES = 1 << 20
 MAX_DIMENSIONS = 16
-FRAME_BYTES = 1 << 18
 MAX_ARRAYS = 4096
 _KINDS = ["?", "i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"]
 DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in _KINDS}
@@ -110,42 +108,6 @@ def decode(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
         raise
     except Exception as error:  # whatever a parser makes of foreign bytes
         raise DataError(f"malformed record: {error}") from None
-
-
-def join(blocks: Sequence[Any]) -> list[Any]:
-    """Blocks as frames of a message: small neighbours share one, large ones are not copied."""
-    frames: list[Any] = []
-    group: list[Any] = []
-    room = FRAME_BYTES
-    for block in blocks:
-        if len(block) > room and group:
-            frames.append(b"".join(group) if len(group) > 1 else group[0])
-            group, room = [], FRAME_BYTES
-        group.append(block)
-        room -= len(block)
-    if group:
-        frames.append(b"".join(group) if len(group) > 1 else group[0])
-    return frames
-
-
-def split(sizes: Iterable[int], frames: Sequence[memoryview]) -> list[memoryview]:
-    """The blocks in the frames of :func:`join`, not copied.
-
-    Raises:
-        DataError: the sizes are not those of the frames.
-    """
-    blocks = []
-    rest = iter(frames)
-    frame: memoryview = memoryview(b"")
-    for size in sizes:
-        _check(type(size) is int and size > 0, "bad size")
-        if not frame:
-            frame = next(rest, frame)
-        _check(size <= len(frame), "sizes and frames differ")
-        blocks.append(frame[:size])
-        frame = frame[size:]
-    _check(not frame and next(rest, None) is None, "sizes and frames differ")
-    return blocks
 
 
 def _decode(data: np.ndarray) -> Record:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 
 class Proxy:
-    """Passes bytes between a client and the host, and cuts the connection every so often."""
+    """Passes bytes between a client and the host, slowly, and cuts the connection every so often.
 
-    def __init__(self, target: tuple[str, int], cut_after: int) -> None:
+    ``passed`` counts the bytes of the client.
+    """
+
+    def __init__(
+        self, target: tuple[str, int], cut_after: int = 1 << 40, bytes_per_s: float = float("inf")
+    ) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._target, self._cut_after = target, cut_after
-        self.cuts = 0
+        self._bytes_per_s = bytes_per_s
+        self.cuts = self.passed = 0
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -22,16 +29,22 @@ class Proxy:
                 inner, _ = self._listener.accept()
             except OSError:
                 return
-            outer = socket.create_connection(self._target)
-            for a, b in ((inner, outer), (outer, inner)):
-                threading.Thread(target=self._pass, args=(a, b), daemon=True).start()
+            try:
+                outer = socket.create_connection(self._target)
+            except OSError:
+                inner.close()
+                continue
+            for ends in ((inner, outer, True), (outer, inner, False)):
+                threading.Thread(target=self._pass, args=ends, daemon=True).start()
 
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
         passed = 0
         try:
             while passed < self._cut_after and (data := source.recv(4096)):
                 sink.sendall(data)
                 passed += len(data)
+                self.passed += len(data) * counts
+                time.sleep(len(data) / self._bytes_per_s)
         except OSError:
             pass
         self.cuts += passed >= self._cut_after

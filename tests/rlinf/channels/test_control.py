@@ -34,7 +34,7 @@ from rlinf.channels.control import (
     Lost,
     Report,
 )
-from rlinf.channels.curve import client_socket, routing_id
+from rlinf.channels.curve import FRAME_BYTES, client_socket, routing_id
 from rlinf.channels.keys import run_keys
 from rlinf.errors import ConfigError
 from tests.rlinf.channels.proxy import Proxy
@@ -121,9 +121,7 @@ def pointer(folder: Path) -> dict[str, str]:
 
 def member(folder: Path) -> zmq.Socket[bytes]:
     """A bare socket with the run's keys, to speak the protocol wrongly with."""
-    socket = client_socket(
-        zmq.Context.instance(), run_keys(folder), routing_id(), timeout_s=5, max_bytes=1 << 20
-    )
+    socket = client_socket(zmq.Context.instance(), run_keys(folder), routing_id(), timeout_s=5)
     socket.linger = 0
     socket.connect(pointer(folder)["addresses"][0])
     return socket
@@ -269,13 +267,13 @@ def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) 
 
     def say(token: str, number: int) -> None:
         item = msgpack.packb({"i": number})
-        word = ("word", token, 0, 0, False, 0, number, [len(item)])
+        word = ("word", token, 0, 0, None, 0, number, 0, [len(item)])
         stale.send_multipart([name, msgpack.packb(word), item])
 
     say("former", 0)
     stale.send_multipart([name, msgpack.packb(("retired", "former"))])
     stale.send_multipart([name, b"\xc1"])
-    stale.send_multipart([name, msgpack.packb(("word", "present", 1, 1, False, 0, 0, []))])
+    stale.send_multipart([name, msgpack.packb(("word", "present", 1, 1, None, 0, 0, 0, []))])
     say("present", 0)
     assert numbers(link, 1) == [0]
     assert link.malformed == 2
@@ -435,7 +433,7 @@ def test_strangers_get_nothing_and_stop_nothing(tmp_path: Path, controller: Cont
         keys._replace(client_public=public, client_secret=secret),
         keys._replace(host_public=public, client_public=public, client_secret=secret),
     ):
-        outsiders.append(client_socket(context, pair, routing_id(), timeout_s=5, max_bytes=1 << 20))
+        outsiders.append(client_socket(context, pair, routing_id(), timeout_s=5))
     values = pointer(tmp_path)
     empty = msgpack.packb({})
     for outsider in outsiders:
@@ -469,13 +467,13 @@ def test_messages_that_make_no_sense_are_dropped_and_counted(
         [packed(7)],
         [packed({"hello": 1})],
         [packed(("unknown", token))],
-        [packed(("word", token, 0, False, 0, 0, None, []))],
+        [packed(("word", token, 0, None, 0, 0, 0, None, []))],
         [packed(("bye", token))],
         [packed(("hello", token, "", empty, empty))],
         [packed(("hello", token, 5, empty, empty))],
         [packed(("hello", token, "b", packed([]), empty))],
         [packed(("hello", token, "b", empty, "text"))],
-        [packed(("hello", token, "b", empty, b"x" * (3 << 20)))],
+        [packed(("hello", token, "b", empty, b"x" * (FRAME_BYTES - 200)))],
         [packed(("hello", token, "b" * 1000, empty, empty))],
         [packed(("hello", token, "b", empty, empty)), b"more"],
     ]
@@ -485,25 +483,25 @@ def test_messages_that_make_no_sense_are_dropped_and_counted(
     broken.send(packed(("hello", token, "b", empty, empty)))
     assert isinstance(events(controller, 1)[0], Joined)
     worse: list[list[bytes]] = [
-        [packed(("word", token, 1, False, 0, 0, None, []))],
-        [packed(("word", token, -1, False, 0, 0, None, []))],
-        [packed(("word", token, "0", False, 0, 0, None, []))],
-        [packed(("word", token, 0, False, 1, 0, None, []))],
-        [packed(("word", token, 0, False, 0, 0, None, [1, 1])), empty],
-        [packed(("word", token, 0, False, 0, 0, None, [-1, 2])), empty],
-        [packed(("word", token, 0, False, 0, 0, None, [1])), empty, empty],
-        [packed(("word", token, 0, False, 0, 0, None, [1]))],
-        [packed(("word", token, 0, False, 0, 0, None, 5))],
-        [packed(("word", token, 0, False, 0, 0, b"\xc1", []))],
+        [packed(("word", token, 1, None, 0, 0, 0, None, []))],
+        [packed(("word", token, -1, None, 0, 0, 0, None, []))],
+        [packed(("word", token, "0", None, 0, 0, 0, None, []))],
+        [packed(("word", token, 0, None, 1, 0, 0, None, []))],
+        [packed(("word", token, 0, None, 0, 0, 0, None, [1, 1])), empty],
+        [packed(("word", token, 0, None, 0, 0, 0, None, [-1, 2])), empty],
+        [packed(("word", token, 0, None, 0, 0, 0, None, [1])), empty, empty],
+        [packed(("word", token, 0, None, 0, 0, 0, None, [1]))],
+        [packed(("word", token, 0, None, 0, 0, 0, None, 5))],
+        [packed(("word", token, 0, None, 0, 0, 0, b"\xc1", []))],
         [packed(("hello", token, "w", empty, empty))],
-        [packed(("word", token, 0, False, 0, 0, None, [1])), b"\xc1"],
+        [packed(("word", token, 0, None, 0, 0, 0, None, [1])), b"\xc1"],
     ]
     for frames in worse:
         broken.send_multipart(frames)
     assert eventually(lambda: controller.malformed == len(bad) + len(worse))
     randomness = random.Random(0)
     for _ in range(300):
-        noise = bytearray(packed(("word", token, 0, False, 0, 0, empty, [1])))
+        noise = bytearray(packed(("word", token, 0, None, 0, 0, 0, empty, [1])))
         noise[randomness.randrange(len(noise))] = randomness.randrange(256)
         broken.send_multipart([bytes(noise), empty])
     controller.send("w", {"i": 0})

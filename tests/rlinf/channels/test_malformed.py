@@ -71,7 +71,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         for name, file in files.items():
             about = read_pointer(folder / file)
             assert about is not None
-            raw[name] = client_socket(context, keys, routing_id(), timeout_s=9, max_bytes=1 << 30)
+            raw[name] = client_socket(context, keys, routing_id(), timeout_s=9)
             raw[name].linger = 0
             raw[name].connect(about.addresses[-1])
             stack.callback(raw[name].close)
@@ -112,7 +112,7 @@ def test_and_whatever_the_sizes_and_items_of_a_member_are(
 ) -> None:
     raw, token = ends.raw["records"], ends.tokens["records"]
     raw.send(pack(["hello", token, "m", pack({}), pack({})]))
-    raw.send_multipart([pack(["word", token, 0, False, 0, 0, None, sizes]), *data])
+    raw.send_multipart([pack(["word", token, 0, None, 0, 0, 0, None, sizes]), *data])
 
 
 def test_and_takes_what_others_send_afterwards(ends: Ends) -> None:

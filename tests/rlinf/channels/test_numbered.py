@@ -6,11 +6,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlinf.channels.numbered import WINDOW, Inbox, Outbox, Part
+from rlinf.channels.numbered import WINDOW, Inbox, Outbox, Part, Piece
 from rlinf.errors import DataError
 
-SENDER = ["add", "add", "send", "send", "answer", "answer", "later", "restart", "clear"]
+SENDER = ["add", "add", "large", "send", "send", "answer", "answer", "restart", "clear", "drop"]
 NETWORK = ["arrive", "lose", "repeat"]
+PART_BYTES, MAX_BYTES = 5, 99
 steps = st.lists(
     st.tuples(st.sampled_from(SENDER + NETWORK), st.integers(0, 9)),
     min_size=20,
@@ -18,111 +19,188 @@ steps = st.lists(
 )
 
 
+def whole(item: bytes) -> Piece:
+    return Piece(len(item), item)
+
+
 @given(steps)
 @example([("add", 0), ("clear", 0), ("add", 0)])
+@example([("large", 9), ("send", 0), ("arrive", 0), ("drop", 0), ("send", 0), ("clear", 0)])
 @settings(max_examples=300, deadline=None)
 def test_every_item_arrives_once_and_in_order(steps: list[tuple[str, int]]) -> None:
-    outbox, inbox = Outbox(part_bytes=5, resend_s=1.0), Inbox()
+    outbox, inbox = Outbox(PART_BYTES, PART_BYTES + 2), Inbox(MAX_BYTES)
     network: list[Part] = []
-    answers = [(0, 0, False)]
-    added = done = now = 0
+    answers: list[tuple[int, int, int | None]] = [(0, 0, None)]
+    added = done = 0
     got: list[int] = []
-    due: set[int] = set()
+    ends: list[int] = []
+    due: dict[int, int] = {}
+    """Items that must arrive, and for each the number after its last piece."""
 
     def arrive(part: Part) -> None:
-        got.extend(int(item) for item in inbox.accept(*part))
+        for end, item in inbox.accept(part):
+            number, _, rest = bytes(item).partition(b" ")
+            assert rest == b"x" * len(rest), "pieces were mixed up"
+            got.append(int(number))
+            ends.append(end)
         answers.append((inbox.expected, done, inbox.gap))
 
-    def waiting() -> set[int]:
-        return set(range(added - len(outbox), added))
+    def last() -> int:
+        return outbox._base + len(outbox)
 
     for step, which in steps:
-        if step == "add":
-            outbox.add(b"%d" % added)
-            due.add(added)
+        if step in ("add", "large"):
+            outbox.add(b"%d %s" % (added, b"x" * (4 * which if step == "large" else 0)))
+            due[added] = last()
             added += 1
         elif step == "send":
-            network.append(outbox.take(now))
-        elif step == "later":
-            now += 2
+            network.append(outbox.take())
         elif step == "answer":
-            received, handled, gap = answers[-1 - which % len(answers)]
-            outbox.hear(received, handled, now, gap=gap)
-            done = max(done, inbox.expected - which)
+            outbox.hear(*answers[-1 - which % len(answers)])
+            done = max([done, *(end for end in ends if end <= inbox.expected - which)])
         elif step == "clear":
-            due -= waiting()
+            due = {item: end for item, end in due.items() if end <= outbox._base}
             outbox.clear()
+        elif step == "drop":
+            inbox.drop()
         elif step == "restart":
             # Words carry the receiver's token: none to or from the former one counts.
-            inbox, network, answers, got, done = Inbox(), [], [(0, 0, False)], [], 0
+            inbox, network, answers, done = Inbox(MAX_BYTES), [], [(0, 0, None)], 0
+            got, ends = [], []
             outbox.restart()
-            due = waiting()
+            due = {item: end for item, end in due.items() if end > outbox._base}
         elif network:
             place = which % len(network)
             part = network[place] if step == "repeat" else network.pop(place)
             if step != "lose":
                 arrive(part)
-    for _ in range(2 * added + 4):
-        now += 2
-        arrive(outbox.take(now))
-        outbox.hear(inbox.expected, inbox.expected, now, gap=inbox.gap)
+    for _ in range(2 * last() + 4):
+        arrive(outbox.take())
+        outbox.hear(inbox.expected, inbox.whole, inbox.gap)
     assert got == sorted(set(got)), "an item was repeated or overtook another"
-    assert due <= set(got), "an item was lost"
-    assert len(outbox) == 0
+    assert set(due) <= set(got), "an item was lost"
+    assert len(outbox) == outbox.size == 0
 
 
-def test_nothing_is_sent_again_before_the_receiver_had_time_to_answer() -> None:
-    outbox = Outbox(part_bytes=10, resend_s=1.0)
-    outbox.add(b"a")
-    assert outbox.take(0.0).items == [b"a"]
-    outbox.hear(0, 0, 0.9, gap=True)
-    assert outbox.take(0.9).items == []
-    outbox.hear(0, 0, 1.1, gap=True)
-    assert outbox.take(1.1).items == [b"a"]
+def test_a_large_item_goes_in_pieces_that_are_acknowledged_as_they_come() -> None:
+    outbox, inbox = Outbox(10, 10), Inbox(MAX_BYTES)
+    outbox.add(b"x" * 25)
+    outbox.add(b"yz")
+    parts = [outbox.take() for _ in range(3)]
+    assert [[piece.left for piece in part.pieces] for part in parts] == [[25], [15], [5, 2]]
+    assert [inbox.accept(part) for part in parts[:2]] == [[], []]
+    assert (inbox.expected, inbox.whole) == (2, 0)
+    assert [(end, bytes(item)) for end, item in inbox.accept(parts[2])] == [
+        (3, b"x" * 25),
+        (4, b"yz"),
+    ]
+
+
+def test_only_what_is_missing_of_a_large_item_is_sent_again() -> None:
+    outbox, inbox = Outbox(10, 10), Inbox(MAX_BYTES)
+    outbox.add(b"x" * 50)
+    parts = [outbox.take() for _ in range(5)]
+    inbox.accept(parts[0])
+    inbox.accept(parts[1])
+    inbox.accept(parts[4])
+    outbox.hear(inbox.expected, inbox.whole, inbox.gap)
+    assert outbox.take().first == 2
+
+
+def test_what_was_under_way_when_it_is_sent_again_asks_for_nothing_more() -> None:
+    """On a slow wire that is much, and each of it shows the same gap."""
+    outbox, inbox = Outbox(1, 1), Inbox(MAX_BYTES)
+    for _ in range(5):
+        outbox.add(b"a")
+    outbox.take()
+    late = [outbox.take() for _ in range(4)]
+    inbox.accept(late[0])
+    outbox.hear(inbox.expected, inbox.whole, inbox.gap)
+    assert outbox.take().first == 0
+    for part in late[1:]:
+        inbox.accept(part)
+        outbox.hear(inbox.expected, inbox.whole, inbox.gap)
+    assert outbox.take().first == 1
+    outbox.take()  # lost as well
+    inbox.accept(outbox.take())
+    outbox.hear(inbox.expected, inbox.whole, inbox.gap)
+    assert outbox.take().first == 0, "in another turn it is"
 
 
 def test_what_takes_long_on_its_way_is_not_sent_twice() -> None:
     """Connections keep the order: what comes after it would show that it is missing."""
-    outbox, inbox = Outbox(part_bytes=10, resend_s=1.0), Inbox()
+    outbox, inbox = Outbox(10, 10), Inbox(MAX_BYTES)
     outbox.add(b"a")
-    outbox.take(0.0)
-    outbox.hear(0, 0, 99.0, gap=inbox.gap)
-    assert outbox.take(99.0).items == []
-    inbox.accept(*outbox.take(99.5))
-    assert inbox.gap
-    outbox.hear(0, 0, 100.0, gap=inbox.gap)
-    assert outbox.take(100.0).items == [b"a"]
+    outbox.take()
+    outbox.hear(0, 0, inbox.gap)
+    assert outbox.take().pieces == []
+    inbox.accept(outbox.take())
+    assert inbox.gap is not None
+    outbox.hear(0, 0, inbox.gap)
+    assert outbox.take().pieces == [whole(b"a")]
+
+
+def test_what_could_not_be_sent_is_taken_again() -> None:
+    outbox = Outbox(10, 10)
+    outbox.add(b"a")
+    outbox.put_back(outbox.take())
+    assert outbox.take() == Part(0, 0, 0, [whole(b"a")])
 
 
 def test_what_arrived_is_kept_until_it_is_done_with_but_not_sent_again() -> None:
-    outbox = Outbox(part_bytes=10, resend_s=1.0)
+    outbox = Outbox(10, 10)
     outbox.add(b"a")
-    outbox.take(0.0)
-    outbox.hear(1, 0, 0.1, gap=False)
-    outbox.hear(1, 0, 9.0, gap=True)
-    assert outbox.take(9.0).items == []
+    outbox.take()
+    outbox.hear(1, 0, None)
+    outbox.hear(1, 0, 0)
+    assert outbox.take().pieces == []
     assert len(outbox) == 1
     outbox.restart()
-    assert outbox.take(9.0) == Part(0, 0, [b"a"])
-    outbox.hear(1, 1, 9.1, gap=False)
+    part = outbox.take()
+    assert (part.first, part.pieces) == (0, [whole(b"a")])
+    outbox.hear(1, 1, None)
     assert len(outbox) == 0
 
 
+def test_a_receiver_may_forget_an_item_of_which_it_has_but_a_part() -> None:
+    outbox, inbox = Outbox(10, 10), Inbox(MAX_BYTES)
+    outbox.add(b"x" * 25)
+    for _ in range(2):
+        inbox.accept(outbox.take())
+        outbox.hear(inbox.expected, inbox.whole, inbox.gap)
+    inbox.drop()
+    inbox.accept(outbox.take())
+    outbox.hear(inbox.expected, inbox.whole, inbox.gap)
+    found = [inbox.accept(outbox.take()) for _ in range(3)]
+    assert [bytes(item) for _, item in found[2]] == [b"x" * 25]
+
+
 def test_a_receiver_that_does_not_answer_is_not_flooded() -> None:
-    outbox = Outbox(part_bytes=10, resend_s=1.0)
+    outbox = Outbox(10, 10)
     for _ in range(3 * WINDOW):
         outbox.add(b"x" * 10)
-    assert sum(len(outbox.take(i).items) for i in range(9 * WINDOW)) == WINDOW
+    assert sum(len(outbox.take().pieces) for _ in range(9 * WINDOW)) == WINDOW
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    outbox = Outbox(part_bytes=10, resend_s=1.0)
+    outbox = Outbox(10, 10)
     outbox.add(b"a")
     for received, done in [(2, 0), (0, 1), (-1, -1)]:
         with pytest.raises(DataError):
-            outbox.hear(received, done, 0.0, gap=False)
-    inbox = Inbox()
+            outbox.hear(received, done, None)
+    inbox = Inbox(MAX_BYTES)
     for base, first in [(-1, 0), (2, 1)]:
         with pytest.raises(DataError):
-            inbox.accept(base, first, [b"a"])
+            inbox.accept(Part(base, first, 0, [whole(b"a")]))
     assert inbox.expected == 0
+
+
+def test_pieces_that_make_no_sense_are_refused() -> None:
+    inbox = Inbox(MAX_BYTES)
+    with pytest.raises(DataError, match="too large"):
+        inbox.accept(Part(0, 0, 0, [Piece(MAX_BYTES + 1, b"a")]))
+    inbox.accept(Part(0, 0, 0, [Piece(4, b"ab")]))
+    for left in (1, 3, 4):
+        with pytest.raises(DataError, match="not the rest"):
+            inbox.accept(Part(0, 1, 0, [Piece(left, b"c")]))
+    assert [bytes(item) for _, item in inbox.accept(Part(0, 1, 0, [Piece(2, b"cd")]))] == [b"abcd"]

@@ -157,7 +157,7 @@ def test_a_record_that_cannot_be_read_is_dropped_and_counted(
     broken.send(msgpack.packb(("hello", token, "broken", empty, empty)))
     assert broken.poll(5000)
     good = wire.encode(record(7)).to_bytes()
-    word = ("word", token, 0, False, 0, 0, None, [4, len(good)])
+    word = ("word", token, 0, None, 0, 0, 0, None, [4, len(good)])
     broken.send_multipart([msgpack.packb(word), b"four" + good])
     assert samples(host, 1) == [7], "what comes with it is taken"
     friend.put(record(1))
@@ -284,6 +284,21 @@ def test_what_was_put_arrives_though_the_writer_leaves_at_once(
         sink.put(Record(Identity(0, i), {"x": np.zeros(1 << 20)}))
     sink.close()
     assert samples(host, 3) == [0, 1, 2]
+
+
+def test_what_was_put_arrives_though_the_process_ends_without_a_word(
+    tmp_path: Path, host: SocketSource
+) -> None:
+    child = process(
+        tmp_path,
+        """
+        c = SocketSink(folder, "c")
+        for i in range(9):
+            c.put(Record(Identity(0, i), {"x": np.zeros(1 << 17)}))
+        """,
+    )
+    assert samples(host, 9) == list(range(9))
+    assert child.wait(20) == 0
 
 
 def test_a_writer_waits_while_much_is_under_way(tmp_path: Path, host: SocketSource) -> None:
