@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 import zmq
-import zmq.utils.garbage  # noqa: F401 - now, so that it ends after us where Python ends (atexit)
+import zmq.utils.garbage  # now, so that it ends after us where Python ends (atexit)
 
 from rlinf.artifacts import write_atomic
 from rlinf.channels.numbered import Block, Piece

@@ -189,7 +189,7 @@ class Inbox:
         if self._begun is None:
             if left == len(data):
                 return data
-            self._begun = memoryview(np.empty(left, np.uint8))
+            self._begun = np.empty(left, np.uint8).data
         end = len(self._begun) - left + len(data)
         self._begun[end - len(data) : end] = data
         self._left = left - len(data)

@@ -61,6 +61,56 @@ def test_equal_records_give_equal_bytes_at_any_time(tmp_path: Path) -> None:
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    order=st.permutations(range(12)),
+    sizes=st.lists(st.integers(0, 40), min_size=12, max_size=12),
+    wide=st.booleans(),
+)
+def test_equal_records_give_equal_bytes_in_whatever_order_they_come(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], sizes: list[int], wide: bool
+) -> None:
+    records = [
+        Record(
+            Identity(0, i),
+            {"x": np.full((n, 200 if wide else 1), i + n / 100)},
+            {"prompt": np.arange(i)},
+            {"text": "t" * i, "count": n},
+        )
+        for i, n in enumerate(sizes)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlinf.channels.file.PART_BYTES", 50_000 if wide else 300)
+        found = []
+        for places in (range(12), order):
+            folder = tmp_path_factory.mktemp("records")
+            writer = FileWriter(folder, "t")
+            for i in places:
+                writer.put(records[i])
+            writer.close()
+            found.append(files(folder))
+            back = list(FileReader(folder.glob("t-r*.h5")))
+            assert all(equal(a, b) for a, b in zip(records, back, strict=True))
+    assert found[0] == found[1]
+
+
+def test_records_that_come_in_order_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlinf.channels.file.PART_BYTES", 800)
+    writer = FileWriter(tmp_path, "t")
+    for i in range(30):
+        writer.put(Record(Identity(0, i), {"x": np.zeros(10)}))
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    writer.close()
+    assert len(before) == 3
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+
 def test_the_latest_attempt_of_a_sample_is_read(tmp_path: Path) -> None:
     for rank, attempt in ((0, 0), (1, 1)):
         writer = FileWriter(tmp_path, "t", rank)

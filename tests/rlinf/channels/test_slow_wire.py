@@ -38,7 +38,7 @@ sink.close()
 
 @pytest.fixture
 def host(tmp_path: Path) -> SocketSource:
-    return SocketSource(tmp_path, "c", interface="127.0.0.1", timeout_s=1)
+    return SocketSource(tmp_path, "c", interface="127.0.0.1", timeout_s=2)
 
 
 def between(folder: Path, **wire: float) -> Proxy:
@@ -85,15 +85,15 @@ def took_whole(host: SocketSource, sample: int, size: int) -> bool:
 def test_a_record_may_take_far_longer_than_silence_is_borne(
     tmp_path: Path, host: SocketSource
 ) -> None:
-    proxy = between(tmp_path, bytes_per_s=1.5 * MB)
+    proxy = between(tmp_path, bytes_per_s=1 * MB)
     start = time.monotonic()
     writer = puts(tmp_path, large(0, 8 * MB), large(1, 100))
     assert took_whole(host, 0, 8 * MB)
-    assert time.monotonic() - start > 4, "several times its timeout_s"
+    assert time.monotonic() - start > 6, "several times its timeout_s"
     assert took_whole(host, 1, 100)
     writer.join(20)
     assert not writer.is_alive()
-    assert proxy.passed < 9 * MB, "nothing was sent twice"
+    assert proxy.passed < 12 * MB, "it was not sent twice"
     host.close()
     proxy.close()
 

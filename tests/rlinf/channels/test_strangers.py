@@ -15,7 +15,7 @@ SAYS = {
     "junk": bytes.fromhex("ff00000000000000007f0300")
     + b"CURVE".ljust(52, b"\0")
     + b"\x06"
-    + (1 << 20).to_bytes(8, "big")
+    + (1 << 19).to_bytes(8, "big")
     + b"x" * 600,
 }
 """What a stranger says on each connection."""

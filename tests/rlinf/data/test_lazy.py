@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.artifacts import Manifest, commit, content_digest, describe_files
-from rlinf.channels import file as files
-from rlinf.channels.file import FileReader, read_records, rows_of, write_records
+from rlinf.channels import rows
+from rlinf.channels.file import FileReader, read_records, write_records
+from rlinf.channels.rows import rows_of
 from rlinf.data.counted import counted
 from rlinf.data.lazy import Lazy
 from rlinf.data.padding import pad
@@ -41,13 +42,13 @@ def records(count: int = 6, width: int = 300) -> list[Record]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Which rows were read."""
     asked: list[tuple[int, int]] = []
-    real = files._Rows._read
+    real = rows.Rows._read
 
     def spy(rows: Any, start: int, stop: int) -> np.ndarray:
         asked.append((start, stop))
         return real(rows, start, stop)
 
-    monkeypatch.setattr(files._Rows, "_read", spy)
+    monkeypatch.setattr(rows.Rows, "_read", spy)
     return asked
 
 
@@ -149,7 +150,7 @@ def test_the_size_of_blocks_is_the_files_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_records(tmp_path / "a.h5", records())
-    monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 1 << 14)
     found = read_records(tmp_path / "a.h5")
     assert [record.digest() for record in found] == [record.digest() for record in records()]
 
@@ -182,7 +183,7 @@ def test_a_committed_file_that_cannot_be_opened_now_is_not_damaged(
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.h5py, "File", full)
+        patch.setattr(rows.h5py, "File", full)
         with pytest.raises(OSError, match="Too many open files") as error:
             np.asarray(first.steps["images"])
         assert not isinstance(error.value, ArtifactError)
