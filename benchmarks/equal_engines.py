@@ -106,8 +106,8 @@ def said(name: str, folder: Path) -> Answers:
     if own is None:
         return answers(engines.get(name), folder)
     out = folder.with_name(f"{name}.npz")
-    command = [interpreter(own, "equality"), "-m", "benchmarks.equal_engines", name, folder, out]
-    subprocess.run(command, cwd=tree.ROOT, check=True)
+    words = ["-m", "benchmarks.equal_engines", name, str(folder), str(out)]
+    subprocess.run([interpreter(own, "equality"), *words], cwd=tree.ROOT, check=True)
     with np.load(out) as file:
         return {i: (file[f"tokens{i}"], file[f"logprobs{i}"]) for i in range(COUNT)}
 
@@ -202,8 +202,9 @@ def main() -> None:
     """Write what an engine answers: ``NAME FOLDER OUT``, in an environment that has it."""
     name, folder, out = sys.argv[1:]
     found = answers(engines.get(name), Path(folder))
-    columns = {f"tokens{i}": tokens for i, (tokens, _) in found.items()}
-    np.savez(out, **columns, **{f"logprobs{i}": logprobs for i, (_, logprobs) in found.items()})
+    columns: dict[str, Any] = {f"tokens{i}": tokens for i, (tokens, _) in found.items()}
+    columns |= {f"logprobs{i}": logprobs for i, (_, logprobs) in found.items()}
+    np.savez(out, **columns)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ OPTIONS = {
         "stage=1 offload_optimizer=true",
         "stage=2 offload_optimizer=true",
         "stage=3 offload_optimizer=true offload_param=true",
+        f"stage=2 {LORA}",
+        f"stage=1 {LORA}",
     ],
     "fsdp": ["", LORA],
     "megatron": ["", "distributed_optimizer=true", LORA, f"distributed_optimizer=true {LORA}"],
