@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError, require
 from rlinf.models.base import Batch, Policy, StepOutputs, misfit
@@ -45,6 +45,30 @@ class DeepSpeedConfig(MinibatchConfig):
     """Keep weights in the host's memory as well; of stage 3."""
 
 
+SHARES_TRAINED = (
+    "3 shares out weights that are trained, and here not all are (trainer.lora); choose 1 or 2"
+)
+
+
+def _check_options(config: DeepSpeedConfig) -> None:
+    """
+    Raises:
+        ConfigError: two of them do not go together.
+    """
+    if config.offload_param and config.stage != 3:
+        raise ConfigError(
+            f"trainer.offload_param: stage {config.stage} of ZeRO keeps weights on the device; "
+            "set trainer.stage=3"
+        )
+    if config.lora is not None and config.stage == 3:
+        raise ConfigError(f"trainer.stage: {SHARES_TRAINED}")
+    if config.lora is not None and config.param_dtype != "float32":
+        raise ConfigError(
+            "trainer.param_dtype: DeepSpeed rounds weights that adapters leave alone, and "
+            "keeps no others; set trainer.param_dtype=float32, or choose trainer=fsdp"
+        )
+
+
 class _Root(nn.Module):
     """What DeepSpeed calls instead of the network: losses call that as they like."""
 
@@ -66,6 +90,17 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
         return ("deepspeed", *super().packages(config))
 
+    @classmethod
+    def check(
+        cls,
+        config: DeepSpeedConfig,
+        model: Any,
+        optimizer: OptimizerSection,
+        layout: ParallelLayout,
+        key: str,
+    ) -> None:
+        _check_options(config)
+
     def __init__(
         self, policy: Policy, config: DeepSpeedConfig, optimizer: OptimizerSection, world: World
     ) -> None:
@@ -74,22 +109,10 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 f"trainer.name: {type(policy).__name__} has several networks, of which an update "
                 "may leave one out, which deepspeed has not been tried with; choose trainer=fsdp"
             )
-        if config.offload_param and config.stage != 3:
-            raise ConfigError(
-                f"trainer.offload_param: stage {config.stage} of ZeRO keeps weights on the device; "
-                "set trainer.stage=3"
-            )
+        _check_options(config)
         super().__init__(policy, config, optimizer, world)
         if config.stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):
-            raise ConfigError(
-                "trainer.stage: 3 shares out weights that are trained, and here not all are "
-                "(trainer.lora); choose 1 or 2"
-            )
-        if config.lora is not None and config.param_dtype != "float32":
-            raise ConfigError(
-                "trainer.param_dtype: DeepSpeed rounds weights that adapters leave alone, and "
-                "keeps no others; set trainer.param_dtype=float32, or choose trainer=fsdp"
-            )
+            raise ConfigError(f"trainer.stage: {SHARES_TRAINED}")
         require("deepspeed", "deepspeed", "trainer=deepspeed")
         world.connect(self.device.type)
         self._outline = copy.deepcopy(policy.module) if _empty(policy.module) else None
