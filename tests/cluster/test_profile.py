@@ -25,12 +25,10 @@ BUSY = """
 import os, sys, time
 from pathlib import Path
 out = Path(sys.argv[1])
-def waited():  # for a core that others use: a busy machine is not what is measured
-    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-spent, start, before = time.process_time(), time.perf_counter(), waited()
-while time.process_time() - spent < 1.0:
+spent, start = time.process_time(), time.perf_counter()
+while time.process_time() - spent < 0.5:
     pass
-seconds = time.perf_counter() - start - (waited() - before)
+seconds = time.perf_counter() - start
 part = out / ("." + os.environ["SLURMD_NODENAME"])
 part.write_text(str(seconds))
 part.rename(out / os.environ["SLURMD_NODENAME"])
@@ -53,7 +51,7 @@ def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
         constraint="[h100*1&a100*1]",
         mem_mb=300,
         time_min=5,
-        duty_cycle={"a100": 0.4},
+        duty_cycle={"a100": 0.1},
     )
     out = tmp_path / "out"
     job = Job("test/busy", (str(out),), out, tmp_path / "logs", needs, "busy_of_test")
@@ -64,8 +62,8 @@ def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
         time.sleep(0.2)
     assert status.state is State.DONE, status
     seconds = {p.name[:4]: float(p.read_text()) for p in out.glob("?100-?")}
-    # The throttled one has at most 0.4 of a core.
-    assert seconds["a100"] > 1.0 / 0.4 * 0.95
+    # Of a core that others use the other one has more than a tenth too.
+    assert seconds["a100"] > 0.5 / 0.1 * 0.95
     assert seconds["a100"] > 1.3 * seconds["h100"]
 
 
