@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,21 +45,25 @@ def test_a_stage_that_keeps_nothing_is_given_up(
 
 
 def test_a_stage_that_goes_on_is_not(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = prepare(compose("warm_start.max_steps=100000", "warm_start.stop_at=1.0")).folder
+    words = ["warm_start.max_steps=100000", "warm_start.stop_at=1.0"]
+    run = prepare(compose(*words, "warm_start.evaluate_every=1", "evaluate.samples=2")).folder
     for attempt in range(MOST + 1):
-        assert begin(monkeypatch, run, "warm_start", attempt, 4) == EXIT_REQUEUE
+        assert begin(monkeypatch, run, "warm_start", attempt, 6) == EXIT_REQUEUE
     assert not (run / "warm_start" / STOPPED).exists()
     shutil.rmtree(run)
 
 
 def test_a_preemption_does_not_count(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-    import threading
+    def warn() -> None:
+        while signal.getsignal(signal.SIGTERM) == before:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     run = prepare(compose("warm_start.max_steps=100000", "warm_start.evaluate_every=100000")).folder
     for attempt in range(MOST + 1):
-        warning = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+        before = signal.getsignal(signal.SIGTERM)
+        warning = threading.Thread(target=warn, daemon=True)
         warning.start()
         assert begin(monkeypatch, run, "warm_start", attempt, 600) == EXIT_REQUEUE
         warning.join()
