@@ -43,6 +43,7 @@ def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.planning.profile.alone.ITERATIONS", 2)
 
 
+@pytest.mark.timeout(900)
 def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
