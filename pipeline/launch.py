@@ -197,6 +197,15 @@ def resources(plan: StagePlan, cluster: ClusterConfig, interpreter: str | None =
     env = {**extra.pop("env", {}), **network, **layout, **cluster.env}
     if plan.constraint is not None:
         extra["constraint"] = plan.constraint
+    return numbers(plan, interpreter=interpreter, env=env, **extra)
+
+
+def numbers(plan: StagePlan, **further: Any) -> Resources:
+    """What a job asks for by the plan's numbers.
+
+    Args:
+        further: other fields, such as the site's settings.
+    """
     return Resources(
         partition=plan.partition,
         nodes=plan.nodes,
@@ -207,9 +216,7 @@ def resources(plan: StagePlan, cluster: ClusterConfig, interpreter: str | None =
         cpus_per_task=plan.cpus,
         mem_mb=plan.mem_mb,
         time_min=plan.time_min,
-        interpreter=interpreter,
-        env=env,
-        **extra,
+        **further,
     )
 
 

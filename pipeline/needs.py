@@ -238,7 +238,7 @@ def with_partition(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
     if default is None or not unnamed:
         return plan
     named = {
-        stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": default.name})
+        stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": default})
         for stage in unnamed
     }
     return plan.model_copy(update={"stages": {**plan.stages, **named}})

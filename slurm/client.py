@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rlinf.errors import SlurmError, SlurmSilent
 from slurm.ids import expand, whole_of
@@ -282,9 +283,14 @@ def parse_minutes(text: str) -> int | None:
     return int(days or 0) * 1440 + hours * 60 + minutes
 
 
-def default_partition(partitions: Mapping[str, Partition]) -> Partition | None:
-    """The one that jobs go to which name none."""
-    return next((partition for partition in partitions.values() if partition.default), None)
+class _MayBeDefault(Protocol):
+    @property
+    def default(self) -> bool: ...
+
+
+def default_partition(partitions: Mapping[str, _MayBeDefault]) -> str | None:
+    """The name of the one that jobs go to which name none."""
+    return next((name for name, partition in partitions.items() if partition.default), None)
 
 
 def partition_names(text: str) -> tuple[str, ...]:

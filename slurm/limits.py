@@ -29,13 +29,11 @@ def _chosen(
     names: str | None, partitions: Mapping[str, Partition], where: str
 ) -> Iterator[Partition]:
     if names is None:
-        partition = default_partition(partitions)
-        if partition is None:
+        names = default_partition(partitions)
+        if names is None:
             raise PlanError(
                 f"{where}.partition: this cluster has no default partition{nearest('', partitions)}"
             )
-        yield partition
-        return
     for name in partition_names(names):
         if name not in partitions:
             raise PlanError(

@@ -52,9 +52,8 @@ def driver_needs(cluster: ClusterConfig, client: SlurmClient) -> Resources:
         SlurmError: Slurm is not there or does not answer.
     """
     asked, partitions = cluster.driver, client.partitions()
-    default = default_partition(partitions)
     # By its name, for what the site file says of it.
-    partition = asked.partition or (None if default is None else default.name)
+    partition = asked.partition or default_partition(partitions)
     plan = StagePlan(
         partition=partition,
         cpus=asked.cpus,

@@ -59,8 +59,7 @@ class Executor(RemoteExecutor):
     @cached_property
     def _default(self) -> str | None:
         """Where jobs go that name no partition: the site file may say more of it than of others."""
-        default = default_partition(self._launcher.client.partitions())
-        return None if default is None else default.name
+        return default_partition(self._launcher.client.partitions())
 
     def run_job(self, job: Any) -> None:
         """Submit a rule's job.

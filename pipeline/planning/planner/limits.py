@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipeline.launch import numbers
 from pipeline.plan import StagePlan
 from pipeline.planning.planner.asked import of_devices
 from pipeline.planning.profile.kinds import Kind
@@ -60,18 +61,7 @@ class Allowance:
         )
 
     def _resources(self, needs: StagePlan) -> Resources:
-        return Resources(
-            partition=needs.partition,
-            nodes=needs.nodes,
-            tasks_per_node=needs.processes,
-            gpus_per_node=needs.gpus,
-            gpu_type=needs.gpu_type,
-            cpus_per_task=needs.cpus,
-            mem_mb=needs.mem_mb,
-            time_min=needs.time_min,
-            account=self.account,
-            qos=self.qos,
-        )
+        return numbers(needs, account=self.account, qos=self.qos)
 
 
 def allowance(quotas: Quotas, site: Site, kind: Kind) -> Allowance:

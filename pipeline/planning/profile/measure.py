@@ -35,7 +35,7 @@ from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.config import digest, validate
 from rlinf.errors import InputError, PlanError, StageError
-from slurm.client import SlurmClient
+from slurm.client import SlurmClient, default_partition
 from slurm.jobs import State
 from slurm.site import Site, load_site
 from slurm.waits import expected_wait_s, past_waits_s
@@ -122,7 +122,7 @@ def _kinds(cluster: ClusterConfig, plan: Plan, wanted: Sequence[str]) -> list[Ki
         return of_partitions({"local": local_kind()}, wanted or ("local",))
     inventory = obtain(None, cluster.site)
     kinds = kinds_of(inventory, load_site(cluster.site) if cluster.site else Site())
-    default = next((name for name, part in inventory.partitions.items() if part.default), None)
+    default = default_partition(inventory.partitions)
     named = [plan.of(stage).partition or default for stage in ("rollout", "train")]
     chosen = tuple(wanted) or tuple(dict.fromkeys(name for name in named if name))
     if not chosen:
