@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +77,32 @@ def start_driver(
             env={**os.environ, **(env or {})},
             start_new_session=True,
         )
+
+
+def killed_until_it_ends(
+    words: list[str],
+    log: Path,
+    chance: random.Random,
+    *,
+    seconds: tuple[float, float],
+    attempts: int,
+    last_s: float,
+) -> None:
+    """A driver is killed at times between two ``seconds``, and begun again, until the run ends.
+
+    Later attempts get longer, so that it ends on a slow machine too; the last has ``last_s`` more.
+    """
+    for attempt in range(attempts):
+        driver = start_driver(words, log)
+        deadline = time.monotonic() + chance.uniform(*seconds) * 1.3**attempt
+        while driver.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if driver.poll() is not None:
+            break
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    assert driver.wait(timeout=last_s) == 0, log.read_text()
+    assert attempt > 0, "the driver was killed at least once"
 
 
 def until(there: Callable[[], Any], driver: subprocess.Popen[bytes], log: Path) -> Any:

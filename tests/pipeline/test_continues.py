@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.check import check
-from pipeline.commands.experiment import compose as hydra_compose
 from pipeline.commands.experiment import drive, execute
 from pipeline.run import Run
 from rlinf.artifacts import is_pruned
@@ -25,7 +22,7 @@ from rlinf.config import RunConfig, validate
 from rlinf.data.left_open import OPEN
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError
-from tests.pipeline.helpers import contents, no_report, output, start_driver
+from tests.pipeline.helpers import contents, killed_until_it_ends, output, run_here
 
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -56,8 +53,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, left alone, in one process."""
     root = tmp_path_factory.mktemp("continues")
     words = [*SMALL, "run.name=reference", f"run.root={root}", "log.trackers=[]"]
-    with no_report():
-        execute(hydra_compose(["experiment=cartpole_ppo", *map(forced, words)]))
+    run_here(["experiment=cartpole_ppo", *words])
     return root / "reference"
 
 
@@ -164,17 +160,9 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
     words = ["experiment=cartpole_ppo", "log.trackers=[]", "run.name=killed"]
     words += [f"run.root={tmp_path}", *map(forced, SMALL)]
     chance = random.Random(0)
-    for attempt in range(14):
-        driver = start_driver(words, tmp_path / "log")
-        deadline = time.monotonic() + chance.uniform(4.0, 8.0) * 1.3**attempt
-        while driver.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if driver.poll() is not None:
-            break
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
-    assert driver.wait(timeout=120) == 0, (tmp_path / "log").read_text()
-    assert attempt > 0, "the driver was killed at least once"
+    killed_until_it_ends(
+        words, tmp_path / "log", chance, seconds=(4.0, 8.0), attempts=14, last_s=120
+    )
     assert contents(tmp_path / "killed") == contents(reference)
 
 

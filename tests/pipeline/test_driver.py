@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +22,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.errors import InputError, RunLockedError, StageError
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.conftest import TINY
-from tests.pipeline.helpers import contents, start_driver
+from tests.pipeline.helpers import contents, killed_until_it_ends
 
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -221,18 +219,9 @@ def test_killing_the_driver_anywhere_changes_nothing(
     words = ["experiment=arithmetic_grpo", f"run.root={tmp_path}", "log.trackers=[]"]
     words += [f"cluster={cluster}", *(word.removeprefix("++") for word in TINY)]
     chance = random.Random(cluster)
-    for attempt in range(12):
-        driver = start_driver(words, tmp_path / "log")
-        # Later attempts get longer, so that the run ends on a slow machine too.
-        deadline = time.monotonic() + chance.uniform(3.0, 6.0) * 1.3**attempt
-        while driver.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if driver.poll() is not None:
-            break
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
-    assert driver.wait(timeout=60) == 0, (tmp_path / "log").read_text()
-    assert attempt > 0, "the driver was killed at least once"
+    killed_until_it_ends(
+        words, tmp_path / "log", chance, seconds=(3.0, 6.0), attempts=12, last_s=60
+    )
     assert contents(tmp_path / "tiny") == contents(reference)
     same = (tmp_path / "tiny/metrics.jsonl").read_bytes() == (
         reference / "metrics.jsonl"

@@ -13,7 +13,7 @@ from pipeline.commands.experiment import drive, execute, prepare
 from rlinf.artifacts import read_manifest
 from rlinf.errors import RlinfError
 from stages.runner import FELL
-from tests.pipeline.helpers import contents
+from tests.pipeline.helpers import contents, run_here
 from tests.pipeline.test_driver import weights
 
 Compose = Callable[..., dict[str, Any]]
@@ -49,14 +49,9 @@ APART = {
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pipeline.commands.experiment import compose
-    from rlinf.composing import forced
-    from tests.pipeline.helpers import no_report
-
     root = tmp_path_factory.mktemp("wide")
     words = [*SMALL, "run.name=one", f"run.root={root}", "log.trackers=[]"]
-    with no_report():
-        execute(compose(["experiment=cartpole_ppo", *map(forced, words)]))
+    run_here(["experiment=cartpole_ppo", *words])
     return root / "one"
 
 
