@@ -68,29 +68,14 @@ def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> Lea
 
 
 def _swing(method: str, algorithm: str, *words: str, **more: Any) -> Learns:
-    return Learns(
-        method,
-        algorithm,
-        "mlp_q",
-        "Pendulum-v1",
-        -200,
-        "pendulum_sac",
-        (f"algorithm={algorithm}", *words),
-        **more,
-    )
+    task = ("Pendulum-v1", -200, "pendulum_sac")
+    return Learns(method, algorithm, "mlp_q", *task, (f"algorithm={algorithm}", *words), **more)
 
 
 def _balance(method: str, algorithm: str, *words: str, **more: Any) -> Learns:
-    return Learns(
-        method,
-        algorithm,
-        "mlp_q",
-        "InvertedDoublePendulum-v5",
-        9_000,
-        "double_pendulum_sac",
-        (f"algorithm={algorithm}", "evaluate.every=5", *words),
-        **more,
-    )
+    task = ("InvertedDoublePendulum-v5", 9_000, "double_pendulum_sac")
+    words = (f"algorithm={algorithm}", "evaluate.every=5", *words)
+    return Learns(method, algorithm, "mlp_q", *task, words, **more)
 
 
 def _walks(task: str, environments: int, horizon: int) -> Learns:
