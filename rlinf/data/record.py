@@ -72,7 +72,9 @@ class Record:
 
     def __len__(self) -> int:
         """Number of steps ``T``; 0 when the record has no step arrays."""
-        return len(next(iter(self.steps.values()))) if self.steps else 0
+        for column in self.steps.values():
+            return len(column)
+        return 0
 
 
 def _plain(value: Any) -> Any:

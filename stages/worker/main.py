@@ -67,9 +67,9 @@ from stages.worker.weights import Arrivals, Publisher
 STATUS_S = 1.0
 STOP_S, LEAVE_S = 30.0, 5.0
 """How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
-GIVE_WAY_S = 0.04
-"""A commit begins so much later. It is Python for the most part, as is what the next stage does
-before its first kernel: one after the other, both end sooner than side by side."""
+GIVE_WAY_S = 0.1
+"""A commit begins so much later. It is Python for the most part, as is what the next stages do
+before the next kernel: one after the other, both end sooner than side by side."""
 log = logging.getLogger("rlinf")
 
 

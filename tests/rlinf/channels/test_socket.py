@@ -217,7 +217,7 @@ def test_a_dead_host_is_noticed_in_seconds(tmp_path: Path) -> None:
         while True:
             other.put(record(0))
             time.sleep(0.01)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     other.close()
 
 
