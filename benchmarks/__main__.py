@@ -110,6 +110,7 @@ ROWS = {
     "zero2_scaling": "scaling",
     "megatron_tp2_scaling": "scaling",
     "packing_speedup": "packing",
+    "packing_vs_sorted": "packing",
     "shared_prefix_speedup": "packing",
     "owner_memory_ratio": "owner_memory",
     "scale_up_s": "elastic",

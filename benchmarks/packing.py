@@ -1,6 +1,8 @@
 """Optimizer steps on packed rows: over padded ones, and with prompts that rows share.
 
-One thread; seconds of processor time, each way with the better of two budgets, in turns.
+One thread; seconds of processor time, each way with the best of its budgets, in turns. Padded rows
+that are cut into several micro-batches are sorted by length, so they hold little padding; a batch
+in one micro-batch is padded to its longest row.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 GROUPS, GROUP, ROUNDS = 16, 8, 7
 MEAN, LONGEST, PROMPT = 41, 256, 16
-"""Of rows of unlike lengths: of the answers, geometric, and of each prompt."""
+"""Of rows with a long tail: of the answers, geometric, and of each prompt."""
+EVEN, BEGIN = 32, 4
+"""Rows whose lengths are evenly spread, so that their mean is half the longest one, and the prompt
+of each."""
 SHARED, ANSWER = 256, 64
 """Lengths of a prompt that a group shares and of each of its answers."""
 BUDGETS = (2048, 8192)
@@ -36,30 +41,46 @@ def measure() -> list[Row]:
     random = np.random.default_rng(0)
     tail = np.minimum(random.geometric(1 / MEAN, GROUPS * GROUP), LONGEST)
     tailed = records(PROMPT, tail, GROUP)
+    spread = records(BEGIN, np.linspace(1, LONGEST - BEGIN, EVEN).astype(int), 1)
+    one_batch = (EVEN * LONGEST,)
     equal = np.full(4 * GROUP, ANSWER)
     together, apart = (records(SHARED, equal, group) for group in (GROUP, 1))
+    packed = (True, tailed, BUDGETS)
     return [
-        median_row("packing_speedup", ratios([(False, tailed), (True, tailed)]), "", 1.8, "higher"),
         median_row(
-            "shared_prefix_speedup", ratios([(True, apart), (True, together)]), "", 2.5, "higher"
+            "packing_speedup",
+            ratios((False, spread, one_batch), (True, spread, BUDGETS)),
+            "",
+            1.8,
+            "higher",
+        ),
+        median_row(
+            "packing_vs_sorted", ratios((False, tailed, BUDGETS), packed), "", None, "higher"
+        ),
+        median_row(
+            "shared_prefix_speedup",
+            ratios((True, apart, BUDGETS), (True, together, BUDGETS)),
+            "",
+            2.5,
+            "higher",
         ),
     ]
 
 
-def ratios(ways: list[tuple[bool, list[Record]]]) -> list[float]:
-    """Seconds of the first way over those of the second, of each round.
+Way = tuple[bool, list[Record], tuple[int, ...]]
+"""Whether rows are packed, the rows, and the budgets of tokens a micro-batch."""
 
-    Args:
-        ways: whether rows are packed, and the rows.
-    """
+
+def ratios(*ways: Way) -> list[float]:
+    """Seconds of the first way over those of the second, of each round."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = CausalLMConfig(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=512)
         CausalLM.create(config, {"alphabet": "0123456789+="}, 0, folder)
         made = [
             (trainer(folder, config, packing=packing, budget=budget), data)
-            for packing, data in ways
-            for budget in BUDGETS
+            for packing, data, budgets in ways
+            for budget in budgets
         ]
         times: list[list[float]] = [[] for _ in made]
         for _ in range(ROUNDS + 1):
@@ -69,8 +90,9 @@ def ratios(ways: list[tuple[bool, list[Record]]]) -> list[float]:
                 of.append(time.process_time() - start)
     medians = [statistics.median(of[1:]) for of in times]
     print("  " + ", ".join(f"{second:.2f} s" for second in medians))
-    half = len(BUDGETS)
-    best = [min(range(first, first + half), key=lambda i: medians[i]) for first in (0, half)]
+    half = len(ways[0][2])
+    sides = (range(half), range(half, len(made)))
+    best = [min(side, key=lambda i: medians[i]) for side in sides]
     first, second = (times[i][1:] for i in best)
     return [one / other for one, other in zip(first, second, strict=True)]
 
