@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from rlinf.errors import PlanError
+from slurm.inventory import PartitionInventory
 
 NESTED = (23, 11)
 """From about this version on, accounts that stand below a listed one are meant too (manual page of
@@ -46,17 +46,16 @@ class Access:
                 )
 
 
-def access_of(rules: Mapping[str, Any], version: str) -> Access:
-    """Of the rules of a partition (:func:`slurm.survey.partition_rules`), as a version of Slurm
-    means them."""
-    accounts = _names(rules["allowed_accounts"])
-    denied = frozenset[str]() if accounts is not None else _names(rules["denied_accounts"])
+def access_of(partition: PartitionInventory, version: str) -> Access:
+    """Of a partition's rules, as a version of Slurm means them."""
+    accounts = _names(partition.allowed_accounts)
+    denied = frozenset[str]() if accounts is not None else _names(partition.denied_accounts)
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     return Access(
         None if not numbers or numbers >= NESTED else accounts,
         denied or frozenset(),
-        _names(rules["allowed_qos"]),
-        _names(rules["denied_qos"]) or frozenset(),
+        _names(partition.allowed_qos),
+        _names(partition.denied_qos) or frozenset(),
     )
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from rlinf.errors import PlanError
 from slurm.access import Access, access_of
-from slurm.client import Queued, SlurmClient, partition_names
-from slurm.inventory import Association, Inventory, Limits, QosLimits
+from slurm.client import Queued, SlurmClient, default_partition, partition_names
+from slurm.inventory import Association, Inventory, Limits, PartitionInventory, QosLimits
 from slurm.jobs import Resources
 from slurm.survey import (
     PARTITIONS,
@@ -26,7 +26,7 @@ from slurm.survey import (
     enforces_limits,
     parse_limits,
     parse_records,
-    partition_rules,
+    partition_of,
 )
 
 MAX_ARRAY_SIZE = 1001
@@ -212,34 +212,33 @@ def read_quotas(client: SlurmClient) -> Quotas:
         SlurmError: Slurm is not installed or does not answer.
     """
     settings = client.settings()
-    rules = {r["PartitionName"]: partition_rules(r) for r in parse_records(client.run(*PARTITIONS))}
+    partitions = [partition_of(record) for record in parse_records(client.run(*PARTITIONS))]
     told = ask_accounting(client) if enforces_limits(settings) else None
     return Quotas(
         cluster=settings.get("ClusterName", ""),
         array_size=_array_size(settings),
         jobs=_number(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
         limits=parse_limits(*told) if told else Limits(),
-        **_of_partitions(rules, settings.get("SLURM_VERSION", "")),
+        **_of_partitions({p.name: p for p in partitions}, settings.get("SLURM_VERSION", "")),
     )
 
 
 def quotas_of(inventory: Inventory) -> Quotas:
     """The same, of an inventory: what it tells of accounting and of the partitions' rules."""
-    rules = {name: p.model_dump(exclude={"groups"}) for name, p in inventory.partitions.items()}
     limits = inventory.limits if inventory.enforces_limits else None
     return Quotas(
         cluster=inventory.cluster,
         limits=limits or Limits(),
-        **_of_partitions(rules, inventory.slurm_version),
+        **_of_partitions(inventory.partitions, inventory.slurm_version),
     )
 
 
-def _of_partitions(rules: Mapping[str, Mapping[str, Any]], version: str) -> dict[str, Any]:
+def _of_partitions(partitions: Mapping[str, PartitionInventory], version: str) -> dict[str, Any]:
     """What :class:`Quotas` has of the rules of partitions."""
     return {
-        "partition_qos": {name: own["qos"] for name, own in rules.items() if own["qos"]},
-        "default_partition": next((name for name, own in rules.items() if own["default"]), ""),
-        "access": {name: access_of(own, version) for name, own in rules.items()},
+        "partition_qos": {name: own.qos for name, own in partitions.items() if own.qos},
+        "default_partition": default_partition(partitions) or "",
+        "access": {name: access_of(own, version) for name, own in partitions.items()},
     }
 
 

@@ -100,6 +100,9 @@ class Pending(NamedTuple):
     gpus: int
 
 
+NOTHING = Pending(0, 0)
+
+
 def survey(client: SlurmClient, now: datetime) -> Inventory:
     """Take the inventory of this cluster, as this user sees it; without a site file.
 
@@ -147,14 +150,7 @@ def read(answers: Answers, taken: datetime) -> Inventory:
         name = record["PartitionName"]
         whole_nodes = record.get("OverSubscribe") == "EXCLUSIVE"
         groups = group_nodes(members.get(name, ()), used, whole_nodes=whole_nodes)
-        queued = waiting.get(name, Pending(0, 0))
-        partitions[name] = PartitionInventory(
-            name=name,
-            groups=groups,
-            queued_jobs=queued.jobs,
-            queued_gpus=queued.gpus,
-            **partition_rules(record),
-        )
+        partitions[name] = partition_of(record, groups, waiting.get(name, NOTHING))
     limits = None
     if answers.qos is not None and answers.associations is not None:
         limits = parse_limits(answers.qos, answers.associations)
@@ -198,21 +194,27 @@ def parse_records(text: str) -> list[dict[str, str]]:
     return found
 
 
-def partition_rules(record: Mapping[str, str]) -> dict[str, Any]:
-    """The rules of a partition, by the names of :class:`PartitionInventory`."""
-    return {
-        "time_limit_min": parse_minutes(record.get("MaxTime", "")),
-        "preempt_mode": record.get("PreemptMode", "OFF"),
-        "priority_tier": _number(record.get("PriorityTier", "1")),
-        "available": record.get("State", "UP") == "UP",
-        "default": record.get("Default") == "YES",
-        "qos": _word(record.get("QoS", "")),
-        "allowed_qos": _allowed(record.get("AllowQos", "ALL")),
-        "denied_qos": _words(record.get("DenyQos", "")),
-        "allowed_accounts": _allowed(record.get("AllowAccounts", "ALL")),
-        "denied_accounts": _words(record.get("DenyAccounts", "")),
-        "max_nodes_per_job": _limit(record.get("MaxNodes", "")),
-    }
+def partition_of(
+    record: Mapping[str, str], groups: tuple[NodeGroup, ...] = (), waiting: Pending = NOTHING
+) -> PartitionInventory:
+    """A partition by its record, with what else is known of it."""
+    return PartitionInventory(
+        name=record["PartitionName"],
+        groups=groups,
+        queued_jobs=waiting.jobs,
+        queued_gpus=waiting.gpus,
+        time_limit_min=parse_minutes(record.get("MaxTime", "")),
+        preempt_mode=record.get("PreemptMode", "OFF"),
+        priority_tier=_number(record.get("PriorityTier", "1")),
+        available=record.get("State", "UP") == "UP",
+        default=record.get("Default") == "YES",
+        qos=_word(record.get("QoS", "")),
+        allowed_qos=_allowed(record.get("AllowQos", "ALL")),
+        denied_qos=_words(record.get("DenyQos", "")),
+        allowed_accounts=_allowed(record.get("AllowAccounts", "ALL")),
+        denied_accounts=_words(record.get("DenyAccounts", "")),
+        max_nodes_per_job=_limit(record.get("MaxNodes", "")),
+    )
 
 
 _NAME = re.compile(r"NodeName=(\S+)")

@@ -11,7 +11,7 @@ from slurm.access import Access, access_of
 from slurm.inventory import Association, Limits, QosLimits
 from slurm.jobs import Resources
 from slurm.quotas import Quotas
-from slurm.survey import parse_records, partition_rules
+from slurm.survey import parse_records, partition_of
 
 TEXT = Path(__file__).parent / "samples" / "22.05-inventory-partitions.txt"
 RECORDS = {r["PartitionName"]: r for r in parse_records(TEXT.read_text())}
@@ -24,9 +24,7 @@ def quotas(*associations: Association, version: str = "22.05.8") -> Quotas:
         cluster="dev",
         limits=Limits(associations=associations, qos=qos),
         default_partition="cpu",
-        access={
-            name: access_of(partition_rules(record), version) for name, record in RECORDS.items()
-        },
+        access={name: access_of(partition_of(told), version) for name, told in RECORDS.items()},
     )
 
 
@@ -65,6 +63,6 @@ def test_later_versions_mean_accounts_below_those_listed_too() -> None:
 
 
 def test_denied_accounts_count_where_none_are_allowed() -> None:
-    denied = {"AllowAccounts": "ALL", "DenyAccounts": "guests"}
-    assert access_of(partition_rules(denied), "25.05").denied_accounts == {"guests"}
-    assert access_of(partition_rules({**denied, "AllowAccounts": "team"}), "25.05") == Access()
+    denied = {"PartitionName": "gpu", "AllowAccounts": "ALL", "DenyAccounts": "guests"}
+    assert access_of(partition_of(denied), "25.05").denied_accounts == {"guests"}
+    assert access_of(partition_of({**denied, "AllowAccounts": "team"}), "25.05") == Access()
