@@ -203,7 +203,7 @@ def work_items(stage: str, config: RunConfig) -> int:
     flow = flow_of(config)
     if not flow.table[stage].device:
         return 1
-    if stage == flow.generates:
+    if stage == flow.acts:  # whole starts are shared out
         return config.rollout.batch
     return config.rollout.batch * config.rollout.group_size
 
