@@ -249,7 +249,7 @@ class Plan(Section):
         found = {stage: i for i, pool in enumerate(self.pools) for stage in pool.stages}
         for name, stage in self._flow.table.items():
             found.setdefault(name, found.get(stage.like or "", len(self.pools) - 1))
-        generates = self._flow.generates
+        generates = self._flow.elastic
         if generates is not None and self.pools[found[generates]].workers is not None:
             # It computes nothing where it is ordered, and its consumers need no copy.
             found[generates] = found[self._flow.publishes]
@@ -329,7 +329,7 @@ def _check_pools(plan: Plan, flow: Flow) -> None:
     Raises:
         ValueError: names the key.
     """
-    generates, elastic = flow.generates, {n for n, stage in flow.table.items() if stage.elastic}
+    generates, elastic = flow.elastic, {n for n, stage in flow.table.items() if stage.elastic}
     homes = plan.homes() if plan.pools else {}
     for i, pool in enumerate(plan.pools):
         if pool.ranks and pool.workers:

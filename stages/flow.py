@@ -90,7 +90,7 @@ class Flow:
         return list(self.offline)[-1]
 
     @cached_property
-    def generates(self) -> str | None:
+    def elastic(self) -> str | None:
         """The stage of an iteration whose workers may come and go."""
         return next((name for name, stage in self.stages.items() if stage.elastic), None)
 
@@ -280,13 +280,13 @@ flows = Registry(
 def continued(flow: str) -> Flow:
     """A flow whose rollouts also take what the ones before left open (``task.continues``).
 
-    It is the same where no stage of it generates by itself.
+    It is the same where it has no elastic stage.
 
     Raises:
         ConfigError: there is no such flow.
     """
     found = flow_named(flow)
-    if (name := found.generates) is None:
+    if (name := found.elastic) is None:
         return found
     stage = found.stages[name]
     inputs = {**stage.inputs, OPEN: Source(name, back=1)}

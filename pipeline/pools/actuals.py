@@ -92,7 +92,7 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
                 whole.setdefault(stage, []).append(_end(manifest) - max(ready))
                 inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
                 # The worker that is ordered an elastic rollout only gathers what others generate.
-                seconds = generated.get(iteration) if stage == graph.flow.generates else None
+                seconds = generated.get(iteration) if stage == graph.flow.elastic else None
                 busy.setdefault(stage, []).append(seconds or busy_s(run.folder, stage, iteration))
         ends = [
             manifest_of(run.folder, graph.flow.publishes, i) for i in (iteration - 1, iteration)

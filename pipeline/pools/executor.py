@@ -246,7 +246,7 @@ class PoolExecutor:
         there = [m.first for pool in slots if (m := pool.active) is not None]
         if len(there) < len(slots):
             return  # the queue has not given yet what was asked for
-        generates = str(self._flow.generates)
+        generates = str(self._flow.elastic)
         stages = [s for s in self._flow.stages if s not in (generates, self._flow.publishes)]
         rest = sum(busy_s(folder, stage, iteration) for stage in stages)
         overlap = self.run.config.rollout.staleness > 0

@@ -141,7 +141,7 @@ class Orders:
         """
         others = [s for s in self._flow.stages if s not in self._late and s != stage]
         alone = not any(self._shares(stage, other) for other in others)
-        return 1 if stage == self._flow.generates and alone else self._plan.chunks
+        return 1 if stage == self._flow.elastic and alone else self._plan.chunks
 
     def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
         """Settle where the inputs of stages come from that are about to be ordered."""
@@ -212,7 +212,7 @@ class Orders:
 
     def _gathers(self, node: Node) -> bool:
         """Whether what others generate is only gathered where this is ordered."""
-        return self._elastic and node.stage == self._flow.generates
+        return self._elastic and node.stage == self._flow.elastic
 
     def _routes(
         self,

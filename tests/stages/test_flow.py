@@ -93,7 +93,7 @@ def test_what_a_stage_waits_for_leaves_out_what_follows_from_others(flow: Flow) 
 
 def test_the_flow_there_is() -> None:
     assert on_policy.publishes == "sync"
-    assert on_policy.generates == "rollout"
+    assert on_policy.elastic == "rollout"
     assert on_policy.streams == {"trajectories", "rewards", "logprobs"}
     assert on_policy.after() == {
         "rollout": (),
@@ -113,7 +113,7 @@ def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps
 ) -> None:
     flow = continued(name)
     assert flow.stages["rollout"].inputs["open"] == Source("rollout", back=1)
-    assert (flow.generates, flow.acts) == (None, "rollout")
+    assert (flow.elastic, flow.acts) == (None, "rollout")
     assert flow.taken("rollout") == 2, "retention keeps the one before"
     check_flow(flow, "flow")
     experiment = "cartpole_ppo" if name == "on_policy" else "pendulum_sac"

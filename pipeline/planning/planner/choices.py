@@ -59,7 +59,7 @@ def elastic(
     request: Request, problem: Problem, plan: Plan, best: Solution, goal: Objective
 ) -> Choice:
     """A pool of single generators that come and go, of several kinds or any number."""
-    what, generates = "elastic rollouts (workers)", flow_of(request.config).generates
+    what, generates = "elastic rollouts (workers)", flow_of(request.config).elastic
     later = "; max_workers is not predicted: a run finds out whether more of them pay"
     if not generates:
         return _choice(what, False, "no stage of this flow has workers that may come and go")

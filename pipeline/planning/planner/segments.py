@@ -48,11 +48,11 @@ def build(request: Request, named: Collection[str] = ()) -> tuple[Problem, Table
     devices = _needed(devices, tables, {*named, *_pinned(request)})
     for name, after in held.items():
         found = {kind: table for kind, table in tables[name].items() if kind in devices}
-        if name == flow.generates and name not in request.pins:
+        if name == flow.elastic and name not in request.pins:
             found = _with_gpus(found, devices)
         tables[name] = found
         parts: dict[str, Any] = {}
-        if name == flow.generates:
+        if name == flow.elastic:
             mixed = [work for kind, (work, _) in works[name].items() if kind in devices]
             parts = _parts(request, mixed, chunks)
         stages.append(
@@ -68,7 +68,7 @@ def build(request: Request, named: Collection[str] = ()) -> tuple[Problem, Table
             )
         )
     # A job has like devices; generators are jobs of one device each.
-    generators = tables.get(flow.generates or "", {})
+    generators = tables.get(flow.elastic or "", {})
     alike = len({devices[kind].kind.gpus_per_node > 0 for kind in generators}) == 1
     problem = Problem(
         stages,
@@ -87,7 +87,7 @@ def build(request: Request, named: Collection[str] = ()) -> tuple[Problem, Table
         chunks=chunks,
         sync_s=_transfers(devices, request.profile),
         mixing=_mixing(mixed),
-        mixes=frozenset({flow.generates} if flow.generates and alike else ()),
+        mixes=frozenset({flow.elastic} if flow.elastic and alike else ()),
         allowed={s: kinds & devices.keys() for s, kinds in request.pins.items() if s in held},
         shared=crowds(devices),
         most_jobs=few_jobs(devices),
