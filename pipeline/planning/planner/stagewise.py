@@ -9,6 +9,7 @@ and plans that put a stage elsewhere or on less are compared with that.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -134,43 +135,33 @@ def _places_in_time(
 ) -> dict[str, _Place]:
     """Each stage as early as those it waits for have ended and its devices are free, in order."""
     shared = crowds({own.name: own for option in options for own in option.devices})
-    held: dict[str, dict[str, int]] = {}
-    by_name: dict[str, dict[str, int]] = {}
+    held: dict[str, Counter[str]] = {}
     places: dict[str, _Place] = {}
     for option, length in zip(options, lengths, strict=True):
-        mine, room = _held(option), {own.same_as or own.name: own.count for own in option.devices}
-        by_name[option.stage] = _held(option, by_name=True)
+        mine, room = _held(option), {own.name: own.count for own in option.devices}
+        of_several = [(names, most) for names, most in shared if mine.keys() & set(names)]
         ready = max((places[source].end for source in after[option.stage]), default=0.0)
         ends = {place.end for place in places.values() if place.end > ready}
         for start in sorted({ready, *ends}):
-            beside = [s for s, p in places.items() if p.start < start + length and p.end > start]
             # As if all of them were there at once: two that follow each other may be counted so.
-            if all(
-                count + sum(held[other].get(name, 0) for other in beside) <= room[name]
-                for name, count in mine.items()
-            ) and all(
-                sum(by_name[s].get(name, 0) for s in (*beside, option.stage) for name in names)
-                <= most
-                for names, most in shared
-                if by_name[option.stage].keys() & set(names)
+            beside = [s for s, p in places.items() if p.start < start + length and p.end > start]
+            together = sum((held[other] for other in beside), mine)
+            if all(together[name] <= room[name] for name in mine) and all(
+                sum(together[name] for name in names) <= most for names, most in of_several
             ):
                 break
+        held[option.stage] = mine
         before = [s for s in after[option.stage] if places[s].end == start] or [
             s for s, place in places.items() if place.end == start and start > 0
         ]
-        held[option.stage] = mine
         places[option.stage] = _Place(start, start + length, before[0] if before else None)
     return places
 
 
-def _held(option: Option, *, by_name: bool = False) -> dict[str, int]:
-    """How many devices of each kind an option holds; of nodes with several names under the best, or
-    under that of the option."""
-    return {
-        own.name if by_name else own.same_as or own.name: count
-        for own, count in zip(option.devices, option.held, strict=True)
-        if count
-    }
+def _held(option: Option) -> Counter[str]:
+    """How many devices of each kind an option holds."""
+    names = [own.name for own in option.devices]
+    return +Counter(dict(zip(names, option.held, strict=True)))
 
 
 def _choice(
