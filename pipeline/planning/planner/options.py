@@ -129,6 +129,11 @@ class Option:
         return min(own.limit_s for own in self.devices)
 
     @property
+    def in_time(self) -> bool:
+        """Whether it is known how long it takes, and a job may last that long."""
+        return math.isfinite(self.seconds) and self.seconds <= self.limit_s
+
+    @property
     def place(self) -> str:
         """Where, in a word: ``h100``, ``gpu: a100+h100``."""
         if len(self.devices) == 1:
@@ -206,16 +211,16 @@ def _allowed(found: Sequence[Option], *, refuse: bool = True) -> list[Option]:
     Raises:
         PlanError: none, and ``refuse``; names the limit on the smallest.
     """
-    reasons = {}
-    for number, option in enumerate(found):
-        # Others are left out for their time.
-        if math.isfinite(option.seconds) and option.seconds <= option.limit_s:
-            why = option.devices[0].allowance.why_not(of_option(option), f"stages.{option.stage}")
-            if why:
-                reasons[number] = why
-    if refuse and found and len(reasons) == len(found):
-        raise PlanError(reasons[min(reasons, key=lambda number: found[number].count)])
-    return [option for number, option in enumerate(found) if number not in reasons]
+    late = [option for option in found if not option.in_time]  # left out for their time
+    judged = [option for option in found if option.in_time]
+    reasons = [
+        option.devices[0].allowance.why_not(of_option(option), f"stages.{option.stage}")
+        for option in judged
+    ]
+    if refuse and judged and all(reasons):
+        _, why = min(zip(judged, reasons, strict=True), key=lambda pair: pair[0].count)
+        raise PlanError(why)
+    return [*late, *(o for o, why in zip(judged, reasons, strict=True) if not why)]
 
 
 def alone(work: Work, nodes: int, processes: int) -> Option:
