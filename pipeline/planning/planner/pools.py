@@ -81,17 +81,21 @@ def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
             pool; or it is of a sort that is not predicted.
     """
     stages = [stage.name for stage in problem.stages]
-    pools = []
     for i, pool in enumerate(plan.pools):
         if pool.helps_rollout:
             raise PlanError(f"{where}: pools[{i}].helps_rollout: what this brings is not predicted")
-        # Others, such as evaluations, are no part of every iteration.
-        known = tuple(stage for stage in pool.stages if stage in stages)
-        pools.append(pool.model_copy(update={"stages": known}))
     try:
-        placement = placement_of(problem, [pool for pool in pools if pool.stages], plan.chunks)
+        seldom = plan.flow.table.keys() - stages
+        placement = placement_of(problem, plan.pools, plan.chunks, seldom)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
+    for i, pool in enumerate(plan.pools):
+        for kind in problem.kinds if pool.workers is None else ():
+            if (asked := pool.gpus.get(kind.name, 0)) > (kind.job_gpus or asked):
+                raise PlanError(
+                    f"{where}: pools[{i}].gpus: {asked} {kind.name} asked, its jobs have at most "
+                    f"{kind.job_gpus} (MaxNodes of the partition)"
+                )
     for k, kind in enumerate(problem.kinds):
         asked = sum(gpus[k] for gpus in placement.gpus)
         if asked > kind.gpus:
@@ -223,7 +227,7 @@ def _place(problem: Problem, placement: Placement, stage: int) -> tuple[str, str
 
 
 def _plan(request: Request, problem: Problem, placement: Placement) -> Plan:
-    pools = tuple(_pool(problem, placement, job, request) for job in placement.jobs)
+    pools = tuple(_pool(problem, placement, job) for job in placement.jobs)
     stages = {stage: _resources(pool, request) for pool in pools for stage in pool.stages}
     flow = flow_of(request.config)
     last = flow.stages[flow.publishes].like
@@ -238,14 +242,12 @@ def _plan(request: Request, problem: Problem, placement: Placement) -> Plan:
     )
 
 
-def _pool(problem: Problem, placement: Placement, job: tuple[int, ...], request: Request) -> Pool:
-    """One job on whole nodes; otherwise a job for each device, which only generators can be."""
+def _pool(problem: Problem, placement: Placement, job: tuple[int, ...]) -> Pool:
+    """One job where it can be; otherwise one for each device, which only generators can be."""
     stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
     held = np.array(placement.gpus)[list(job)].sum(0)
     gpus = {kind.name: int(n) for kind, n in zip(problem.kinds, held, strict=True) if n}
-    (kind, count), *others = gpus.items()
-    per_node = request.devices[kind].per_node
-    if others or (count > per_node and count % per_node):
+    if not problem.is_job(held):
         return Pool(stages=stages, gpus=gpus, workers=sum(gpus.values()))
     if len(job) == 1:
         return Pool(stages=stages, gpus=gpus)

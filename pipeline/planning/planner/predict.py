@@ -160,8 +160,7 @@ class Predictor:
         for job in jobs(pools):
             if not problem.may_mix([s for p in job for s in pools[p]]):
                 own = np.sum([held[p] for p in job], axis=0)
-                broken = [kind.whole(n) != n for kind, n in zip(problem.kinds, own, strict=True)]
-                total = np.where(((own > 0).sum(0) > 1) | np.any(broken, 0), np.inf, total)
+                total = np.where(problem.is_job(own), total, np.inf)
         if problem.shared:
             total = np.where(problem.crowded(np.sum(list(held), axis=0)), np.inf, total)
         if problem.most_jobs:

@@ -41,6 +41,8 @@ class Kind:
     """GPUs of a node, where jobs have as many on each of their nodes; 0: any number is fine."""
     waits_s: tuple[tuple[int, float], ...] = ()
     """Numbers of nodes and the waits of jobs of so many, where those differ from ``wait_s``."""
+    job_gpus: int = 0
+    """GPUs of a job, at most; 0: all there are."""
 
     def waits(self, gpus: np.ndarray) -> np.ndarray:
         """The wait of jobs of so many GPUs, float64 like ``gpus``; 0 of none. What is known of the
@@ -55,6 +57,8 @@ class Kind:
 
     def whole(self, gpus: np.ndarray) -> np.ndarray:
         """How many of so many GPUs a job can have."""
+        if self.job_gpus:
+            gpus = np.minimum(gpus, self.job_gpus)
         if not self.per_node:
             return gpus
         return np.where(gpus <= self.per_node, gpus, gpus // self.per_node * self.per_node)
@@ -210,6 +214,12 @@ class Problem:
         """Whether a pool of these stages may hold several kinds, and any number of GPUs."""
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
 
+    def is_job(self, gpus: np.ndarray) -> np.ndarray:
+        """Whether GPUs of each kind ``[kinds, ...]`` can be those of one job: of one kind, on whole
+        nodes, no more than its jobs may have."""
+        whole = [kind.whole(n) == n for kind, n in zip(self.kinds, gpus, strict=True)]
+        return ((gpus > 0).sum(0) <= 1) & np.all(whole, axis=0)
+
     def crowded(self, held: np.ndarray) -> np.ndarray:
         """Where GPUs of each kind ``[kinds, ...]`` are more than those that share them have."""
         found = np.zeros(held.shape[1:], dtype=bool)
@@ -226,10 +236,8 @@ class Problem:
             own, count = [k for k, kind in enumerate(self.kinds) if kind.name in names], found * 0
             for job in jobs(pools):
                 gpus = np.sum([held[p] for p in job], axis=0)
-                whole = [kind.whole(n) == n for kind, n in zip(self.kinds, gpus, strict=True)]
-                single = ((gpus > 0).sum(0) <= 1) & np.all(whole, 0)
                 mine = gpus[own].sum(0)
-                count = count + np.where(single, mine > 0, mine)
+                count = count + np.where(self.is_job(gpus), mine > 0, mine)
             found |= count > most
         return found
 

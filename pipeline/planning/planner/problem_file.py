@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ class KindSection(Section):
     per_node: int = Field(default=0, ge=0)
     waits_s: dict[PositiveInt, Annotated[float, Field(ge=0)]] = {}
     """By number of nodes; ``wait_s`` where nothing is said."""
+    job_gpus: int = Field(default=0, ge=0)
 
     def kind(self, name: str) -> Kind:
         """As the planner has it."""
@@ -205,8 +206,14 @@ def read_problem(path: Path) -> tuple[Problem, Placement | None]:
         raise PlanError(f"{path}: {error}") from None
 
 
-def placement_of(problem: Problem, pools: Sequence[Pool], chunks: int) -> Placement:
+def placement_of(
+    problem: Problem, pools: Sequence[Pool], chunks: int, seldom: Collection[str] = ()
+) -> Placement:
     """The placement that the pools of a plan describe.
+
+    Args:
+        seldom: stages that are no part of every iteration, such as evaluations, and are left out;
+            so is a pool of these alone.
 
     Raises:
         PlanError: an unknown stage or kind, a stage that is in no pool or in two, or processes of a
@@ -217,7 +224,10 @@ def placement_of(problem: Problem, pools: Sequence[Pool], chunks: int) -> Placem
     placed = [stages.index(name) for pool in pools for name in pool.stages if name in stages]
     found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for i, pool in enumerate(pools):
-        for known, names, what in ((stages, pool.stages, "stage"), (kinds, pool.gpus, "kind")):
+        own = tuple(name for name in pool.stages if name not in seldom)
+        if not own:
+            continue
+        for known, names, what in ((stages, own, "stage"), (kinds, pool.gpus, "kind")):
             wrong: Any = next((name for name in names if name not in known), None)
             if wrong is not None:
                 raise PlanError(f"pools[{i}]: no {what} {wrong!r}{nearest(wrong, known)}")

@@ -81,6 +81,7 @@ def build(request: Request, named: Collection[str] = ()) -> tuple[Problem, Table
                 own.losses_per_hour,
                 own.per_node,
                 tuple(own.waits_s.items()) if len(set(own.waits_s.values())) > 1 else (),
+                own.job_devices if own.job_devices < own.count else 0,
             )
             for name, own in devices.items()
         ],
@@ -206,8 +207,10 @@ def _rates(work: Work, request: Request) -> RateTable:
         raise PlanError(work.refused(count) or "no number of devices that is there was measured")
     known = request.corrections.get((work.stage, work.devices.name), Correction())
     spread, rates = np.minimum(table.spread, known.spread), table.rates / known.working
-    # A pool is one job.
-    rates = np.where(counts <= work.devices.job_devices, rates, 0.0)
+    # A pool is one job, an elastic one a job for each device.
+    alone = work.stage == flow_of(request.config).elastic
+    of_job = np.minimum(counts, 1) if alone else counts
+    rates = np.where(of_job <= work.devices.job_devices, rates, 0.0)
     if not rates.any():
         raise PlanError(
             f"its jobs have at most {work.devices.job_devices} devices, and it runs on more alone "

@@ -44,14 +44,7 @@ def load(what: str, plan: Path | None) -> tuple[Problem, Placement]:
     if plan is not None:
         known = read_plan(plan)
         seldom = known.flow.table.keys() - known.flow.stages
-        # Evaluations and the like are no part of every iteration.
-        parts = [tuple(name for name in pool.stages if name not in seldom) for pool in known.pools]
-        own = [
-            pool.model_copy(update={"stages": stages})
-            for pool, stages in zip(known.pools, parts, strict=True)
-            if stages
-        ]
-        placement = placement_of(problem, own, known.chunks)
+        placement = placement_of(problem, known.pools, known.chunks, seldom)
     return problem, placement or solve(problem)[0].placement
 
 
