@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ from pydantic import Field
 from launchers.base import Job, Launcher
 from pipeline.driver import Outcome
 from pipeline.flow import Node
-from pipeline.needs import pool_needs, with_gpus, with_partition
+from pipeline.needs import Told, pool_needs, with_gpus, with_partition
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.channels.curve import INTERFACE, LOOPBACK
@@ -29,6 +29,8 @@ from stages.runner import StageCall
 if TYPE_CHECKING:
     from slurm.quotas import Quotas
 
+Jobs = dict[str, list[Resources]]
+"""By key of the plan, each with what it may ask for; several ways: any one of them is enough."""
 WAITS_S = 10.0
 """A job that waits longer than this is spoken of."""
 log = logging.getLogger("rlinf")
@@ -79,8 +81,11 @@ class ClusterConfig(Section):
         return self.interface or (None if self.launcher == "slurm" else LOOPBACK)
 
 
-def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
+def make_launcher(cluster: ClusterConfig, plan: Plan, driver: Resources | None = None) -> Launcher:
     """The launcher of the settings, after checking that it can run the plan.
+
+    Args:
+        driver: what the job asks for in which the driver runs; None: it is in none.
 
     Raises:
         PlanError: the plan asks for what the cluster does not have.
@@ -101,31 +106,39 @@ def make_launcher(cluster: ClusterConfig, plan: Plan) -> Launcher:
         from slurm.site import load_site
 
         load_site(cluster.site).check(partitions, cluster.site)
-    for key, needs in _jobs(plan, cluster):
-        check_resources(needs, partitions, key)
-    check_quotas(plan, cluster, quotas)
+    jobs = plan_jobs(plan, cluster)
+    for key, ways in jobs.items():
+        for needs in ways:
+            check_resources(needs, partitions, key)
+    check_quotas(plan, jobs, quotas, driver)
     check_together(plan, cluster)
     return SubmititLauncher(client, quotas)
 
 
-def check_quotas(plan: Plan, cluster: ClusterConfig, quotas: Quotas) -> None:
+def check_quotas(plan: Plan, jobs: Jobs, quotas: Quotas, driver: Resources | None = None) -> None:
     """See that accounting allows the jobs of a plan, each and those that run at the same time.
+
+    Args:
+        jobs: see :func:`plan_jobs`.
+        driver: as for :func:`make_launcher`; it runs beside all of them.
 
     Raises:
         PlanError: it does not; names the key of the plan and the limit.
     """
-    for key, needs in _jobs(plan, cluster):
-        quotas.check(needs, key)
-    quotas.check_together(pool_jobs(plan, cluster))
+    for key, ways in jobs.items():
+        for needs in ways:
+            quotas.check(needs, key)
+    beside = {} if driver is None else {"cluster.driver": [driver]}
+    for together in [jobs] if plan.pools else [{key: ways} for key, ways in jobs.items()]:
+        quotas.check_together({**beside, **together})
 
 
-def _jobs(plan: Plan, cluster: ClusterConfig) -> list[tuple[str, Resources]]:
-    """What each job asks for, by key of the plan."""
+def plan_jobs(plan: Plan, cluster: ClusterConfig) -> Jobs:
+    """What the jobs of a plan ask for; in pools no stage is a job of its own."""
     if plan.pools:
-        # In pools no stage is a job of its own.
-        return [(key, needs) for key, ways in pool_jobs(plan, cluster).items() for needs in ways]
+        return pool_jobs(plan, cluster)
     stages = plan.flow.table
-    return [(f"stages.{name}", resources(plan.of(name), cluster)) for name in stages]
+    return {f"stages.{name}": [resources(plan.of(name), cluster)] for name in stages}
 
 
 def settled(plan: Plan, cluster: ClusterConfig) -> Plan:
@@ -138,18 +151,22 @@ def settled(plan: Plan, cluster: ClusterConfig) -> Plan:
         return plan
     from slurm.client import SlurmClient
 
-    partitions = SlurmClient().partitions()
+    return settled_on(plan, SlurmClient().partitions())
+
+
+def settled_on(plan: Plan, partitions: Mapping[str, Told]) -> Plan:
+    """The same, of partitions that are known."""
     # The site file may say more of the default partition than of others.
     return with_gpus(plan, partitions) if plan.pools else with_partition(plan, partitions)
 
 
-def pool_jobs(plan: Plan, cluster: ClusterConfig) -> dict[str, list[Resources]]:
-    """What the jobs ask for that all run at the same time, by key of the plan.
+def pool_jobs(plan: Plan, cluster: ClusterConfig) -> Jobs:
+    """What the jobs ask for that all run at the same time.
 
     Components of a heterogeneous job are jobs to Slurm's limits. An elastic pool goes on with any
     one of its workers: those that ask for different things stand in its list.
     """
-    found: dict[str, list[Resources]] = {}
+    found: Jobs = {}
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):
             parts = pool_needs(plan, number, slot)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pipeline.plan import Plan, StagePlan, device
 from rlinf.channels.world import ALONE
 from rlinf.errors import PlanError
 
-if TYPE_CHECKING:
-    from slurm.client import Partition
-
 COUNT = re.compile(r"\*(\d+)")
 """In a constraint: of how many nodes a feature is asked."""
+
+
+class Told(Protocol):
+    """What is read of a partition, as Slurm tells it or an inventory has it."""
+
+    @property
+    def default(self) -> bool: ...
+    @property
+    def gpus(self) -> Mapping[str, int]: ...
 
 
 def pool_needs(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
@@ -203,7 +209,7 @@ def _named(held: Mapping[str, int]) -> str:
     return " and ".join(f"{count} {kind}" for kind, count in held.items())
 
 
-def with_gpus(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
+def with_gpus(plan: Plan, partitions: Mapping[str, Told]) -> Plan:
     """The plan, with a GPU for each process of pools that hold some and do not say how many.
 
     Args:
@@ -224,7 +230,7 @@ def with_gpus(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
     return plan if stages == plan.stages else plan.model_copy(update={"stages": stages})
 
 
-def with_partition(plan: Plan, partitions: Mapping[str, Partition]) -> Plan:
+def with_partition(plan: Plan, partitions: Mapping[str, Told]) -> Plan:
     """The plan, with the cluster's default partition for each stage that names none.
 
     Args:

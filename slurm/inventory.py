@@ -126,6 +126,12 @@ class PartitionInventory(Section):
         """All nodes."""
         return sum(group.count for group in self.groups)
 
+    @property
+    def gpus(self) -> dict[str, int]:
+        """The most GPUs of each type that a node has."""
+        having = sorted(self.groups, key=lambda group: group.gpus_per_node)
+        return {group.gpu_type: group.gpus_per_node for group in having if group.gpus_per_node}
+
 
 class QosLimits(Section):
     """A QOS. Limits are None, or absent from a table, where there is none."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from slurm.ids import own_id
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,30 @@ class Resources:
     def tasks(self) -> int:
         """Processes of the job."""
         return self.nodes * self.tasks_per_node
+
+
+def own_job(environment: Mapping[str, str] = os.environ) -> Resources | None:
+    """What the job asks for that this process runs in; None outside of jobs.
+
+    Variables: manual pages of sbatch and salloc, "OUTPUT ENVIRONMENT VARIABLES". A step of a job
+    may see fewer CPUs and GPUs than the job has.
+    """
+    if own_id(environment) is None:
+        return None
+
+    def number(name: str) -> int:
+        text = environment.get(name, "")
+        return int(text) if text.isdigit() else 0
+
+    return Resources(
+        partition=environment.get("SLURM_JOB_PARTITION"),
+        nodes=number("SLURM_JOB_NUM_NODES") or 1,
+        gpus_per_node=number("SLURM_GPUS_ON_NODE"),
+        cpus_per_task=number("SLURM_CPUS_ON_NODE") or 1,
+        mem_mb=number("SLURM_MEM_PER_NODE") or None,
+        account=environment.get("SLURM_JOB_ACCOUNT"),
+        qos=environment.get("SLURM_JOB_QOS"),
+    )
 
 
 class State(Enum):

@@ -16,9 +16,9 @@ from pathlib import Path
 from launchers.backlog import note, noted
 from launchers.base import Job
 from launchers.sbatch import sbatch_lasting
-from pipeline.launch import ClusterConfig, resources
+from pipeline.launch import ClusterConfig, check_quotas, plan_jobs, resources
 from pipeline.lock import LOCK, is_driven
-from pipeline.plan import StagePlan
+from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf import machine
 from rlinf.errors import PlanError, RlinfError, RunLockedError
@@ -44,30 +44,34 @@ def driver_job(run: Run, needs: Resources) -> Job:
     )
 
 
-def driver_needs(cluster: ClusterConfig, client: SlurmClient) -> Resources:
+def driver_needs(cluster: ClusterConfig, plan: Plan, client: SlurmClient) -> Resources:
     """What the job asks for.
 
     Raises:
-        PlanError: the cluster does not have it.
+        PlanError: the cluster does not have it, or accounting does not allow it beside the jobs of
+            the plan.
         SlurmError: Slurm is not there or does not answer.
     """
     asked, partitions = cluster.driver, client.partitions()
     # By its name, for what the site file says of it.
     partition = asked.partition or default_partition(partitions)
-    plan = StagePlan(
+    own = StagePlan(
         partition=partition,
         cpus=asked.cpus,
         mem_mb=asked.mem_mb,
         time_min=asked.time_min or _time_min(partition, partitions),
     )
-    needs = resources(plan, cluster)
+    needs = resources(own, cluster)
     mail = {} if asked.mail is None else {"mail-user": asked.mail, "mail-type": "END,FAIL"}
     needs = replace(needs, sbatch={**needs.sbatch, **mail})
+    quotas = read_quotas(client)
     try:
         check_resources(needs, partitions, "cluster.driver")
-        read_quotas(client).check(needs, "cluster.driver")
+        quotas.check(needs, "cluster.driver")
     except PlanError as error:
         raise PlanError(str(error).removeprefix("plan: ")) from None
+    if cluster.launcher == "slurm":
+        check_quotas(plan, plan_jobs(plan, cluster), quotas, needs)
     return needs
 
 

@@ -32,6 +32,7 @@ from rlinf.errors import (
     RunStopped,
     told_of_exhaustion,
 )
+from slurm.jobs import Resources, own_job
 from slurm.signals import StopFlag
 from stages.resident import Resident
 
@@ -49,13 +50,17 @@ def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
     """
     from pipeline.freeze import create_run  # it loads algorithms, as the checks do
 
-    config, plan = checked(values)
+    config, plan = checked(values, own_job())
     refuse_beside_job(Run(config.run.folder, config))
     return create_run(config, plan.dump(), choice)
 
 
-def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
+def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple[RunConfig, Plan]:
     """A composed configuration and its plan, after all checks; nothing is written.
+
+    Args:
+        driver: what the job asks for in which the driver will run; None: in none, or it is not
+            known yet.
 
     Raises:
         ConfigError, DataError, PlanError: they cannot be used.
@@ -81,7 +86,7 @@ def checked(values: Mapping[str, Any]) -> tuple[RunConfig, Plan]:
         pool_needs(plan, number)
     check_layouts(config, plan)
     if cluster.launcher != "inprocess":
-        make_launcher(cluster, plan).close()
+        make_launcher(cluster, plan, driver).close()
     return config, plan
 
 
@@ -204,7 +209,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -
             executor = InProcess(run, Resident(progress=console.progress), stop)
         else:
             plan = settled(Plan.read(run.folder), cluster)
-            launcher = make_launcher(cluster, plan)
+            launcher = make_launcher(cluster, plan, own_job())
             if plan.grain == "segment":
                 executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
             else:

@@ -47,7 +47,7 @@ def submit(
     """
     run, plan = _found(words)
     cluster = _cluster(run, driver)
-    needs = driver_needs(cluster, SlurmClient())
+    needs = driver_needs(cluster, plan, SlurmClient())
     refuse_driven(run)
     if is_folder(words):
         with run.driven():
@@ -78,7 +78,8 @@ def dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]
         )
     scripts = {}
     if driver is not None:
-        scripts["driver"] = lasting_script(driver_job(run, driver_needs(cluster, SlurmClient())))
+        needs = driver_needs(cluster, plan, SlurmClient())
+        scripts["driver"] = lasting_script(driver_job(run, needs))
     if cluster.launcher == "slurm":
         jobs = _pools(run, plan, cluster) if plan.pools else _stages(run, plan, cluster)
         scripts |= {name: script(parts) for name, parts in jobs}

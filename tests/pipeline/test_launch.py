@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.commands.driver_job import driver_needs
+from pipeline.commands.experiment import prepare
 from pipeline.launch import ClusterConfig, make_launcher, pool_jobs, resources, settled
 from pipeline.plan import Plan, parse_plan
 from rlinf.errors import PlanError
@@ -23,6 +24,7 @@ SINFO = (
 )
 RULES = "AllowAccounts=ALL AllowQos=ALL QoS=N/A MaxTime=UNLIMITED State=UP"
 CLUSTER = ClusterConfig(launcher="slurm")
+Compose = Callable[..., dict[str, Any]]
 
 
 class Answers:
@@ -106,6 +108,41 @@ def test_one_worker_of_an_elastic_pool_is_enough(answers: Answers) -> None:
         make_launcher(CLUSTER, plan)
 
 
+TWO = pools(
+    {"stages": ["rollout"], "gpus": {"gpu:a100": 1}}, {"stages": REST, "gpus": {"h100": 1}}, gpus=1
+)
+
+
+def test_a_driver_in_a_job_takes_a_place_beside_the_pools(
+    answers: Answers, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers.associations = "dev|team||normal||2||||normal"
+    with checked(TWO):
+        pass
+    words = (
+        r"cluster\.driver and pools\[0\] and pools\[1\]: .* 3 jobs in all, account team allows 2"
+    )
+    with pytest.raises(PlanError, match=words):
+        driver_needs(CLUSTER, TWO, SlurmClient())
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    with pytest.raises(PlanError, match=words):
+        prepare({**compose("cluster=slurm"), "plan": TWO.dump()})
+    monkeypatch.setenv("SLURM_JOB_ACCOUNT", "other")
+    prepare({**compose("cluster=slurm"), "plan": TWO.dump()})
+    answers.associations = "dev|team||normal||3||||normal"
+    driver_needs(CLUSTER, TWO, SlurmClient())
+
+
+def test_a_driver_in_a_job_takes_its_part_beside_each_stage(answers: Answers) -> None:
+    plan = parse_plan({"stages": {"train": {"cpus": 2}}}, "plan")
+    answers.qos = "normal|0|||||cpu=2|||"
+    with checked(plan):
+        pass
+    with pytest.raises(PlanError, match=r"cluster\.driver and stages\.train: .* 3 cpus in all"):
+        driver_needs(CLUSTER, plan, SlurmClient())
+    driver_needs(ClusterConfig(launcher="local"), plan, SlurmClient())
+
+
 def test_the_default_partition_has_its_own_settings_of_the_site(
     answers: Answers, tmp_path: Path
 ) -> None:
@@ -126,7 +163,7 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
         assert needs.setup == (("module load cuda",) if qos else ())
     assert plan.of("train").cpus == 2
     assert settled(plan, cluster) == plan, "as a resumed run has it"
-    needs = driver_needs(cluster, SlurmClient())
+    needs = driver_needs(cluster, plan, SlurmClient())
     assert (needs.partition, needs.qos) == ("cpu", "long")
 
 
@@ -138,7 +175,7 @@ def test_a_driver_has_the_time_of_its_own_partition(
     monkeypatch.setattr(f"{__name__}.SINFO", short)
     for partition, minutes in ((None, 30), ("gpu", 24 * 60), ("gpu,cpu", 30)):
         cluster = ClusterConfig(launcher="slurm", driver={"partition": partition})  # type: ignore[arg-type]
-        assert driver_needs(cluster, SlurmClient()).time_min == minutes
+        assert driver_needs(cluster, parse_plan({}, "plan"), SlurmClient()).time_min == minutes
 
 
 def test_a_plan_names_no_partition_where_no_site_speaks_of_any(answers: Answers) -> None:

@@ -116,7 +116,12 @@ class Devices:
 
 
 def devices_of(
-    inventory: Inventory, site: Site, profile: Profile, partitions: Collection[str] = ()
+    inventory: Inventory,
+    site: Site,
+    profile: Profile,
+    partitions: Collection[str] = (),
+    *,
+    given: bool = False,
 ) -> tuple[dict[str, Devices], tuple[str, ...]]:
     """The devices to plan with, by kind, and notes on those that are left out.
 
@@ -124,6 +129,8 @@ def devices_of(
 
     Args:
         partitions: use these alone (partitions or kinds); all that were measured by default.
+        given: for a plan by hand, which may ask for less with a device than the planner would: with
+            those whose allowance is of 0 devices.
 
     Raises:
         PlanError: one of them is unknown or was not measured, or nothing of this cluster was.
@@ -137,7 +144,7 @@ def devices_of(
         if partitions and not {name, kind.partition} & set(partitions):
             continue
         allowed = allowance(quotas, site, kind)
-        if allowed.devices == 0:
+        if allowed.devices == 0 and not given:
             closed[name] = allowed.refused
             continue
         measured = _measured(kind, profile)

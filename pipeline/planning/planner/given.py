@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.planner.devices import Devices
@@ -31,11 +32,9 @@ def option_of(
     asked, at = plan.of(stage), f"{where}: stages.{stage}"
     chosen = _devices(asked, devices, at)
     nodes = _nodes(asked, chosen, at)
-    for own, count in zip(chosen, nodes, strict=True):
-        if why := own.allowance.why_not(asked, f"{where}: stages.{stage}"):
-            raise PlanError(why)
-        if count > own.kind.nodes:
-            raise PlanError(f"{at}.nodes: {count} asked of {own.name}, which has {own.kind.nodes}")
+    for own, mine in zip(chosen, nodes, strict=True):
+        if mine > own.kind.nodes:
+            raise PlanError(f"{at}.nodes: {mine} asked of {own.name}, which has {own.kind.nodes}")
         if own.most_nodes is not None and sum(nodes) > own.most_nodes:
             raise PlanError(
                 f"{at}.nodes: {sum(nodes)} asked of {own.name}, where a job has at most "
@@ -46,14 +45,14 @@ def option_of(
                 f"{at}.processes: {asked.processes} a node, nodes of {own.name} have "
                 f"{own.per_node} devices"
             )
+    count = sum(nodes) * asked.processes
+    chosen = tuple(replace(o, allowance=o.allowance.of_job(asked, count)) for o in chosen)
     works = [Work(own, stage, flow_of(config).table[stage], profile) for own in chosen]
     for work in works:
         _check_memory(work, asked, at)
     most = work_items(stage, config)
-    if sum(nodes) * asked.processes > most:
-        raise PlanError(
-            f"{at}.processes: {sum(nodes) * asked.processes} in all, there is work for {most}"
-        )
+    if count > most:
+        raise PlanError(f"{at}.processes: {count} in all, there is work for {most}")
     if len(works) == 1:
         option = alone(works[0], nodes[0], asked.processes)
     else:
@@ -68,8 +67,7 @@ def option_of(
 
 
 def _devices(asked: StagePlan, devices: Mapping[str, Devices], at: str) -> tuple[Devices, ...]:
-    default = next(iter(devices.values())).allowance.quotas.default_partition if devices else ""
-    partition = asked.partition or default
+    partition = asked.partition or ""
     mine = [own for own in devices.values() if own.kind.partition == partition]
     if asked.partition is None and not mine:
         raise PlanError(f"{at}.partition: not given; one of {', '.join(devices)}")

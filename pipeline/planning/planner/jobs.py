@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from pipeline.plan import Forecast, Plan, StagePlan
 from pipeline.planning.planner import stagewise
@@ -12,6 +13,7 @@ from pipeline.planning.planner.options import Option
 from pipeline.planning.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.work import interval
+from rlinf.errors import PlanError
 from stages.flow import Flow, flow_of
 
 
@@ -37,17 +39,20 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
     Raises:
         PlanError: it cannot be; names the key and the limit.
     """
-    request.check(plan)
-    goal, after = request.goal(), request.after()
+    plan = request.check(plan)
+    goal, after, priced = request.goal(), request.after(), request.judging().priced()
     chosen = [
-        option_of(stage, plan, request.priced(), request.profile, request.config, where).corrected(
+        option_of(stage, plan, priced, request.profile, request.config, where).corrected(
             request.corrections
         )
         for stage in after
     ]
     own = stagewise.choose({o.stage: [o] for o in chosen}, after, goal, 0)[0]
-    better = stagewise.choose(request.options(), after, goal, 0)[0]
-    others = [better] if better.cost < own.cost / stagewise.NOTABLE else []
+    request = request.planning()
+    better: list[stagewise.Choice] = []
+    with suppress(PlanError):  # as the planner would ask for them no jobs may run
+        better = stagewise.choose(request.options(), after, goal, 0)
+    others = [other for other in better if other.cost < own.cost / stagewise.NOTABLE]
     return _proposal(request, plan, own, others, what_ifs)
 
 

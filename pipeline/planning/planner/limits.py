@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pipeline.launch import numbers
-from pipeline.plan import StagePlan
+from pipeline.launch import ClusterConfig, check_quotas, numbers, plan_jobs, settled_on
+from pipeline.plan import Plan, StagePlan
 from pipeline.planning.planner.asked import of_devices
 from pipeline.planning.profile.kinds import Kind
 from rlinf.errors import PlanError
+from slurm.inventory import Inventory
 from slurm.jobs import Resources
-from slurm.quotas import Quotas, Shared
+from slurm.quotas import Quotas, Shared, quotas_of
 from slurm.site import Site
 
 
@@ -60,8 +61,30 @@ class Allowance:
             shared,
         )
 
+    def unlimited(self) -> Allowance:
+        """The same without what it comes to in jobs as the planner asks for them; minutes do not
+        depend on that."""
+        return replace(self, devices=None, refused="", together={})
+
+    def of_job(self, needs: StagePlan, devices: int) -> Allowance:
+        """The same, with how much of what jobs have together a device of a given job takes."""
+        (shared,) = self.quotas.shared(self._resources(needs))
+        each = {limit: n if limit.key == "jobs" else n // devices for limit, n in shared.items()}
+        return replace(self, together=each)
+
     def _resources(self, needs: StagePlan) -> Resources:
         return numbers(needs, account=self.account, qos=self.qos)
+
+
+def admitted(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:
+    """A plan with what the cluster tells of it, as ``rlinf run`` has it, if accounting allows it.
+
+    Raises:
+        PlanError: it does not; names the key of the plan and the limit.
+    """
+    plan = settled_on(plan, inventory.partitions)
+    check_quotas(plan, plan_jobs(plan, cluster), quotas_of(inventory))
+    return plan
 
 
 def allowance(quotas: Quotas, site: Site, kind: Kind) -> Allowance:

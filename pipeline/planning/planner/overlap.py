@@ -38,16 +38,19 @@ def limits_of(devices: Mapping[str, Devices]) -> list[str]:
 
 def few_jobs(devices: Mapping[str, Devices]) -> Crowds:
     """Kinds whose jobs a limit of accounting counts together, and how many it lets run at once,
-    where that is less than a job for each device."""
+    where that is less than a job for each device.
+
+    Of two and more one place is left to the driver, which ``rlinf submit`` makes a job too.
+    """
     found: dict[Shared, list[str]] = {}
     for name, own in devices.items():
         for shared in own.allowance.together:
             if shared.key == "jobs":
                 found.setdefault(shared, []).append(name)
     return tuple(
-        (tuple(names), shared.most)
+        (tuple(names), max(1, shared.most - 1))
         for shared, names in found.items()
-        if shared.most < sum(devices[name].count for name in names)
+        if shared.most - 1 < sum(devices[name].count for name in names)
     )
 
 

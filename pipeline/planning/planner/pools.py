@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +17,14 @@ from pipeline.planning.planner.overlap import limits_of
 from pipeline.planning.planner.predict import Prediction, Predictor
 from pipeline.planning.planner.problem import Placement, Problem, homes
 from pipeline.planning.planner.problem_file import dump_problem, placement_of
-from pipeline.planning.planner.proposal import Alternative, Proposal, Row, forecasts, what_if_bars
+from pipeline.planning.planner.proposal import (
+    Alternative,
+    Proposal,
+    Row,
+    WhatIf,
+    forecasts,
+    what_if_bars,
+)
 from pipeline.planning.planner.request import Request
 from pipeline.planning.planner.search import Solution, by_job, solve
 from pipeline.planning.planner.segments import Tables, build
@@ -38,7 +47,9 @@ def propose_pools(request: Request, what_ifs: Sequence[str] = ()) -> Proposal:
     best, *others = _solve(request, problem, 1 + ALTERNATIVES)
     plan = _plan(request, problem, best.placement)
     request.check(plan)
-    return _proposal(request, problem, tables, plan, best, others, what_ifs)
+    worse = tuple(_alternative(problem, best, other) for other in others)
+    bars = what_if_bars(request, what_ifs, _best)
+    return _proposal(request, problem, tables, plan, best, worse, bars)
 
 
 def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = ()) -> Proposal:
@@ -50,17 +61,24 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
     Raises:
         PlanError: it cannot be; names the key and the limit.
     """
-    request.check(plan)
-    problem, tables = build(request, [kind for pool in plan.pools for kind in pool.gpus])
+    plan = request.check(plan)
+    judging, planning = request.judging(), request.planning()
+    problem, tables = build(judging, [kind for pool in plan.pools for kind in pool.gpus])
     placement = _placement(problem, plan, where)
     predicted = Predictor(problem).one(placement)
     held = by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
     total = np.array([float(predicted.total_s)])
     cost = float(request.goal().cost(problem, total, held)[0])
-    better = _solve(request, problem)[0]
-    own = Solution(placement, predicted, cost, better.bound, better.exact and cost <= better.cost)
-    others = [better] if better.cost < own.cost / NOTABLE else []
-    return _proposal(request, problem, tables, plan, own, others, what_ifs)
+    own, better = Solution(placement, predicted, cost, cost, True), list[Alternative]()
+    with suppress(PlanError):  # as the planner would ask for them no jobs may run
+        among, _ = build(planning)
+        best = _solve(planning, among)[0]
+        exact = best.exact and cost <= best.cost
+        own = replace(own, bound=min(cost, best.bound), exact=exact)
+        if best.cost < cost / NOTABLE:
+            better.append(_alternative(among, own, best))
+    bars = what_if_bars(planning, what_ifs, _best)
+    return _proposal(judging, problem, tables, plan, own, better, bars)
 
 
 def _solve(request: Request, problem: Problem, alternatives: int = 1) -> list[Solution]:
@@ -106,7 +124,7 @@ def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
         if asked > most:
             raise PlanError(
                 f"{where}: pools: {asked} {' and '.join(together)} asked, which have {most} "
-                "together (they share nodes, or a limit of accounting)"
+                "together (they share nodes)"
             )
     predictor = Predictor(problem)
     for job in placement.jobs:
@@ -133,8 +151,8 @@ def _proposal(
     tables: Tables,
     plan: Plan,
     best: Solution,
-    others: Sequence[Solution],
-    what_ifs: Sequence[str],
+    others: Sequence[Alternative],
+    what_ifs: Sequence[WhatIf],
 ) -> Proposal:
     expected = expect(problem, best.placement, tables)
     rows = _rows(problem, best, tables)
@@ -159,8 +177,8 @@ def _proposal(
         unit=request.goal().unit,
         bound=best.bound,
         exact=best.exact,
-        alternatives=tuple(_alternative(problem, best, other) for other in others),
-        what_ifs=tuple(what_if_bars(request, what_ifs, _best)),
+        alternatives=tuple(others),
+        what_ifs=tuple(what_ifs),
         notes=(*request.notes, *_notes(expected, tables)),
     )
 

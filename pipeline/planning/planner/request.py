@@ -32,17 +32,32 @@ class Request:
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
     """By stage and kind."""
     sources: Sources | None = None
-    door: Callable[[Plan], None] | None = None
-    """What a plan must pass before it is run; None: nothing."""
+    door: Callable[[Plan], Plan] | None = None
+    """What a plan must pass before it is run, and what is then run; None: nothing."""
 
-    def check(self, plan: Plan) -> None:
-        """See that a plan may be run.
+    def check(self, plan: Plan) -> Plan:
+        """See that a plan may be run; returns it with what the cluster tells.
 
         Raises:
             PlanError: accounting does not allow its jobs; names the limit.
         """
-        if self.door is not None:
-            self.door(parse_plan(plan.dump(), "plan", flow_of(self.config)))
+        if self.door is None:
+            return plan
+        return self.door(parse_plan(plan.dump(), "plan", flow_of(self.config)))
+
+    def planning(self) -> Request:
+        """The same, for the planner's own plans: without what is closed to them."""
+        found = {n: own for n, own in self.devices.items() if own.allowance.devices != 0}
+        return replace(self, devices=found)
+
+    def judging(self) -> Request:
+        """The same, for a plan that is given: limits of accounting count by its own numbers, not by
+        what the planner would ask for."""
+        found = {
+            name: replace(own, allowance=own.allowance.unlimited())
+            for name, own in self.devices.items()
+        }
+        return replace(self, devices=found)
 
     def goal(self) -> Objective:
         """The objective.

@@ -16,9 +16,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipeline.inventory import obtain
-from pipeline.launch import ClusterConfig, check_quotas
+from pipeline.launch import ClusterConfig
 from pipeline.plan import Grain, Plan, Sources, read_plan
 from pipeline.planning.planner.devices import devices_of, local_devices, with_floors
+from pipeline.planning.planner.limits import admitted
 from pipeline.planning.planner.options import Correction
 from pipeline.planning.planner.page import page
 from pipeline.planning.planner.proposal import Proposal
@@ -35,7 +36,6 @@ from pipeline.terminal import terminal
 from rlinf.artifacts import save_text
 from rlinf.config import RunConfig, validate
 from rlinf.errors import DataError, PlanError
-from slurm.quotas import quotas_of
 from slurm.site import Site, load_site
 from stages.flow import flow_of
 from stages.layout import PLAN
@@ -47,9 +47,17 @@ UNMEASURED = (
 
 
 def request(
-    config: RunConfig, sources: Sources, objective: str = "time", grain: Grain = "stage"
+    config: RunConfig,
+    sources: Sources,
+    objective: str = "time",
+    grain: Grain = "stage",
+    *,
+    given: bool = False,
 ) -> Request:
     """Gather what the planner needs.
+
+    Args:
+        given: to assess a plan by hand.
 
     Raises:
         PlanError: a file is missing or wrong, or the profile is of another run.
@@ -68,10 +76,10 @@ def request(
         known, inventory = load_site(site) if site else Site(), obtain(saved, site)
         if profile is None:
             profile, notes = estimated(config, inventory, known), (UNMEASURED,)
-        devices, more = devices_of(inventory, known, profile, sources.partitions)
+        devices, more = devices_of(inventory, known, profile, sources.partitions, given=given)
         notes += more
-        jobs, quotas = cluster.model_copy(update={"site": site}), quotas_of(inventory)
-        door = partial(check_quotas, cluster=jobs, quotas=quotas)
+        sited = cluster.model_copy(update={"site": site})
+        door = partial(admitted, cluster=sited, inventory=inventory)
         if not profile.estimated:
             # Without data sheets, or of another sort of model, measurements alone say what fits.
             with suppress(PlanError, DataError):
@@ -248,7 +256,7 @@ def make(
     grain: Grain = "stage",
 ) -> None:
     """``rlinf plan``: plan, print, write; or assess a given plan, which is left as it is."""
-    asked = request(config, sources, objective, grain)
+    asked = request(config, sources, objective, grain, given=given is not None)
     if given is not None:
         show(assess(asked, read_plan(given, flow_of(config)), str(given), what_ifs))
         return

@@ -3,20 +3,27 @@ accounting allows each of them and all together."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from pipeline.launch import ClusterConfig, check_quotas
-from pipeline.plan import Plan, StagePlan
+from pipeline.launch import ClusterConfig
+from pipeline.plan import Plan, Sources, StagePlan, parse_plan
 from pipeline.planning.planner.devices import devices_of, with_counts
+from pipeline.planning.planner.limits import admitted
+from pipeline.planning.planner.objective import IterationTime
 from pipeline.planning.planner.propose import assess, propose
 from pipeline.planning.planner.request import Request
+from pipeline.planning.planner.show import make, request
+from pipeline.planning.planner.stagewise import choose
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError
 from slurm.inventory import Association, Inventory, Limits, QosLimits
-from slurm.quotas import quotas_of
-from slurm.site import PartitionSite, Site
+from slurm.site import PartitionSite, Site, load_site
 from tests.pipeline.planning.planner import clusters
 from tests.pipeline.planning.planner.test_overlap import GRAINS, Grain, config
 
@@ -36,11 +43,19 @@ def inventory(
     return whole.model_copy(update=update)
 
 
-def ask(config: RunConfig, there: Inventory, grain: Grain, site: Site | None = None) -> Request:
+def ask(
+    config: RunConfig,
+    there: Inventory,
+    grain: Grain,
+    site: Path | None = None,
+    *,
+    given: bool = False,
+) -> Request:
     """With the door of ``rlinf run``."""
     profile = clusters.profile(config, *there.partitions)
-    found, notes = devices_of(there, site or Site(), profile)
-    door = partial(check_quotas, cluster=ClusterConfig(), quotas=quotas_of(there))
+    known = load_site(site) if site else Site()
+    found, notes = devices_of(there, known, profile, given=given)
+    door = partial(admitted, cluster=ClusterConfig(site=site), inventory=there)
     return Request(config, profile, found, grain=grain, notes=notes, door=door)
 
 
@@ -129,6 +144,10 @@ def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
     proposal = propose(asked)
     assert len(proposal.plan.pools) == 1
     assert proposal.plan.pools[0].workers is None
+    # The driver may be a job too.
+    for jobs in (2, 3):
+        asked = ask(config, inventory(None, ME.model_copy(update={"max_jobs": jobs})), "segment")
+        assert len(propose(asked).plan.pools) <= jobs - 1
     # A limit that holds for one partition alone.
     own = own.model_copy(update={"partition": "h100"})
     general = ME.model_copy(update={"default_qos": "small"})
@@ -184,7 +203,8 @@ def test_more_nodes_do_not_lift_a_limit(config: RunConfig) -> None:
     assert with_counts(asked.devices, {"h100": 16})["h100"].count == 3
 
 
-def test_a_worse_name_of_nodes_is_used_where_the_better_one_allows_less(config: RunConfig) -> None:
+def with_spot() -> Inventory:
+    """H100s of which a user has one at a time, and under another name, preempted, any number."""
     whole = inventory(QosLimits(max_tres_per_user={"gres/gpu": 1}))
     nodes = whole.partitions["h100"]
     parts = {
@@ -201,9 +221,12 @@ def test_a_worse_name_of_nodes_is_used_where_the_better_one_allows_less(config: 
             "free": QosLimits(),
         },
     )
-    there = whole.model_copy(update={"partitions": parts, "limits": limits})
+    return whole.model_copy(update={"partitions": parts, "limits": limits})
+
+
+def test_a_worse_name_of_nodes_is_used_where_the_better_one_allows_less(config: RunConfig) -> None:
     profile = clusters.profile(config, "h100")
-    found, _ = devices_of(there, Site(), profile)
+    found, _ = devices_of(with_spot(), Site(), profile)
     assert found["spot"].same_as == "h100"
     for grain in ("stage", "segment"):
         plan = propose(Request(config, profile, found, grain=grain)).plan
@@ -213,6 +236,25 @@ def test_a_worse_name_of_nodes_is_used_where_the_better_one_allows_less(config: 
             stage.partition == "spot" or stage.nodes * stage.gpus <= 1
             for stage in plan.stages.values()
         )
+
+
+def test_what_a_user_may_have_of_one_name_is_no_limit_of_the_other(config: RunConfig) -> None:
+    profile = clusters.profile(config, "h100")
+    found, _ = devices_of(with_spot(), Site(), profile)
+    options = Request(config, profile, found).options()
+
+    def waits(first: int, *names: str) -> bool:
+        """Whether a stage on one device waits for another beside it."""
+        sizes = zip(("inference", "train"), names, (first, 1), strict=True)
+        chosen = {
+            stage: [o for o in options[stage] if o.place == name and o.count == count]
+            for stage, name, count in sizes
+        }
+        return bool(choose(chosen, {"inference": (), "train": ()}, IterationTime(), 0)[0].waiting)
+
+    assert not waits(2, "spot", "h100")
+    assert waits(4, "spot", "h100"), "there are four"
+    assert waits(1, "h100", "h100")
 
 
 def test_cpus_of_stages_without_a_gpu_are_counted(config: RunConfig) -> None:
@@ -229,3 +271,121 @@ def test_a_plan_by_hand_that_names_no_partition_is_of_the_default_one(config: Ru
     assert {row.place for row in found.rows} == {"h100"}
     with pytest.raises(PlanError, match=r"stages\.\w+\.partition: not given; one of a100, h100"):
         assess(ask(config, inventory(), "stage"), by_hand, "plan.yaml")
+
+
+TRAIN = {"gpu_type": "h100", "processes": 2, "gpus": 2}
+EVERY = ["rollout", "reward", "inference", "train"]
+
+
+def by_hand(grain: Grain, cpus: int, partition: str | None = "h100") -> Plan:
+    """On two H100s."""
+    if grain == "stage":
+        train = {**TRAIN, "cpus": cpus, "partition": partition}
+        return parse_plan(
+            {"defaults": {"partition": partition}, "stages": {"train": train}}, "plan"
+        )
+    pool = {"stages": EVERY, "gpus": {"h100": 2}}
+    defaults = {"processes": 2, "cpus": cpus}
+    return parse_plan({"grain": grain, "defaults": defaults, "pools": [pool]}, "plan")
+
+
+@GRAINS
+@pytest.mark.parametrize("most", [4, 3])
+def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
+    config: RunConfig, grain: Grain, most: int
+) -> None:
+    """It asks for four with each GPU: one GPU, or none."""
+    tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100")
+    asked = ask(config, tight, grain, given=True)
+    found = assess(asked, by_hand(grain, 1), "plan.yaml")
+    free = ask(config, inventory(None, ME, "h100"), grain)
+    expected = assess(free, by_hand(grain, 1), "plan.yaml").forecast
+    assert found.forecast.iteration_s == expected.iteration_s
+    assert found.bound <= found.forecast.cost
+    with pytest.raises(PlanError, match=rf"8 asked in all, QOS small allows .* {most} \(cpu\)"):
+        assess(asked, by_hand(grain, 4), "plan.yaml")
+
+
+def test_stages_of_a_plan_by_hand_wait_for_what_they_ask_for(config: RunConfig) -> None:
+    plan = parse_plan({"defaults": {"partition": "cpu", "cpus": 2}}, "plan")
+
+    def seconds(most: int) -> float:
+        tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100", "cpu")
+        return assess(ask(config, tight, "stage"), plan, "plan.yaml").forecast.iteration_s
+
+    assert seconds(3) > seconds(4)
+
+
+def test_a_plan_by_hand_is_checked_where_the_planner_finds_no_room(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inventory(QosLimits(max_tres_per_user={"cpu": 3}), ME, "h100").save(tmp_path / "there.json")
+    clusters.profile(config, "h100").save(tmp_path / "profile.json")
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(by_hand("stage", 1).dump()))
+    names = (str(tmp_path / name) for name in ("profile.json", "there.json"))
+    sources = Sources(**dict(zip(("profile", "inventory"), names, strict=True)))
+    with pytest.raises(PlanError, match="jobs of yours do not run there"):
+        request(config, sources)
+    make(config, sources, tmp_path / "out.yaml", "time", (), tmp_path / "plan.yaml")
+    assert "no plan is better" in " ".join(capsys.readouterr().out.split())
+
+
+@GRAINS
+def test_the_default_partition_has_its_own_settings_of_the_site(
+    config: RunConfig, grain: Grain, tmp_path: Path
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("partitions: {h100: {qos: long}}\n")
+    limits = {"small": QosLimits(max_wall_min=20), "long": QosLimits(max_wall_min=50)}
+    me = ME.model_copy(update={"qos": (*limits,), "default_qos": "small"})
+    there = inventory(None, me, "h100", default=True)
+    there = there.model_copy(update={"limits": Limits(associations=(me,), qos=limits)})
+    asked = ask(config, there, grain, site)
+    for minutes, allowed in ((50, True), (51, False)):
+        plan = by_hand(grain, 1, None)
+        defaults = plan.defaults.model_copy(update={"time_min": minutes})
+        plan = plan.model_copy(update={"defaults": defaults})
+        if allowed:
+            assert assess(asked, plan, "plan.yaml").forecast.iteration_s > 0
+        else:
+            with pytest.raises(PlanError, match="51 minutes asked, QOS long allows 50"):
+                assess(asked, plan, "plan.yaml")
+
+
+def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
+    config: RunConfig,
+) -> None:
+    tight = inventory(QosLimits(max_tres_per_user={"gres/gpu": 1}), ME, "h100")
+    with pytest.raises(PlanError, match="2 asked in all, QOS small allows all jobs together 1"):
+        assess(ask(config, tight, "segment"), by_hand("segment", 1), "plan.yaml")
+
+
+def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) -> None:
+    asked = ask(config, inventory(max_nodes_per_job=1), "segment")
+    rest = {"stages": EVERY[1:], "gpus": {"a100": 2}}
+    stages = {"rollout": {"processes": 1, "gpus": 1}, "train": {"processes": 2, "gpus": 2}}
+
+    def given(**keys: Any) -> Plan:
+        elastic = {"stages": ["rollout"], "gpus": {"h100": 4}, **keys}
+        values = {"grain": "segment", "stages": stages, "pools": [elastic, rest]}
+        return parse_plan(values, "plan")
+
+    found = assess(asked, given(workers=4), "plan.yaml")
+    assert found.forecast.stages["rollout"].parts_s["work"] < 40 / 2 / 2
+    with pytest.raises(PlanError, match=r"pools\[0\]\.gpus: 4 h100 asked, .* at most 2"):
+        assess(asked, given(), "plan.yaml")
+    pins = {"rollout": frozenset({"h100"}), **dict.fromkeys(EVERY[1:], frozenset({"a100"}))}
+    plan = propose(replace(asked, pins=pins)).plan
+    (pool,) = [pool for pool in plan.pools if "rollout" in pool.stages]
+    assert (pool.gpus, pool.workers) == ({"h100": 4}, 4)
+
+
+def test_the_limit_is_named_where_other_sizes_are_merely_unknown(config: RunConfig) -> None:
+    there = inventory(QosLimits(max_tres_per_job={"gres/gpu": 1}), ME, "h100")
+    asked = ask(config, there, "stage")
+    own = asked.devices["h100"]
+    points = [p for p in own.profile.points if p.stage != "train" or p.processes == 2]
+    few = own.profile.model_copy(update={"points": tuple(p for p in points if p.samples == 32)})
+    asked = replace(asked, devices={"h100": replace(own, profile=few)})
+    with pytest.raises(PlanError, match=r"stage 'train' fits nowhere: h100: .*QOS small allows"):
+        asked.options()
