@@ -146,7 +146,10 @@ class Predictor:
             end = np.maximum(begin + time, last + time / chunks)
             ahead: float | Array = 1 / chunks
             if stages[group[0]].lead and not shared:
-                ahead = stages[group[0]].ahead(chunks, on[home[group[0]]][0].sum(0))
+                most, own = on[home[group[0]]]
+                # Fewer GPUs may be ready with their first part earlier; none before its share.
+                settled = (most == own).all(0)
+                ahead = np.where(settled, stages[group[0]].ahead(chunks, own.sum(0)), ahead)
             ready = begin + work * ahead + more / chunks
             for member in group:
                 start[member], finish[member], first[member] = begin, end, ready
