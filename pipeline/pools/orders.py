@@ -15,6 +15,7 @@ from pipeline.pools.leases import Member, PoolState
 from pipeline.pools.routes import tree
 from pipeline.run import Run
 from rlinf.channels.world import ALONE, ParallelLayout, World
+from rlinf.data.left_open import OPEN
 from rlinf.data.record import LARGE_BYTES
 from rlinf.envs import environments
 from stages.flow import WEIGHTS
@@ -150,6 +151,10 @@ class Orders:
                 continue
             live: dict[str, Node] = {}
             for name, source in self._graph.inputs(node).items():
+                if name == OPEN:
+                    # It is read from disk. To hold the rollout before would keep its trajectories
+                    # in memory until this one has ended.
+                    continue
                 here = source in member.given or source in pool.waiting
                 if (
                     name in self._flow.streams
