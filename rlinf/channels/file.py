@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
@@ -31,6 +31,9 @@ from rlinf.data.record import Identity, Record, Scalar
 SCHEMA, WITH_ROWS = 1, 2
 """Of a file; the second has some of its columns in a file beside it."""
 PART_BYTES = 256 << 20
+OPEN_PARTS = 64
+"""So many stay open while they are put in order: a process may often have no more than 1024."""
+T = TypeVar("T")
 
 
 class FileWriter(Sink):
@@ -44,8 +47,7 @@ class FileWriter(Sink):
 
     def __init__(self, folder: Path, name: str, rank: int = 0) -> None:
         self._folder, self._name, self._rank = folder, name, rank
-        self._records: list[Record] = []
-        self._bytes = 0
+        self._part = _Part[Record]()
         self._parts: list[list[_Place]] = []
         """What was written, in the order in which it lies there."""
         self._closed = False
@@ -54,45 +56,56 @@ class FileWriter(Sink):
     def put(self, record: Record) -> None:
         if self._closed:
             raise ChannelClosed("put on a closed channel")
-        self._records.append(record)
+        self._part.add(record, _size(record))
         self.count += 1
-        self._bytes += _size(record)
-        if self._bytes >= PART_BYTES:
+        if self._part.full:
             self._flush()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._records or not self._parts:
+        if self._part.items or not self._parts:
             self._flush()
         parts = list(_cut(sorted(place for part in self._parts for place in part)))
         if len(self._parts) > 1 and parts != self._parts:
             self._sort(parts)
 
     def _flush(self) -> None:
-        records, number = sorted(self._records, key=lambda r: r.identity), len(self._parts)
+        records, number = sorted(self._part.items, key=lambda r: r.identity), len(self._parts)
         write_records(self._path(number), records)
         places = (_Place(r.identity, number, i, _size(r)) for i, r in enumerate(records))
         self._parts.append(list(places))
-        self._records, self._bytes = [], 0
+        self._part = _Part()
 
     def _sort(self, parts: Iterable[Sequence[_Place]]) -> None:
         """Write the parts anew, with what lies in them now."""
-        with tempfile.TemporaryDirectory(dir=self._folder, prefix="unsorted-") as folder:
+        with (
+            tempfile.TemporaryDirectory(dir=self._folder, prefix="unsorted-") as folder,
+            contextlib.ExitStack() as staying,
+        ):
             written = []
             for number in range(len(self._parts)):
                 written.append(self._path(number).rename(Path(folder) / self._path(number).name))
                 if (rows := rows_of(self._path(number))).exists():
                     rows.rename(Path(folder) / rows.name)
+            # Where records came in any order, each part has some of all that were written.
+            files = ((path, staying.enter_context(_opened(path))) for path in written[:OPEN_PARTS])
+            there = [_Columns(file, path, lazy=False) for path, file in files]
             for number, places in enumerate(parts):
+                by_part = defaultdict[int, list[_Place]](list)
+                for place in places:
+                    by_part[place.part].append(place)
                 records = dict[_Place, Record]()
-                for part, path in enumerate(written):
+                for part, here in by_part.items():
                     # All are sorted: what goes from one file to another lies together.
-                    if here := [place for place in places if place.part == part]:
-                        with h5py.File(path, "r", locking=False) as file:
-                            found = _records(file, path, here[0].number, here[-1].number + 1)
-                        records.update(zip(here, found, strict=True))
+                    span = here[0].number, here[-1].number + 1
+                    if part < len(there):
+                        found = there[part].records(*span)
+                    else:
+                        with _opened(written[part]) as file:
+                            found = _Columns(file, written[part], lazy=False).records(*span)
+                    records.update(zip(here, found, strict=True))
                 write_records(self._path(number), [records[place] for place in places])
 
     def _path(self, number: int) -> Path:
@@ -112,17 +125,32 @@ def _size(record: Record) -> int:
     return sum(a.nbytes for a in (*record.steps.values(), *record.context.values()))
 
 
+class _Part(Generic[T]):
+    """What a file will have: it ends with the one by which it reaches :data:`PART_BYTES`."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self._bytes = 0
+
+    def add(self, item: T, size: int) -> None:
+        self.items.append(item)
+        self._bytes += size
+
+    @property
+    def full(self) -> bool:
+        return self._bytes >= PART_BYTES
+
+
 def _cut(places: Iterable[_Place]) -> Iterator[list[_Place]]:
     """Parts of records in this order."""
-    part, size = list[_Place](), 0
+    part = _Part[_Place]()
     for place in places:
-        part.append(place)
-        size += place.size
-        if size >= PART_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+        part.add(place, place.size)
+        if part.full:
+            yield part.items
+            part = _Part()
+    if part.items:
+        yield part.items
 
 
 class FileReader(Source):
@@ -131,10 +159,14 @@ class FileReader(Source):
     Of records with one identity the latest attempt is kept.
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], samples: Collection[int] | None = None) -> None:
+        """
+        Args:
+            samples: those of these alone; see :func:`read_records`.
+        """
         latest: dict[tuple[int, int], Record] = {}
         for path in sorted(paths):
-            for record in read_records(path):
+            for record in read_records(path, samples):
                 known = latest.get(record.identity.key)
                 if known is None or known.identity.attempt < record.identity.attempt:
                     latest[record.identity.key] = record
@@ -187,8 +219,12 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
             _write_info(file, name, [record.info[name] for record in records])
 
 
-def read_records(path: Path) -> list[Record]:
-    """Read all records of a file written by :func:`write_records`.
+def read_records(path: Path, samples: Collection[int] | None = None) -> list[Record]:
+    """Read the records of a file written by :func:`write_records`.
+
+    Args:
+        samples: those of these alone; None: all. The file is read whole all the same, for its
+            checksum, but nothing of the others is decoded or kept.
 
     Raises:
         ValueError: not such a file, or of another schema version.
@@ -202,33 +238,51 @@ def read_records(path: Path) -> list[Record]:
     with file:
         if (schema := file.attrs.get("schema")) not in (SCHEMA, WITH_ROWS):
             raise ValueError(f"{path}: record schema {schema}, expected {SCHEMA} or {WITH_ROWS}")
-        return _records(file, path, 0, int(file.attrs["count"]))
+        columns = _Columns(file, path)
+        if samples is None:
+            return columns.records(0, int(file.attrs["count"]))
+        there = np.flatnonzero(np.isin(columns.identities[:, 1], list(samples)))
+        runs = np.split(there, np.flatnonzero(np.diff(there) > 1) + 1) if len(there) else []
+        return [r for run in runs for r in columns.records(int(run[0]), int(run[-1]) + 1)]
 
 
-def _records(file: h5py.File, path: Path, start: int, stop: int) -> list[Record]:
-    """The records of a file from one number up to another."""
-    identities = file["identity"][start:stop].tolist()
-    steps: dict[str, list[np.ndarray]] = {}
-    if "steps" in file:
-        bounds = file["steps/offsets"][start : stop + 1]
-        for name, data in file.get("steps/data", {}).items():
-            steps[name] = _split(data, bounds)
+def _opened(path: Path) -> h5py.File:
+    return h5py.File(path, "r", locking=False)
+
+
+class _Columns:
+    """The columns of a file of records, looked up once: reading some of it again and again would be
+    looking for it for the most part."""
+
+    def __init__(self, file: h5py.File, path: Path, *, lazy: bool = True) -> None:
+        """
+        Args:
+            lazy: columns with large rows are read as they are used.
+        """
+        self.identities = file["identity"][:]
+        self._steps: dict[str, Any] = dict(file.get("steps/data", {}).items())
         for name, sums in file.get("steps/rows", {}).items():
-            steps[name] = _split(Rows(path, name, sums).column(), bounds)
-    context = {
-        name: _split(group["data"], group["offsets"][start : stop + 1])
-        for name, group in file.get("context", {}).items()
-    }
-    info = {name: _read_info(group)[start:stop] for name, group in file.get("info", {}).items()}
-    return [
-        Record(
-            Identity(*identity),
-            {name: arrays[i] for name, arrays in steps.items()},
-            {name: arrays[i] for name, arrays in context.items()},
-            {name: values[i] for name, values in info.items()},
-        )
-        for i, identity in enumerate(identities)
-    ]
+            rows = Rows(path, name, sums)
+            self._steps[name] = rows.column() if lazy else rows
+        self._bounds: Any = file["steps/offsets"][:] if self._steps else None
+        groups = file.get("context", {}).items()
+        self._context = {name: (group["data"], group["offsets"][:]) for name, group in groups}
+        self._info = {name: _Info(group) for name, group in file.get("info", {}).items()}
+
+    def records(self, start: int, stop: int) -> list[Record]:
+        """Those from one number up to another."""
+        steps = {n: _split(data, self._bounds[start : stop + 1]) for n, data in self._steps.items()}
+        context = {n: _split(data, o[start : stop + 1]) for n, (data, o) in self._context.items()}
+        info = {name: column.values(start, stop) for name, column in self._info.items()}
+        return [
+            Record(
+                Identity(*identity),
+                {name: arrays[i] for name, arrays in steps.items()},
+                {name: arrays[i] for name, arrays in context.items()},
+                {name: values[i] for name, values in info.items()},
+            )
+            for i, identity in enumerate(self.identities[start:stop].tolist())
+        ]
 
 
 def read_infos(path: Path) -> list[tuple[Identity, int, dict[str, Scalar]]]:
@@ -240,12 +294,15 @@ def read_infos(path: Path) -> list[tuple[Identity, int, dict[str, Scalar]]]:
         ValueError: not a readable file of records.
     """
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with _opened(path) as file:
             identities = file["identity"][:].tolist()
             lengths = np.zeros(len(identities), dtype=np.int64)
             if "steps" in file:
                 lengths = np.diff(file["steps/offsets"][:])
-            info = {name: _read_info(group) for name, group in file.get("info", {}).items()}
+            info = {
+                name: _Info(group).values(0, len(identities))
+                for name, group in file.get("info", {}).items()
+            }
         return [
             (
                 Identity(*identity),
@@ -304,13 +361,28 @@ def _integers(name: str, values: Sequence[Scalar]) -> np.ndarray:
     raise ValueError(f"info {name!r} has whole numbers that do not fit in 64 bits together")
 
 
-def _read_info(group: Any) -> list[Scalar]:
-    data = group["data"][:]
-    if "offsets" not in group:
-        values: list[Scalar] = data.tolist()
+class _Info:
+    """A column of ``info``; texts are read as they are asked for."""
+
+    def __init__(self, group: Any) -> None:
+        self._data, self._offsets, self._whole = group["data"], None, None
+        if "offsets" in group:
+            self._offsets = group["offsets"][:]
+            return
+        self._data = self._data[:]
         if "whole" in group:
-            places = np.flatnonzero(group["whole"][:]).tolist()
-            for place, value in zip(places, group["integers"][:].tolist(), strict=True):
+            self._whole, self._integers = group["whole"][:], group["integers"][:]
+
+    def values(self, start: int, stop: int) -> list[Scalar]:
+        """Of the records from one number up to another."""
+        if self._offsets is not None:
+            texts = _split(self._data, self._offsets[start : stop + 1])
+            return [bytes(text).decode() for text in texts]
+        values: list[Scalar] = self._data[start:stop].tolist()
+        if self._whole is not None:
+            before = np.count_nonzero(self._whole[:start])
+            places = np.flatnonzero(self._whole[start:stop]).tolist()
+            integers = self._integers[before : before + len(places)].tolist()
+            for place, value in zip(places, integers, strict=True):
                 values[place] = value
         return values
-    return [bytes(part).decode() for part in _split(data, group["offsets"][:])]

@@ -87,6 +87,10 @@ class Rows:
         ``ValueError`` where they are damaged."""
         return Lazy(self._read, self._shape, self._dtype)
 
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Rows, read now; raises as above."""
+        return self._read(rows.start, rows.stop)
+
     def _read(self, start: int, stop: int) -> np.ndarray:
         """Rows, of whole blocks that are as they were written.
 

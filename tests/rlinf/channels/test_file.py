@@ -7,14 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.channels.base import ChannelClosed
-from rlinf.channels.file import FileReader, FileWriter, read_records, write_records
+from rlinf.channels.file import FileReader, FileWriter, _split, read_records, write_records
 from rlinf.data.record import Identity, Record
 
 
@@ -70,21 +72,27 @@ def files(folder: Path) -> dict[str, bytes]:
     order=st.permutations(range(12)),
     sizes=st.lists(st.integers(0, 40), min_size=12, max_size=12),
     wide=st.booleans(),
+    stay=st.integers(0, 4),
 )
 def test_equal_records_give_equal_bytes_in_whatever_order_they_come(
-    tmp_path_factory: pytest.TempPathFactory, order: list[int], sizes: list[int], wide: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    order: list[int],
+    sizes: list[int],
+    wide: bool,
+    stay: int,
 ) -> None:
     records = [
         Record(
             Identity(0, i),
             {"x": np.full((n, 200 if wide else 1), i + n / 100)},
             {"prompt": np.arange(i)},
-            {"text": "t" * i, "count": n},
+            {"text": "t" * i, "count": n, "mixed": i / 2 if i % 3 else i},
         )
         for i, n in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlinf.channels.file.PART_BYTES", 50_000 if wide else 300)
+        patch.setattr("rlinf.channels.file.OPEN_PARTS", stay)
         found = []
         for places in (range(12), order):
             folder = tmp_path_factory.mktemp("records")
@@ -109,6 +117,60 @@ def test_records_that_come_in_order_are_written_once(
     writer.close()
     assert len(before) == 3
     assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+def test_parts_are_put_in_order_by_a_look_at_each_for_each(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one for each record, nor with all that the others have: a commit is beside a stage."""
+    count, parts = 60, 5
+    size = np.zeros((2, width)).nbytes
+    monkeypatch.setattr("rlinf.channels.file.PART_BYTES", count // parts * size)
+    writer, opens, decoded = FileWriter(tmp_path, "t"), list[str](), list[str]()
+    for i in np.random.default_rng(0).permutation(count).tolist():
+        writer.put(Record(Identity(0, i), {"x": np.full((2, width), i)}, info={"text": str(i)}))
+
+    class Opened(h5py.File):
+        def __init__(self, path: Any, mode: str, **options: Any) -> None:
+            super().__init__(path, mode, **options)
+            opens.append(mode)
+
+    def split(data: Any, offsets: np.ndarray) -> list[np.ndarray]:
+        found = _split(data, offsets)
+        decoded.extend(str(piece) for piece in found if piece.dtype == np.uint8)
+        return found
+
+    monkeypatch.setattr(h5py, "File", Opened)
+    monkeypatch.setattr("rlinf.channels.file._split", split)
+    writer.close()
+    wide = width > 1
+    assert opens.count("w") == parts * (2 if wide else 1)
+    assert parts <= opens.count("r") <= parts + (parts**2 if wide else 0)
+    # Each text is decoded with its neighbours, not with all of its file for each part.
+    assert len(decoded) == count
+
+
+@settings(max_examples=25, deadline=None)
+@given(chosen=st.sets(st.integers(0, 11)), wide=st.booleans())
+def test_some_samples_are_read_as_among_all(
+    tmp_path_factory: pytest.TempPathFactory, chosen: set[int], wide: bool
+) -> None:
+    path = tmp_path_factory.mktemp("records") / "a.h5"
+    records = [
+        Record(
+            Identity(0, i),
+            {"x": np.full((i, 200 if wide else 1), float(i))},
+            {"state": np.arange(i, dtype=np.uint8)},
+            {"text": str(i), "mixed": i / 2 if i % 3 else i},
+        )
+        for i in (0, 2, 3, 5, 6, 7, 10)
+    ]
+    write_records(path, records)
+    wanted = [record for record in records if record.identity.sample in chosen]
+    found = list(FileReader([path], chosen))
+    assert len(found) == len(wanted)
+    assert all(equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
 def test_the_latest_attempt_of_a_sample_is_read(tmp_path: Path) -> None:
