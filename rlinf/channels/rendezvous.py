@@ -134,7 +134,11 @@ class Guest(Peer):
 
         Raises:
             DistStoreError: it does not answer, this end is closed, or the request is too large.
+            ValueError: a key with its value is too large.
         """
+        if verb in ("set", "compare_set"):
+            # Rank 0 would drop what it cannot answer with, and seem to have ended.
+            _check(*arguments)
         with self._asks:
             self._number += 1
             deadline = time.monotonic() + SILENT_S

@@ -128,10 +128,15 @@ def test_what_makes_no_sense_is_dropped(host: Host, guest: Guest, request_: obje
 
 def test_what_is_too_large_is_refused_and_all_else_is_carried(host: Host, guest: Guest) -> None:
     """What never got through would be sent again for ever, and nothing after it."""
-    with pytest.raises(dist.DistStoreError, match="set of 16777229 bytes"):
-        guest.do("set", "k", bytes(MAX_BYTES))
-    with pytest.raises(ValueError, match="'k': keys and values have at most"):
-        host.do("set", "k", bytes(MAX_BYTES))
+    for end in (host, guest):
+        # The second would get through, and its answer would not.
+        for size in (MAX_BYTES, MAX_VALUE_BYTES):
+            with pytest.raises(ValueError, match="'k': keys and values have at most"):
+                end.do("set", "k", bytes(size))
+            with pytest.raises(ValueError, match="'k': keys and values have at most"):
+                end.do("compare_set", "k", b"", bytes(size))
+    with pytest.raises(dist.DistStoreError, match=r"compare_set of 16777[0-9]{3} bytes"):
+        guest.do("compare_set", "k", *[bytes(MAX_BYTES // 2)] * 2)
     largest = bytes(MAX_VALUE_BYTES - 1)
     guest.do("set", "k", largest)
     assert guest.do("value", "k") == largest
