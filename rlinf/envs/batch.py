@@ -119,11 +119,13 @@ class Batch:
         """Raises Refused."""
         raise Refused(NO_EXPERT)
 
-    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
         """Raises Refused."""
         raise Refused(NO_STATE)
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
+    def restore(
+        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+    ) -> tuple[Arrays, dict[int, str]]:
         """Raises Refused."""
         raise Refused(NO_STATE)
 

@@ -54,7 +54,8 @@ class GymEnvironment(Environment):
 
     An episode in which the simulator raises is lost, and that alone: its steps do not count, and
     the next one has a new simulator; so are those of a process that dies or hangs. A simulator that
-    fails :data:`FAILURES` times in a sample is broken.
+    fails :data:`FAILURES` times in a sample is broken. An open episode that it fails to save is
+    lost to the next iteration alone: its steps were done, and count.
 
     On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
     ones; on the test split it is one episode, or as much of it as fits.
@@ -141,9 +142,13 @@ class GymEnvironment(Environment):
             with contextlib.closing(simulator_process(config)) as process:
                 process.reset([0], [0])
                 try:
-                    process.save([0])
+                    states, errors = process.save([0])
+                    errors = errors or process.restore([0], states)[1]
                 except InputError as error:
                     raise ConfigError(str(error)) from None
+                for said in errors.values():
+                    last = said.strip().splitlines()[-1]
+                    raise ConfigError(f"task.continues: {last}; set it to false")
 
     @classmethod
     def differing(cls, config: GymConfig, found: Spec) -> list[str]:

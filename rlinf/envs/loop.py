@@ -55,7 +55,7 @@ def play(
         instruction: whether observations have the world's; or a text in its place.
 
     Raises:
-        SimulatorError: a simulator has failed too often.
+        SimulatorError: a simulator has failed too often, or does not go on with an open episode.
         InputError: the policy's actions are no numbers.
     """
     made = _Trajectories(episodes, samples, film, instruction)
@@ -69,7 +69,8 @@ def play(
 
     goes_on = np.isin(samples, list(episodes.open or ()))
     if goes_on.any():
-        made.go_on(live[goes_on], worlds.restore((first + live[goes_on]).tolist(), made.states()))
+        begun = live[goes_on]
+        made.go_on(begun, *worlds.restore((first + begun).tolist(), made.states()))
     reset(live[~goes_on])
     for time in range(episodes.horizon):
         if not len(live):
@@ -92,7 +93,7 @@ def play(
             reset(live[made.ended(live)])
     if episodes.open is not None:
         live = live[~made.ended(live)]
-        made.leave(live, worlds.save((first + live).tolist()))
+        made.leave(live, *worlds.save((first + live).tolist()))
     if "values" in made.columns:
         made.columns["bootstrap"] = np.zeros_like(made.columns["rewards"])
         if made.cuts and episodes.split == "train":
@@ -159,6 +160,8 @@ class _Trajectories:
         """The steps of the episodes in which the simulator failed."""
         self._left: dict[int, np.ndarray] = {}
         """The states of episodes that are open at the end."""
+        self._unsaved: frozenset[int] = frozenset()
+        """The rows whose open episodes were lost at the end; their steps were done, and count."""
 
     def seeds(self, rows: np.ndarray) -> list[int]:
         """Of the next episodes."""
@@ -179,17 +182,45 @@ class _Trajectories:
         left = self._episodes.open or {}
         return [left[s].context[left_open.STATE] for s in self._samples.tolist() if s in left]
 
-    def go_on(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
-        """Episodes of the iteration before go on, where they showed ``seen``."""
+    def go_on(
+        self, rows: np.ndarray, seen: Mapping[str, np.ndarray], errors: Mapping[int, str]
+    ) -> None:
+        """Episodes of the iteration before go on, where they showed ``seen``.
+
+        Args:
+            errors: by position in ``rows``, what the simulator raised.
+
+        Raises:
+            SimulatorError: it has: to begin another episode instead would be another run.
+        """
+        for place, error in errors.items():
+            sample, before = int(self._samples[rows[place]]), self._episodes.iteration - 1
+            raise SimulatorError(
+                f"sample {sample}: this simulator cannot go on with the episode that iteration "
+                f"{before} left open: {error.strip().splitlines()[-1]}. Restore the versions of "
+                "the simulator and its packages that it was begun with, then resume the run; or "
+                "begin another one (run.name), by the weights of this one where the model takes "
+                "them (rlinf export, model.path)"
+            )
         self._show(rows, seen)
         left = self._episodes.open or {}
         for row in rows.tolist():
             self._measured[:, row] = left[int(self._samples[row])].context[left_open.MEASURED]
 
-    def leave(self, rows: np.ndarray, states: Sequence[np.ndarray]) -> None:
-        """Episodes stay open, in these states; an empty one is of an episode that was lost."""
+    def leave(
+        self, rows: np.ndarray, states: Sequence[np.ndarray], errors: Mapping[int, str]
+    ) -> None:
+        """Episodes stay open, in these states.
+
+        Args:
+            errors: by position in ``rows``, why an episode was lost, whose state is empty.
+        """
         pairs = zip(rows.tolist(), states, strict=True)
         self._left = {row: state for row, state in pairs if state.size}
+        self._unsaved = frozenset(int(rows[place]) for place in errors)
+        for place, error in errors.items():
+            start = int(self.starts[rows[place]])
+            log.warning("start %d: the simulator failed to save its state: %s", start, error)
 
     def _open(self, row: int) -> dict[str, np.ndarray]:
         if row not in self._left:
@@ -314,7 +345,7 @@ class _Trajectories:
                         **dict(zip(MEASURES, means.tolist(), strict=True)),
                         "episodes": len(ended),
                         "scored": int(self._scored(row)),
-                        "failed": len(self._lost[row]),
+                        "failed": len(self._lost[row]) + (row in self._unsaved),
                     },
                 )
             )

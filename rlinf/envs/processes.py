@@ -26,7 +26,7 @@ import numpy as np
 from rlinf import machine
 from rlinf.envs import simulator
 from rlinf.envs.link import Link
-from rlinf.envs.seen import ENDS, Arrays, seen_in
+from rlinf.envs.seen import ENDS, NO_EPISODE, Arrays, seen_in
 from rlinf.envs.simulator import told_columns
 from rlinf.errors import InputError, RlinfError
 
@@ -120,10 +120,10 @@ class Process:
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> Came:
         return finished(self.stepping(numbers, actions))
 
-    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
         return finished(self.saving(numbers))
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Came:
         return finished(self.restoring(numbers, states))
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
@@ -143,19 +143,21 @@ class Process:
         self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
     ) -> Order[Arrays]:
         """:meth:`reset` in two parts, between which others can be asked."""
-        return self._beginning(
-            numbers,
-            {"do": "reset", "worlds": list(numbers), "seeds": list(seeds), "starts": starts},
-        )
+        order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds), "starts": starts}
+        _, seen = yield from self._beginning(numbers, order)
+        return seen
 
-    def restoring(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Order[Arrays]:
+    def restoring(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Order[Came]:
         """:meth:`restore` likewise."""
         arrays = {str(row): state for row, state in enumerate(states)}
-        return self._beginning(numbers, {"do": "restore", "worlds": list(numbers)}, arrays)
+        order = {"do": "restore", "worlds": list(numbers)}
+        answer, seen = yield from self._beginning(numbers, order, arrays)
+        return seen, dict(answer["errors"])
 
     def _beginning(
         self, numbers: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
-    ) -> Order[Arrays]:
+    ) -> Order[tuple[dict[str, Any], Arrays]]:
+        """What is answered, and what worlds show first."""
         deaths = 0
         while True:
             try:
@@ -169,22 +171,24 @@ class Process:
                 self._begun.update(dict.fromkeys(numbers, self.pid))
                 self._none |= {name: column[:0] for name, column in answer[1].items()}
                 self._tells = tuple(answer[0]["tells"])
-                return seen_in(answer[1])
+                return answer[0], seen_in(answer[1])
 
-    def saving(self, numbers: Sequence[int]) -> Order[list[np.ndarray]]:
-        """:meth:`save` likewise; an empty state of what ended with its process."""
+    def saving(self, numbers: Sequence[int]) -> Order[tuple[list[np.ndarray], dict[int, str]]]:
+        """:meth:`save` likewise; what ended with its process was lost too."""
         there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
-        states = [np.zeros(0, np.uint8)] * len(numbers)
+        states, errors = [NO_EPISODE] * len(numbers), dict[int, str]()
         if there:
             order = {"do": "save", "worlds": [numbers[k] for k in there]}
             try:
-                _, came = yield from self._asking(order)
+                answer, came = yield from self._asking(order)
+                errors = {there[row]: error for row, error in answer["errors"]}
+                for row, state in came.items():
+                    states[there[int(row)]] = state
             except _Died as death:
                 self._replace(death)
-            else:
-                for place, k in enumerate(there):
-                    states[k] = came[str(place)]
-        return states
+                there = []
+        lost = {k: self._why for k in range(len(numbers)) if k not in there}
+        return states, {**errors, **lost}
 
     def stepping(self, numbers: Sequence[int], actions: np.ndarray) -> Order[Came]:
         """:meth:`step` likewise."""
@@ -282,26 +286,23 @@ class Processes:
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> Came:
         shares = self._shares(numbers)
         came = _together([p.stepping(own, actions[rows]) for p, rows, own in shares])
-        errors = {
-            rows[row]: error
-            for (_, rows, _), (_, each) in zip(shares, came, strict=True)
-            for row, error in each.items()
-        }
+        errors = _by_row(shares, [each for _, each in came])
         return _joined(len(numbers), shares, [columns for columns, _ in came]), errors
 
-    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
         shares = self._shares(numbers)
-        states: dict[int, np.ndarray] = {}
-        for (_, rows, _), some in zip(
-            shares, _together([p.saving(own) for p, _, own in shares]), strict=True
-        ):
-            states.update(zip(rows, some, strict=True))
-        return [states[row] for row in range(len(numbers))]
+        came = _together([p.saving(own) for p, _, own in shares])
+        states = _by_row(shares, [dict(enumerate(some)) for some, _ in came])
+        errors = _by_row(shares, [each for _, each in came])
+        return [states[row] for row in range(len(numbers))], errors
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Came:
         shares = self._shares(numbers)
         asked = [p.restoring(own, [states[k] for k in rows]) for p, rows, own in shares]
-        return _joined(len(numbers), shares, _together(asked))
+        came = _together(asked)
+        if errors := _by_row(shares, [each for _, each in came]):
+            return {}, errors
+        return _joined(len(numbers), shares, [seen for seen, _ in came]), {}
 
     def close(self) -> None:
         """End them; they start again when they are needed."""
@@ -346,6 +347,15 @@ def _together(orders: Sequence[Order[T]]) -> list[T]:
         if number not in results:
             results[number] = finished(order)
     return [results[number] for number in range(len(orders))]
+
+
+def _by_row(shares: Sequence[Share], parts: Sequence[Mapping[int, T]]) -> dict[int, T]:
+    """What shares say of some of their rows, by the rows of all."""
+    return {
+        rows[row]: said
+        for (_, rows, _), part in zip(shares, parts, strict=True)
+        for row, said in part.items()
+    }
 
 
 def _joined(count: int, shares: Sequence[Share], parts: Sequence[Arrays]) -> Arrays:

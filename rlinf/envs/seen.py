@@ -20,6 +20,8 @@ INSTRUCTION_BYTES = 256
 ENDS = ("terminated", "truncated", "success", "solved")
 LOST = (True, False, False, False)
 """Of :data:`ENDS`, where the episode was lost."""
+NO_EPISODE = np.zeros(0, np.uint8)
+"""In the place of a state, where the episode was lost."""
 LARGEST = np.finfo(np.float32).max
 NO_EXPERT = "task.demonstrations: this simulator has no expert of its own; set it to 0"
 NO_STATE = "task.continues: this simulator does not say what state it is in; set it to false"

@@ -39,6 +39,7 @@ from .making import made, maker, says
 from .seen import (
     ENDS,
     LOST,
+    NO_EPISODE,
     NO_EXPERT,
     NO_STATE,
     Arrays,
@@ -114,41 +115,55 @@ class Worlds:
                 self._begin(number, seed, start)
         return stacked([self._seen[number] for number in numbers])
 
-    def save(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
         """All that it takes to go on with open episodes in other worlds, uint8 ``[n]`` each.
+
+        A world that raises has lost its episode, and is made anew.
+
+        Returns:
+            The states; and, by row, the tracebacks of those that raised, whose state is empty.
 
         Raises:
             Refused: a world does not say it.
         """
-        found = []
-        for number in numbers:
+        states, errors = [], dict[int, str]()
+        for row, number in enumerate(numbers):
             world = self._worlds[number]
             if not hasattr(world, "save"):
                 raise Refused(NO_STATE)
             try:
-                state = world.save()
+                states.append(joined({**world.save(), **among(self._seen[number])}))
+            except Refused:
+                raise
             except ValueError as error:
                 raise Refused(f"task.continues: {error}; set it to false") from None
-            found.append(joined({**state, **among(self._seen[number])}))
-        return found
+            except Exception:  # a simulator may raise anything
+                states.append(NO_EPISODE)
+                errors[row] = traceback.format_exc()[-100_000:]
+                self._renew(number)
+        return states, errors
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> Arrays:
-        """Go on with episodes that :meth:`save` was asked of; what they showed last, ``[n, ...]``.
+    def restore(
+        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+    ) -> tuple[Arrays, dict[int, str]]:
+        """Go on with episodes that :meth:`save` was asked of.
 
-        A world that raises is made anew, and raises what it raises then.
+        A world that raises is made anew.
+
+        Returns:
+            What they showed last, ``[n, ...]``; and, by row, the tracebacks of those that raise
+            then too: where there are some, nothing is shown.
         """
         self._have(numbers)
-        for number, state in zip(numbers, states):  # noqa: B905 - Python 3.9
-            arrays = parted(state)
+        errors = dict[int, str]()
+        for row, (number, state) in enumerate(zip(numbers, states)):  # noqa: B905 - Python 3.9
             try:
-                self._worlds[number].restore(arrays)
+                self._go_on(number, parted(state))
+            except Refused:
+                raise
             except Exception:  # a simulator may raise anything
-                self._renew(number)
-                self._worlds[number].restore(arrays)
-            self._looks[number], seen = Look(self._worlds[number]), seen_in(arrays)
-            self._like = self._like or {n: np.empty_like(array) for n, array in seen.items()}
-            self._seen[number] = seen
-        return stacked([self._seen[number] for number in numbers])
+                errors[row] = traceback.format_exc()[-100_000:]
+        return ({} if errors else stacked([self._seen[number] for number in numbers])), errors
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Act. Vectors are clipped to the space, choices counted from its start.
@@ -261,6 +276,16 @@ class Worlds:
             raise ValueError(error)
         self._seen[number] = seen
 
+    def _go_on(self, number: int, state: Arrays) -> None:
+        try:
+            self._worlds[number].restore(state)
+        except Exception:  # a simulator may raise anything
+            self._renew(number)
+            self._worlds[number].restore(state)
+        self._looks[number], seen = Look(self._worlds[number]), seen_in(state)
+        self._like = self._like or {name: np.empty_like(array) for name, array in seen.items()}
+        self._seen[number] = seen
+
     def _look(self, number: int, observation: Any) -> Arrays:
         """What a world shows; raises ValueError where it is not of the shape and type of before."""
         seen = self._looks[number].at(observation)
@@ -314,11 +339,13 @@ def work(link: Link, worlds: Worlds | Batch) -> None:
             link.put({"tells": list(worlds.tells)}, among(seen))
         elif order["do"] == "restore":
             states = [arrays[str(row)] for row in range(len(order["worlds"]))]
-            seen = worlds.restore(order["worlds"], states)
-            link.put({"tells": list(worlds.tells)}, among(seen))
+            seen, errors = worlds.restore(order["worlds"], states)
+            told = {"tells": list(worlds.tells), "errors": list(errors.items())}
+            link.put(told, among(seen))
         elif order["do"] == "save":
-            states = worlds.save(order["worlds"])
-            link.put({}, {str(row): state for row, state in enumerate(states)})
+            states, errors = worlds.save(order["worlds"])
+            arrays = {str(row): state for row, state in enumerate(states) if row not in errors}
+            link.put({"errors": list(errors.items())}, arrays)
         elif order["do"] == "demonstrate":
             link.put({}, worlds.demonstrate(order["seed"], order["most"]))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -53,5 +54,37 @@ class Own(Foreign):
         self.np_random.bit_generator.state = whole
 
 
+class Forgetful(Own):
+    """Fails to say its state, or to take one.
+
+    Args:
+        fails: ``save`` or ``restore``.
+        once: a file that the first to fail makes; the others then do not.
+    """
+
+    def __init__(self, fails: str, once: str | None = None) -> None:
+        super().__init__()
+        self._fails, self._once = fails, once
+
+    def save(self) -> dict[str, np.ndarray]:
+        self._may_fail("save")
+        return super().save()
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        self._may_fail("restore")
+        super().restore(state)
+
+    def _may_fail(self, how: str) -> None:
+        if how != self._fails:
+            return
+        if self._once is not None:
+            try:
+                Path(self._once).touch(exist_ok=False)
+            except FileExistsError:
+                return
+        raise ZeroDivisionError(f"no {how} in this version")
+
+
+gymnasium.register("Forgetful-v0", Forgetful)
 gymnasium.register("Foreign-v0", Foreign)
 gymnasium.register("Own-v0", Own, max_episode_steps=20)

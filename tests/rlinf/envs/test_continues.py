@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.data.counted import counted
 from rlinf.data.left_open import MEASURED, STATE, taken_out
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
@@ -20,6 +22,7 @@ from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymEnvironment, simulator_process
 from rlinf.envs.gym_config import GymConfig
 from rlinf.envs.loop import MEASURES
+from rlinf.envs.processes import SimulatorError
 from rlinf.errors import ConfigError
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
@@ -32,6 +35,7 @@ PENDULUM: dict[str, Any] = {
 }
 CHEETAH = {**PENDULUM, "id": "HalfCheetah-v5", "observation": 17}
 CHEETAH["action"] = {"kind": "box", "size": 6}
+FORGETFUL = {**PENDULUM, "id": "tests.rlinf.envs.keeping_worlds:Forgetful-v0", "observation": 1}
 SMALL = MLPConfig(hidden=(4,))
 STARTS = 3
 
@@ -148,9 +152,57 @@ def test_what_a_dead_process_stepped_begins_anew(tmp_path: Path) -> None:
         process = ending.enter_context(closing(simulator_process(GymConfig(id="Pendulum-v1"))))
         process.reset([0, 1], [1, 2])
         os.kill(process.pid, signal.SIGKILL)
-        assert [state.size for state in process.save([0, 1])] == [0, 0]
+        states, errors = process.save([0, 1])
+        assert [state.size for state in states] == [0, 0]
+        assert ["SIGKILL" in errors[row] for row in (0, 1)] == [True, True]
         process.reset([1], [2])
-        assert [state.size > 0 for state in process.save([0, 1])] == [False, True]
+        states, errors = process.save([0, 1])
+        assert [state.size > 0 for state in states] == [False, True]
+        assert list(errors) == [0]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
+    processes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kwargs = {"fails": "save", "once": str(tmp_path / "failed")}
+    player = Player({**FORGETFUL, "kwargs": kwargs, "processes": processes}, tmp_path)
+    records = player.play(0, 5, {})
+    assert all(counted(record).all() for record in records), "their steps were done"
+    (lost,) = [record for record in records if STATE not in record.context]
+    assert [record.info["failed"] for record in records if record is not lost] == [0, 0]
+    assert f"start {lost.identity.sample}: the simulator failed to save" in caplog.text
+    assert "ZeroDivisionError: no save in this version" in caplog.text
+    counts = Counter[str]()
+    with closing(GymEnvironment(player.config, None)) as environment:
+        environment.score(records, counts)
+    assert counts["failed_episodes"] == 1
+    left = {record.identity.sample: taken_out(record) for record in records if record is not lost}
+    after = player.play(1, 5, left)  # type: ignore[arg-type]
+    lengths = {record.identity.sample: record.info["episode_length"] for record in after}
+    assert lengths == {s: 5 if s == lost.identity.sample else 10 for s in range(STARTS)}
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_state_that_no_world_takes_is_one_message(processes: int, tmp_path: Path) -> None:
+    """It is committed, so another attempt has it too: only another simulator helps."""
+    task = {**FORGETFUL, "kwargs": {"fails": "restore"}, "processes": processes}
+    player = Player(task, tmp_path)
+    left = {1: taken_out(player.play(0, 5, {})[1])}
+    with pytest.raises(SimulatorError) as raised:
+        player.play(1, 5, left)  # type: ignore[arg-type]
+    assert str(raised.value).startswith(
+        "sample 1: this simulator cannot go on with the episode that iteration 0 left open: "
+        "ZeroDivisionError: no restore in this version. Restore the versions"
+    )
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("fails", ["save", "restore"])
+def test_a_world_that_always_fails_to_go_on_is_refused_before_the_run(fails: str) -> None:
+    config = GymConfig.model_validate({**FORGETFUL, "kwargs": {"fails": fails}})
+    with pytest.raises(ConfigError, match=rf"^task\.continues: .*: no {fails} in .*false$"):
+        GymEnvironment.verify(config)
 
 
 @pytest.mark.parametrize(
