@@ -27,15 +27,23 @@ def run(ctx: Context) -> None:
 
 
 def left_by_last(ctx: Context) -> Mapping[int, Record] | None:
-    """By sample, the episodes that the iteration before left open; None: none go on.
+    """The episodes of this process's samples that the iteration before left open; None: none go on.
 
     Raises:
         ArtifactError: the input is damaged.
     """
     if not continues(ctx.config):
         return None
-    files = ctx.verified(OPEN).glob(f"{OPEN}-r*.h5") if OPEN in ctx.inputs else ()
-    return {record.identity.sample: record for record in FileReader(files)}
+    if OPEN not in ctx.inputs:
+        return {}
+    # All processes wait for it, for they generate together.
+    folder, size = ctx.verified(OPEN), ctx.config.rollout.group_size
+    if not ctx.world.speaks:
+        return {}
+    mine = ctx.world.mine(ctx.config.rollout.batch)
+    samples = {sample for s in mine for sample in range(s * size, (s + 1) * size)}
+    records = FileReader(folder.glob(f"{OPEN}-r*.h5"), samples)
+    return {record.identity.sample: record for record in records}
 
 
 def rolled_out(ctx: Context, source: Callable[[Context, Sequence[int]], Iterable[Record]]) -> None:
