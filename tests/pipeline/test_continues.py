@@ -146,6 +146,28 @@ def test_stale_rollouts_go_on_with_the_episodes_of_the_last(
     assert contents(tmp_path / "alone") == contents(tmp_path / "pools")
 
 
+@pytest.mark.parametrize("plan", [None, APART])
+def test_episodes_go_on_while_newer_weights_come_in(
+    compose: Compose, tmp_path: Path, plan: dict[str, Any] | None
+) -> None:
+    """Which weights chose a step depends on timing; what the next rollout takes is on disk."""
+    words = [*SMALL, "algorithm=async_ppo", "rollout.in_flight_updates=true", "run.name=flight"]
+    values = compose(*words, "retention.trajectories=9", experiment="cartpole_ppo")
+    execute(values | {"plan": plan, "cluster": {"launcher": "local"}})
+    went_on = 0
+    for n in range(1, ITERATIONS):
+        (before, left), (after, _) = (rollout(tmp_path / "flight", i) for i in (n - 1, n))
+        for one, other in zip(before, after, strict=True):
+            versions = other.steps["versions"].tolist()
+            assert versions == sorted(versions)
+            assert {n - 1, n} >= set(versions), "no older than staleness allows"
+            if one.identity.sample in left:
+                seen = one.context["cut_observations"][-1]
+                assert other.steps["observations"][0].tolist() == seen.tolist()
+                went_on += 1
+    assert went_on
+
+
 def test_transitions_of_episodes_that_go_on_are_replayed(compose: Compose, tmp_path: Path) -> None:
     words = ["task.continues=true", "iterations=3", "rollout.batch=2", "rollout.horizon=8"]
     words += ["evaluate.every=0", "evaluate.samples=1", "evaluate.horizon=4", "run.name=sac"]
