@@ -146,14 +146,13 @@ def test_stale_rollouts_go_on_with_the_episodes_of_the_last(
     assert contents(tmp_path / "alone") == contents(tmp_path / "pools")
 
 
-@pytest.mark.parametrize("plan", [None, APART])
+@pytest.mark.parametrize("where", [{}, {"plan": APART, "cluster": {"launcher": "local"}}])
 def test_episodes_go_on_while_newer_weights_come_in(
-    compose: Compose, tmp_path: Path, plan: dict[str, Any] | None
+    compose: Compose, tmp_path: Path, where: dict[str, Any]
 ) -> None:
     """Which weights chose a step depends on timing; what the next rollout takes is on disk."""
     words = [*SMALL, "algorithm=async_ppo", "rollout.in_flight_updates=true", "run.name=flight"]
-    values = compose(*words, "retention.trajectories=9", experiment="cartpole_ppo")
-    execute(values | {"plan": plan, "cluster": {"launcher": "local"}})
+    execute(compose(*words, "retention.trajectories=9", experiment="cartpole_ppo") | where)
     went_on = 0
     for n in range(1, ITERATIONS):
         (before, left), (after, _) = (rollout(tmp_path / "flight", i) for i in (n - 1, n))
