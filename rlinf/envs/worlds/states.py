@@ -27,8 +27,6 @@ SAME = (
 FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 PLAIN = (type(None), bool, int, float, str)
 SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "deque": deque}
-CHANGING = ("efc_", "iefc_")
-"""Begin the names of MuJoCo's data that has another size at each step, and is made anew in it."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -74,7 +72,10 @@ def physics(model: Any, data: Any) -> Arrays:
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(model, kind))
     mujoco.mj_getState(model, data, state, kind)
-    return {"physics": state, "computed": np.concatenate([a.ravel() for a in _computed(data)])}
+    return {
+        "physics": state,
+        "computed": np.concatenate([a.ravel() for a in _computed(model, data)]),
+    }
 
 
 def put_physics(model: Any, data: Any, arrays: Arrays) -> None:
@@ -86,7 +87,7 @@ def put_physics(model: Any, data: Any, arrays: Arrays) -> None:
     mujoco = importlib.import_module("mujoco")
     mujoco.mj_setState(model, data, arrays["physics"], mujoco.mjtState.mjSTATE_INTEGRATION)
     mujoco.mj_forward(model, data)
-    every = list(_computed(data))
+    every = list(_computed(model, data))
     ends = np.cumsum([array.size for array in every])
     if ends[-1] != len(arrays["computed"]):
         raise ValueError("the state is of another version of MuJoCo, or of another model")
@@ -94,12 +95,15 @@ def put_physics(model: Any, data: Any, arrays: Arrays) -> None:
         array[...] = part.reshape(array.shape)
 
 
-def _computed(data: Any) -> Iterator[np.ndarray]:
-    for name in sorted(dir(data)):
-        if not name.startswith(("_", *CHANGING)):
-            array = getattr(data, name)
-            if isinstance(array, np.ndarray) and array.dtype == np.float64 and array.size:
-                yield array
+def _computed(model: Any, data: Any) -> Iterator[np.ndarray]:
+    """What a simulation keeps in arrays that the model alone sizes. Others are of the contacts and
+    constraints of a step, and made anew in the next one; data in which nothing was computed have
+    none of them."""
+    empty = importlib.import_module("mujoco").MjData(model)
+    for name in sorted(name for name in dir(empty) if not name.startswith("_")):
+        sized = getattr(empty, name)
+        if isinstance(sized, np.ndarray) and sized.dtype == np.float64 and sized.size:
+            yield getattr(data, name)
 
 
 def _among(value: Any, objects: Sequence[Any]) -> bool:

@@ -71,3 +71,28 @@ def test_what_is_not_plain_is_refused_by_its_name() -> None:
     worlds.reset([0], [0])
     with pytest.raises(Refused, match=r"task\.continues: Foreign\.engine is of .*Engine, which"):
         worlds.save([0])
+
+
+@pytest.mark.parametrize("task", ["Hopper-v5", "HalfCheetah-v5", "Pusher-v5"])
+def test_robots_go_on_in_worlds_that_are_elsewhere_on_the_ground_or_above_it(task: str) -> None:
+    """MuJoCo's data have other arrays with contacts than without."""
+    pytest.importorskip("mujoco")
+    ours, other = (Worlds(lambda: gymnasium.make(task, {})) for _ in range(2))
+    random = np.random.default_rng(0)
+    ours.reset([0], [0])
+    other.reset([0], [0])
+    size = ours.spaces()["action"]["shape"][0]
+    for seed in range(80):
+        action = random.uniform(-1, 1, (1, size)).astype(np.float32)
+        (state,), errors = ours.save([0])
+        assert not errors
+        wanted, _ = ours.step([0], action)
+        _, errors = other.restore([0], [state])
+        assert not errors
+        found, _ = other.step([0], action)
+        for name, column in wanted.items():
+            np.testing.assert_array_equal(found[name], column)
+        if wanted["terminated"].any():
+            ours.reset([0], [seed])
+    ours.close()
+    other.close()
