@@ -69,12 +69,14 @@ def test_it_goes_on_to_the_bit(world: str, id: str) -> None:
         process.reset([0], [3])
         for action in actions[:BEFORE]:
             process.step([0], action)
-        saved = process.save([0])
-        assert [state.tobytes() for state in process.save([0])] == [saved[0].tobytes()]
+        saved, errors = process.save([0])
+        assert not errors
+        assert [state.tobytes() for state in process.save([0])[0]] == [saved[0].tobytes()]
         last = played(process, 0, actions[BEFORE:])
     with closing(simulator_process(config)) as process:
         first = process.reset([0, 1], [4, 5])
         process.step([0, 1], np.repeat(actions[0], 2, axis=0))
-        seen = process.restore([1], saved)
+        seen, errors = process.restore([1], saved)
+        assert not errors
         assert seen.keys() == first.keys()
         assert played(process, 1, actions[BEFORE:]) == last
