@@ -93,7 +93,7 @@ def _walks(task: str, environments: int, horizon: int) -> Learns:
             *(f"task={task.lower()}", f"iterations={iterations}", f"evaluate.every={every}"),
             *(f"rollout.batch={environments}", f"rollout.horizon={horizon}"),
             *(f"algorithm.minibatches={environments}", "optimizer.schedule=constant"),
-            *("task.continues=true", "trainer.threads=1"),
+            "trainer.threads=1",
         ),
         theirs=Compared(
             env=f"{task}-v5",
