@@ -234,3 +234,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; valid: {', '.join(names)}" if names else ""
+
+
+def last_line(traceback: str) -> str:
+    """What was raised: it stands at the end of a traceback."""
+    return traceback.strip().splitlines()[-1]

@@ -34,7 +34,7 @@ from rlinf.envs.seen import NO_STATE, STATE, Refused
 from rlinf.envs.simulator import Worlds
 from rlinf.envs.worlds import worlds
 from rlinf.envs.worlds.needs import needs_of
-from rlinf.errors import ConfigError, InputError, MissingPackageError
+from rlinf.errors import ConfigError, InputError, MissingPackageError, last_line
 from rlinf.fit import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.interpreters import interpreter
 from rlinf.seeding import generator
@@ -147,8 +147,7 @@ class GymEnvironment(Environment):
                 except InputError as error:
                     raise ConfigError(str(error)) from None
                 for said in errors.values():
-                    last = said.strip().splitlines()[-1]
-                    raise ConfigError(f"task.continues: {last}; set it to false")
+                    raise ConfigError(f"task.continues: {last_line(said)}; set it to false")
 
     @classmethod
     def differing(cls, config: GymConfig, found: Spec) -> list[str]:

@@ -15,7 +15,7 @@ from rlinf.envs.overlap import Part
 from rlinf.envs.processes import Processes, SimulatorError
 from rlinf.envs.seen import INSTRUCTION, STATE, Arrays, encoded, seen_in
 from rlinf.envs.simulator import TOLD, Worlds
-from rlinf.errors import InputError
+from rlinf.errors import InputError, last_line
 from rlinf.seeding import generator
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class _Trajectories:
             sample, before = int(self._samples[rows[place]]), self._episodes.iteration - 1
             raise SimulatorError(
                 f"sample {sample}: this simulator cannot go on with the episode that iteration "
-                f"{before} left open: {error.strip().splitlines()[-1]}. Restore the versions of "
+                f"{before} left open: {last_line(error)}. Restore the versions of "
                 "the simulator and its packages that it was begun with, then resume the run; or "
                 "begin another one (run.name), by the weights of this one where the model takes "
                 "them (rlinf export, model.path)"

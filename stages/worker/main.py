@@ -30,7 +30,7 @@ from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import RunConfig
-from rlinf.errors import EXIT_REQUEUE, RlinfError, storage_error, told_of_exhaustion
+from rlinf.errors import EXIT_REQUEUE, RlinfError, last_line, storage_error, told_of_exhaustion
 from slurm.deadline import stop_in
 from slurm.signals import StopFlag
 from stages.activity import Activity
@@ -362,7 +362,7 @@ class Worker:
             error = storage_error(error) or error
         if isinstance(error, RlinfError):
             code, reason = error.exit_code, str(error)
-        output.fail(f"{node} failed: {reason.strip().splitlines()[-1]}")
+        output.fail(f"{node} failed: {last_line(reason)}")
         log.warning("%s: %s", node, reason)
         self._report(order, code, reason)
 
