@@ -239,15 +239,21 @@ class GymEnvironment(Environment):
         """The time loops of ``samples``: one or two, and one of those that are filmed."""
         filmed = samples < (episodes.filmed if self.config.video else 0)
         rest = samples[~filmed]
-        each, told = -(-len(rest) // self.config.halves) or 1, self.config.instruction
+        each = -(-len(rest) // self.config.halves) or 1
+        told = (self.config.instruction, self._measure)
         parts = [
-            play(episodes, rest[first : first + each], self._worlds, first, (), told)
+            play(episodes, rest[first : first + each], self._worlds, first, (), *told)
             for first in range(0, len(rest), each)
         ]
         if filmed.any():
             film = self.config.video
-            parts.append(play(episodes, samples[filmed], self._filming, 0, film, told))
+            parts.append(play(episodes, samples[filmed], self._filming, 0, film, *told))
         return parts
+
+    @property
+    def _measure(self) -> str:
+        """Which one is an episode's score."""
+        return "success_once" if self.config.success else "return"
 
     @classmethod
     def check_demonstrations(cls, config: GymConfig) -> None:
@@ -293,9 +299,8 @@ class GymEnvironment(Environment):
             told = [t.steps[name] for t in trajectories if name in t.steps]
             if told:
                 counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in told)
-        measure = "success_once" if self.config.success else "return"
         return [
-            float(t.info[measure]) if t.info.get("scored", True) else float("nan")
+            float(t.info[self._measure]) if t.info.get("scored", True) else float("nan")
             for t in trajectories
         ]
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from rlinf.data import left_open
+from rlinf.data.outcomes import OUTCOME_STEPS, OUTCOMES
 from rlinf.data.record import Identity, Record
 from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.envs.base import VIDEO, Episodes
@@ -42,6 +43,7 @@ def play(
     first: int,
     film: Collection[str] = (),
     instruction: bool | str = False,
+    score: str = MEASURES[0],
 ) -> Part:
     """The time loop of ``samples``, each in a world of its own, from number ``first`` on.
 
@@ -53,12 +55,13 @@ def play(
     Args:
         film: cameras that the policy does not see.
         instruction: whether observations have the world's; or a text in its place.
+        score: which of :data:`MEASURES` is an episode's score.
 
     Raises:
         SimulatorError: a simulator has failed too often, or does not go on with an open episode.
         InputError: the policy's actions are no numbers.
     """
-    made = _Trajectories(episodes, samples, film, instruction)
+    made = _Trajectories(episodes, samples, film, instruction, score)
     live, version = np.arange(len(samples)), 0
 
     def reset(rows: np.ndarray) -> None:
@@ -139,9 +142,11 @@ class _Trajectories:
         samples: np.ndarray,
         film: Collection[str],
         instruction: bool | str,
+        score: str,
     ) -> None:
         count = len(samples)
         self._film, self._instruction = film, instruction
+        self._score = MEASURES.index(score)
         self._episodes, self._samples = episodes, samples
         self.starts = samples // episodes.group_size
         self.columns: dict[str, np.ndarray] = {}
@@ -154,8 +159,8 @@ class _Trajectories:
         """Steps, episodes begun, the first step of the open one."""
         self._measured = np.zeros((len(MEASURES), count))
         """Of the open episodes."""
-        self._ended: list[list[np.ndarray]] = [[] for _ in samples]
-        """Of each episode that ended, what :data:`MEASURES` names."""
+        self._ended: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
+        """Of each episode that ended, its last step and what :data:`MEASURES` names."""
         self._lost: list[list[slice]] = [[] for _ in samples]
         """The steps of the episodes in which the simulator failed."""
         self._left: dict[int, np.ndarray] = {}
@@ -275,7 +280,7 @@ class _Trajectories:
         length[rows] += came["executed"]
         ever[rows], now[rows] = np.maximum(ever[rows], came["solved"]), came["success"]
         for row in rows[self.ended(rows)].tolist():
-            self._ended[row].append(self._measured[:, row].copy())
+            self._ended[row].append((int(self._length[row]) - 1, self._measured[:, row].copy()))
         for place, error in errors.items():
             self._lose(int(rows[place]), error)
 
@@ -326,7 +331,7 @@ class _Trajectories:
         found = []
         for row, sample in enumerate(self._samples.tolist()):
             length, ended, mine = int(self._length[row]), self._ended[row], who == row
-            means = np.mean(ended or [self._measured[:, row]], axis=0)
+            means = np.mean([m for _, m in ended] or [self._measured[:, row]], axis=0)
             found.append(
                 Record(
                     Identity(self._episodes.iteration, sample),
@@ -336,6 +341,7 @@ class _Trajectories:
                     },
                     context={
                         **{CUT_STEPS: at[mine], CUT_OBSERVATIONS: after[mine]},
+                        **self._outcomes(row),
                         **self._open(row),
                     },
                     info={
@@ -350,6 +356,16 @@ class _Trajectories:
                 )
             )
         return found
+
+    def _outcomes(self, row: int) -> dict[str, np.ndarray]:
+        """See :mod:`rlinf.data.outcomes`."""
+        judged = self._ended[row]
+        if not judged and self._episodes.open is None and self._scored(row):
+            judged = [(int(self._length[row]) - 1, self._measured[:, row])]
+        return {
+            OUTCOME_STEPS: np.array([last for last, _ in judged], np.int64),
+            OUTCOMES: np.array([measured[self._score] for _, measured in judged], np.float64),
+        }
 
     def _scored(self, row: int) -> bool:
         """Whether there is an episode to measure: one that ended, or the open one."""

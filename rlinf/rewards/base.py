@@ -13,6 +13,7 @@ import numpy as np
 from rlinf.channels.world import World
 from rlinf.config import Section
 from rlinf.data.counted import counted, credited
+from rlinf.data.outcomes import one_number_is_of_several
 from rlinf.data.record import Record
 from rlinf.errors import InputError
 from rlinf.fit import Part
@@ -95,8 +96,9 @@ class Reward(Part, ABC):
 
         Returns:
             For each one number, which goes on its last step that counts, or one for each step; of a
-            step that does not count it goes on the last one before it that does. A
-            :class:`Judgement` of one that could not be judged.
+            step that does not count it goes on the last one before it that does. Where a
+            simulator's trajectory holds several episodes (:mod:`rlinf.data.outcomes`), one for each
+            step. A :class:`Judgement` of one that could not be judged.
         """
 
     @final
@@ -114,8 +116,8 @@ class Reward(Part, ABC):
         A trajectory without any such step has none to be rewarded for: zeros.
 
         Raises:
-            InputError: :meth:`judge` gave another number of rewards, one of another shape, or one
-                that is not finite; names the sample.
+            InputError: :meth:`judge` gave another number of rewards, one of another shape, one that
+                is not finite, or one number for several episodes; names the sample.
         """
         judged = self.judge(trajectories, scores)
         if len(judged) != len(trajectories):
@@ -146,6 +148,12 @@ class Reward(Part, ABC):
         if not counts.any():
             return np.zeros(length, np.float32)
         if not worth.ndim:
+            if one_number_is_of_several(trajectory):
+                raise InputError(
+                    f"{where} holds several episodes and got one number, which does not say of "
+                    "which; give one for each step (rlinf.data.outcomes says where episodes end), "
+                    "or set rollout.group_size above 1: a sample is one episode then"
+                )
             worth = np.append(np.zeros(length - 1), worth)
         return credited(worth, counts)
 

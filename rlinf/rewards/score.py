@@ -1,4 +1,9 @@
-"""The task's score as the reward, with a penalty for overlong samples."""
+"""The task's score as the reward, with a penalty for overlong samples.
+
+In a simulator, whose sample may hold several episodes, each has its own score, on its own last
+step. One that the horizon cut off after others had ended is not judged: what follows is worth what
+a critic says of it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,9 @@ from pydantic import Field, model_validator
 
 from rlinf.config import Section
 from rlinf.data.counted import counted
+from rlinf.data.outcomes import episodes_judged
 from rlinf.data.record import Record
-from rlinf.rewards.base import Reward
+from rlinf.rewards.base import Reward, Worth
 
 
 class ScoreConfig(Section):
@@ -41,12 +47,21 @@ class ScoreReward(Reward):
     Config = ScoreConfig
     config: ScoreConfig
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
-        lengths = [int(counted(trajectory).sum()) for trajectory in trajectories]
-        return [
-            self.config.scale * score + self.config.offset - self._overlong(length)
-            for score, length in zip(scores, lengths, strict=True)
-        ]
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Worth]:
+        found: list[Worth] = []
+        for trajectory, score in zip(trajectories, scores, strict=True):
+            judged = episodes_judged(trajectory)
+            if judged is None:
+                found.append(self._of(score, int(counted(trajectory).sum())))
+                continue
+            worth = np.zeros(len(trajectory))
+            for last, own, length in judged:
+                worth[last] = self._of(own, length)
+            found.append(worth)
+        return found
+
+    def _of(self, score: float, length: int) -> float:
+        return self.config.scale * score + self.config.offset - self._overlong(length)
 
     def _overlong(self, length: int) -> float:
         start, stop = self.config.overlong_from, self.config.overlong_to

@@ -1,0 +1,133 @@
+"""What came of an episode is its own: on its last step, in a sample of several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.algorithms.ppo import PPO, PPOConfig
+from rlinf.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
+from rlinf.config import Section
+from rlinf.data.batch import Sample, StepBatch, assemble
+from rlinf.data.outcomes import OUTCOME_STEPS, OUTCOMES
+from rlinf.data.record import Record
+from rlinf.data.transitions import transitions_of
+from rlinf.envs.base import Episodes
+from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.errors import InputError
+from rlinf.rewards.base import Resources, Reward
+from rlinf.rewards.score import ScoreConfig, ScoreReward
+from stages.collect import collect
+from tests.rlinf.envs.test_lost_episodes import BREAKING, engine_for
+
+HORIZON = 10
+"""Episodes of this world have four steps: two end, and the third is open."""
+
+
+def played(folder: Path, *, starts: int = 1, size: int = 1, **changed: Any) -> list[Record]:
+    horizon = changed.pop("horizon", HORIZON)
+    left: Any = {} if changed.pop("goes_on", False) else None
+    config = GymConfig.model_validate({**BREAKING, **changed})
+    episodes = Episodes(0, 0, "train", range(starts), starts, size, horizon, 1.0, open=left)
+    with contextlib.closing(GymEnvironment(config, None)) as environment:
+        records = list(collect(environment, engine_for(config, folder), episodes, "rollout"))
+        assert len(environment.score(records, Counter())) == starts * size
+    return records
+
+
+def judged(record: Record, **settings: Any) -> np.ndarray:
+    reward = ScoreReward(ScoreConfig(**settings), Resources())
+    return reward.rewards([record], [float("inf")])[0]
+
+
+def batch_of(record: Record, **settings: Any) -> StepBatch:
+    steps = {"rewards": judged(record, **settings)}
+    said = Record(record.identity, steps, info={"keep": 1})
+    return assemble([Sample(record, said)])
+
+
+@pytest.mark.parametrize(("success", "each"), [(True, 1.0), (False, 4.0)])
+def test_each_episode_has_its_own_score_on_its_own_last_step(
+    success: bool, each: float, tmp_path: Path
+) -> None:
+    """The sample's mean lay on the last step of the open episode before."""
+    (record,) = played(tmp_path, success=success)
+    assert record.context[OUTCOME_STEPS].tolist() == [3, 7]
+    assert record.context[OUTCOMES].tolist() == [each, each]
+    wanted = np.zeros(HORIZON)
+    wanted[[3, 7]] = 2 * each + 0.5
+    assert judged(record, scale=2.0, offset=0.5).tolist() == wanted.tolist()
+
+
+def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
+    """Without a critic's values, and with discounts near one, what is to come of a step is what
+    comes in its own episode."""
+    (record,) = played(tmp_path, success=True)
+    record.context[OUTCOMES][:] = [1.0, 0.0]
+    batch = batch_of(record)
+    batch.values[:], batch.bootstrap[:] = 0, 0  # type: ignore[index]
+    plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
+    assert plain.advantages(batch)[0].tolist() == [[1.0] * 4 + [0.0] * 6]
+    relative, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages(batch)
+    assert (relative[0, :4] > 0).all()
+    assert (relative[0, 4:] < 0).all()
+
+
+def test_transitions_have_the_reward_of_their_own_episode(tmp_path: Path) -> None:
+    (record,) = played(tmp_path, success=True)
+    rows = transitions_of(record, judged(record))
+    assert rows["rewards"].tolist() == rows["terminated"].tolist() == [0, 0, 0, 1] * 2 + [0, 0]
+
+
+def test_a_sample_of_one_open_episode_is_judged_as_far_as_it_came(tmp_path: Path) -> None:
+    (record,) = played(tmp_path, horizon=3)
+    assert judged(record).tolist() == [0, 0, 3]
+    (record,) = played(tmp_path, horizon=3, goes_on=True, world=KEEPING)
+    assert judged(record).tolist() == [0, 0, 0], "its score comes when it ends"
+
+
+KEEPING = "tests.rlinf.envs.test_outcomes:make_keeping"
+
+
+def make_keeping(id: str, kwargs: dict[str, Any]) -> Any:
+    from tests.rlinf.envs.breaking_worlds import World
+
+    class Keeping(World):
+        def save(self) -> dict[str, np.ndarray]:
+            return {"steps": np.array(self._steps)}
+
+    return Keeping([], told=False)
+
+
+def test_a_lost_episode_has_no_score(tmp_path: Path) -> None:
+    (record,) = played(tmp_path, kwargs={"fails": [2]})
+    assert judged(record).tolist() == [0, 0, 0, 4] + [0] * 6
+
+
+def test_an_overlong_episode_is_penalised_by_its_own_length(tmp_path: Path) -> None:
+    (record,) = played(tmp_path, success=True)
+    assert judged(record, overlong_from=2, overlong_to=6)[[3, 7]].tolist() == [0.5, 0.5]
+
+
+class Same(Reward):
+    Config = Section
+    needs_score = False
+
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+        return [1.0] * len(trajectories)
+
+
+def test_one_number_for_several_episodes_is_refused(tmp_path: Path) -> None:
+    reward = Same(Section(), Resources())
+    (several,), (whole,) = played(tmp_path), played(tmp_path, horizon=4)
+    with pytest.raises(InputError, match=r"sample 0 holds several episodes.*rollout\.group_size"):
+        reward.rewards([several], [])
+    assert torch.tensor(reward.rewards([whole], [])[0]).tolist() == [0, 0, 0, 1]
