@@ -160,7 +160,8 @@ class RolloutSection(Section):
     batch: int = Field(gt=0)
     """Independent starts per iteration: prompts, or environments stepped in parallel."""
     group_size: int = Field(default=1, gt=0)
-    """Samples per start; group-relative advantages compare them."""
+    """Samples per start; group-relative advantages compare them. Of a simulator each is one episode
+    then."""
     horizon: int = Field(gt=0)
     """Most steps one sample may take: new tokens, or environment steps per iteration; where a
     policy acts by chunks, so many chunks."""

@@ -3,7 +3,7 @@
 Every iteration starts fresh episodes, seeded by (seed, iteration, start, episode): nothing is
 carried from one job to the next, so any driver collects the same experience. With
 ``task.continues`` episodes go on over iterations, by states that are data of the run. The samples
-of a group share their start's episodes and differ in their actions alone.
+of a group share their start's episode and differ in their actions alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class GymEnvironment(Environment):
     lost to the next iteration alone: its steps were done, and count.
 
     On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
-    ones; on the test split it is one episode, or as much of it as fits.
+    ones; on the test split, and in groups of several samples, it is one episode, or as much of it
+    as fits.
 
     The action space is not scaled: a Gaussian policy's actions are clipped on their way in, and
     trajectories keep what the policy drew, to which its log-probability belongs.

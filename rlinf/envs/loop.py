@@ -47,6 +47,10 @@ def play(
 ) -> Part:
     """The time loop of ``samples``, each in a world of its own, from number ``first`` on.
 
+    A sample is one episode, or as much of it as fits, where it is held out, or one of a group: its
+    others are what it is compared with, and they differ in what came of the same start. Elsewhere
+    an episode that ended is followed by another until the horizon.
+
     A step is what the policy answers at once: an action, or a chunk of them, which is carried out
     as far as the episode goes. Its reward is the sum over its actions then, ``executed`` int32
     ``[T]`` says how many they were, and where the policy gives log-probabilities of each action
@@ -63,6 +67,7 @@ def play(
     """
     made = _Trajectories(episodes, samples, film, instruction, score)
     live, version = np.arange(len(samples)), 0
+    single = episodes.split == "test" or episodes.group_size > 1
 
     def reset(rows: np.ndarray) -> None:
         if len(rows):
@@ -90,10 +95,12 @@ def play(
         made.step(live, time, reply.steps, came, errors)
         last = time + 1 == episodes.horizon
         made.cut(live[made.truncated[live] | (last & ~made.terminated[live])], time)
-        if episodes.split == "test":
+        if single:
             live = live[~made.ended(live)]
         elif not last:
             reset(live[made.ended(live)])
+    if single and episodes.split == "train":
+        made.refuse_broken()
     if episodes.open is not None:
         live = live[~made.ended(live)]
         made.leave(live, *worlds.save((first + live).tolist()))
@@ -163,6 +170,8 @@ class _Trajectories:
         """Of each episode that ended, its last step and what :data:`MEASURES` names."""
         self._lost: list[list[slice]] = [[] for _ in samples]
         """The steps of the episodes in which the simulator failed."""
+        self._error = ""
+        """What it raised last."""
         self._left: dict[int, np.ndarray] = {}
         """The states of episodes that are open at the end."""
         self._unsaved: frozenset[int] = frozenset()
@@ -308,6 +317,18 @@ class _Trajectories:
         if len(lost) == FAILURES:
             raise SimulatorError(f"start {start}: the simulator fails: {error}")
         log.warning("start %d: the simulator failed: %s", start, error)
+        self._error = error
+
+    def refuse_broken(self) -> None:
+        """Where samples are of one episode, see that not all of them were lost.
+
+        Raises:
+            SimulatorError: they were, as many as in other samples would be too many.
+        """
+        if len(self._lost) >= FAILURES and all(self._lost):
+            raise SimulatorError(
+                f"the simulator fails in each of {len(self._lost)} episodes: {self._error}"
+            )
 
     def cut(self, rows: np.ndarray, time: int) -> None:
         """Episodes that are cut off after a step."""

@@ -17,11 +17,13 @@ from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlinf.config import Section
 from rlinf.data.batch import Sample, StepBatch, assemble
+from rlinf.data.counted import counted
 from rlinf.data.outcomes import OUTCOME_STEPS, OUTCOMES
 from rlinf.data.record import Record
 from rlinf.data.transitions import transitions_of
 from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.processes import SimulatorError
 from rlinf.errors import InputError
 from rlinf.rewards.base import Resources, Reward
 from rlinf.rewards.score import ScoreConfig, ScoreReward
@@ -131,3 +133,21 @@ def test_one_number_for_several_episodes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"sample 0 holds several episodes.*rollout\.group_size"):
         reward.rewards([several], [])
     assert torch.tensor(reward.rewards([whole], [])[0]).tolist() == [0, 0, 0, 1]
+
+
+def test_a_sample_of_a_group_is_one_episode(tmp_path: Path) -> None:
+    """What comes after it is no part of what the group is compared by, and would be reinforced."""
+    records = played(tmp_path, starts=2, size=2, success=True)
+    assert [len(record) for record in records] == [4] * 4
+    assert [record.context[OUTCOMES].tolist() for record in records] == [[1.0]] * 4
+    (first,) = played(tmp_path, starts=1, size=1, success=True)
+    np.testing.assert_array_equal(records[0].steps["observations"], first.steps["observations"][:4])
+
+
+def test_a_lost_episode_costs_its_sample_of_a_group(tmp_path: Path) -> None:
+    """Another one would begin elsewhere than those that it is compared with."""
+    with pytest.raises(SimulatorError, match=r"(?s)fails in each of 3 episodes: .*third step"):
+        played(tmp_path, size=3, kwargs={"fails": [1]})
+    lost, other = played(tmp_path, size=2, kwargs={"fails": [1]})
+    assert not counted(lost).any()
+    assert not counted(other).any()
