@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
-"""Of Schulman's note "Approximating KL divergence" (2020)."""
+"""Of Schulman's note "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html)."""
 
 LOG_RATIO_BOUND = 20.0
 """Largest magnitude of a log-ratio that is exponentiated: e^89 is infinite in float32, and an
@@ -102,3 +102,19 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
     if kind == "k2":
         return (0.5 * gap**2).clamp(max=KL_BOUND)
     return (torch.exp(gap) - 1 - gap).clamp(max=KL_BOUND)
+
+
+def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator) -> Tensor:
+    """What is added to a loss so that the policy stays near the reference, per step.
+
+    Its value is that of :func:`kl_estimate`, and so is the gradient of ``k2`` and ``k3``. On
+    samples of the policy the mean gradient of ``k2`` is the divergence's own; that of ``k3`` is
+    the divergence's with the arguments exchanged, a first-order approximation where both are near;
+    that of ``k1`` is zero, whatever the policy (arXiv 2510.01555). ``k1`` has the gradient of
+    ``k2`` therefore.
+    """
+    value = kl_estimate(logprobs, reference_logprobs, kind)
+    if kind != "k1":
+        return value
+    pull = kl_estimate(logprobs, reference_logprobs, "k2")
+    return value.detach() + pull - pull.detach()

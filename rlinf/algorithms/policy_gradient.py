@@ -26,6 +26,7 @@ from rlinf.algorithms.losses import (
     KLEstimator,
     clipped_surrogate,
     kl_estimate,
+    kl_loss,
     sequence_log_ratio,
 )
 from rlinf.algorithms.shares import Aggregation
@@ -84,7 +85,9 @@ class PolicyGradientConfig(Section):
     entropy_bonus: float = Field(default=0.0, ge=0)
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference policy (the weights after warm start) in the
-    loss, by the estimator k3."""
+    loss."""
+    kl_estimator: KLEstimator = "k3"
+    """How that is estimated (:func:`rlinf.algorithms.losses.kl_loss`)."""
     kl_reward: float = Field(default=0.0, ge=0)
     """The same, taken from the reward of each step instead: of the policy before the update, and
     without a gradient."""
@@ -265,9 +268,8 @@ def policy_terms(
         metrics["entropy"] = entropy.detach()
         loss = loss - config.entropy_bonus * entropy
     if config.kl_coefficient:
-        divergence = (
-            weights * kl_estimate(outputs.logprobs, batch.require("reference_logprobs"))
-        ).sum()
+        reference = batch.require("reference_logprobs")
+        divergence = (weights * kl_loss(outputs.logprobs, reference, config.kl_estimator)).sum()
         metrics["kl_reference"] = divergence.detach()
         loss = loss + config.kl_coefficient * divergence
     return loss, metrics

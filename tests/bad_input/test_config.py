@@ -61,6 +61,7 @@ VALUES: dict[str, list[Any]] = {
     "algorithm.clip_high": [0, -0.2, True],
     "algorithm.entropy_bonus": [-0.1, True],
     "algorithm.kl_coefficient": [-0.1, True],
+    "algorithm.kl_estimator": ["k4", "low_var_kl", True],
     "algorithm.normalise": [1, "yes"],
     "algorithm.drop_equal_groups": [0, "no"],
     "model.name": ["causal", "mlpp", None],

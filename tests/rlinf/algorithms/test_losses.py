@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rlinf.algorithms.grpo import DAPO, DAPOConfig
 from rlinf.algorithms.losses import (
@@ -16,12 +19,15 @@ from rlinf.algorithms.losses import (
     clipped_surrogate,
     clipped_value_loss,
     kl_estimate,
+    kl_loss,
     sequence_log_ratio,
 )
-from rlinf.algorithms.policy_gradient import PolicyGradientConfig
+from rlinf.algorithms.policy_gradient import PolicyGradientConfig, policy_terms
 from rlinf.algorithms.ppo import PPOConfig
 from rlinf.algorithms.shares import step_shares, step_weights
 from rlinf.config import OptimizerSection
+from rlinf.models.base import StepOutputs
+from tests.contracts.test_algorithm import batch_of, outputs_of
 
 
 @pytest.mark.parametrize(
@@ -163,16 +169,52 @@ def test_estimates_of_the_divergence_are_unbiased(kind: KLEstimator) -> None:
     torch.testing.assert_close(estimate, (policy * (policy / reference).log()).sum())
 
 
-def test_half_the_squared_log_ratio_pulls_as_the_divergence_does() -> None:
-    """k2 is biased, but the mean of its gradients is the divergence's gradient."""
-    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
-    reference = torch.tensor([0.5, 0.3, 0.2]).log()
+@pytest.mark.parametrize(
+    ("kind", "divergence"),
+    [
+        ("k1", lambda ours, theirs: (ours.exp() * (ours - theirs)).sum()),
+        ("k2", lambda ours, theirs: (ours.exp() * (ours - theirs)).sum()),
+        ("k3", lambda ours, theirs: (theirs.exp() * (theirs - ours)).sum()),
+    ],
+)
+def test_the_mean_gradient_of_a_loss_is_that_of_a_divergence(
+    kind: KLEstimator, divergence: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Over all choices of the policy, each as likely as it is: of KL(policy || reference) with k1
+    and k2, of KL(reference || policy) with k3; the value is the estimate's."""
+    logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    (exact,) = torch.autograd.grad(divergence(logits.log_softmax(-1), reference), logits)
     ours = logits.log_softmax(-1)
-    (exact,) = torch.autograd.grad((ours.exp() * (ours - reference)).sum(), logits)
-    ours = logits.log_softmax(-1)
-    loss = (ours.exp().detach() * kl_estimate(ours, reference, "k2")).sum()
-    (found,) = torch.autograd.grad(loss, logits)
+    loss = kl_loss(ours, reference, kind)
+    torch.testing.assert_close(loss, kl_estimate(ours, reference, kind))
+    (found,) = torch.autograd.grad((ours.exp().detach() * loss).sum(), logits)
     torch.testing.assert_close(found, exact)
+
+
+def test_k1_itself_would_pull_nowhere() -> None:
+    logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    ours = logits.log_softmax(-1)
+    plain = (ours.exp().detach() * kl_estimate(ours, torch.zeros(3), "k1")).sum()
+    (found,) = torch.autograd.grad(plain, logits)
+    torch.testing.assert_close(found, torch.zeros_like(found))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_loss_has_the_divergence_by_the_estimator_that_is_set(kind: KLEstimator) -> None:
+    config = PolicyGradientConfig(kl_coefficient=0.5, kl_estimator=kind)
+    batch = batch_of(3)
+    batch = replace(batch, advantages=torch.zeros_like(batch.mask))
+    said = StepOutputs(outputs_of(batch, 3).logprobs)
+    loss, metrics = policy_terms(config, said, batch, batch.mask)
+    reference = batch.require("reference_logprobs")
+    want = (batch.mask * kl_estimate(said.logprobs, reference, kind)).sum()
+    torch.testing.assert_close(loss, 0.5 * want)
+    torch.testing.assert_close(metrics["kl_reference"], want.detach())
+    (found,) = torch.autograd.grad(loss, said.logprobs)
+    gap = (said.logprobs - reference).detach()
+    pull = {"k1": gap, "k2": gap, "k3": 1 - (-gap).exp()}[kind]
+    torch.testing.assert_close(found, 0.5 * batch.mask * pull, atol=1e-6, rtol=1e-4)
 
 
 def test_a_fixed_length_divides_the_sum_of_each_sequence() -> None:
