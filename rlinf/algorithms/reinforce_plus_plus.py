@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from rlinf.algorithms.advantages import generalised, group_means, whiten
+from rlinf.algorithms.groups import GroupConfig, OfGroups
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, policy_terms
 from rlinf.data.batch import StepBatch
-from rlinf.fit import GROUPS
 from rlinf.models.base import StepOutputs
 from rlinf.trainers.base import Loss
 
@@ -53,10 +53,15 @@ class ReinforcePlusPlus(PolicyGradient):
         return policy_terms(self.config, outputs, batch, weights)
 
 
-class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
+class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupConfig):
+    """Those of both."""
+
+
+class ReinforcePlusPlusBaseline(ReinforcePlusPlus, OfGroups):
     """REINFORCE++-baseline: relative to the mean reward of the group first."""
 
-    needs = frozenset({GROUPS})
+    Config = ReinforcePlusPlusBaselineConfig
+    config: ReinforcePlusPlusBaselineConfig
 
     def baseline(self, batch: StepBatch) -> Tensor:
         return group_means(batch.rewards.sum(-1), batch.groups)

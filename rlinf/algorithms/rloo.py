@@ -9,29 +9,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlinf.algorithms.advantages import leave_one_out
-from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, policy_terms
-from rlinf.data.batch import StepBatch
-from rlinf.fit import GROUPS
-from rlinf.models.base import StepOutputs
-from rlinf.trainers.base import Loss
+from rlinf.algorithms.groups import GroupConfig, Relative
 
 
-class RLOOConfig(PolicyGradientConfig):
-    """Those of all policy gradients; ``kl_reward`` is the divergence that the paper takes from the
-    reward."""
+class RLOOConfig(GroupConfig):
+    """Those of all that judge by groups; ``kl_reward`` is the divergence that the paper takes from
+    the reward."""
 
 
-class RLOO(PolicyGradient):
+class RLOO(Relative):
     """See the module."""
 
     Config = RLOOConfig
     config: RLOOConfig
-    needs = frozenset({GROUPS})
-    by_group = True
 
-    def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
-        relative = leave_one_out(batch.rewards.sum(-1), batch.groups)
-        return relative[:, None] * batch.mask, None
-
-    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        return policy_terms(self.config, outputs, batch, weights)
+    def relative(self, scores: Tensor, groups: Tensor) -> Tensor:
+        return leave_one_out(scores, groups)
