@@ -24,6 +24,7 @@ from .seen import (
     Arrays,
     Images,
     Refused,
+    Spent,
     among,
     encoded,
     instruction,
@@ -38,7 +39,8 @@ class Batch:
     """Environments that one world steps together, with the methods of :class:`Worlds`.
 
     It is made for as many as the first episodes are, anew where later ones are more. Those that are
-    not asked for get an action of zeros.
+    not asked for get an action of zeros. One that raises is not made again in this process, which
+    may have room for one simulation alone: the next reset raises Spent.
     """
 
     tells: Sequence[str] = ()
@@ -47,12 +49,24 @@ class Batch:
         self._make, self._images = functools.partial(make, images=images or {}), images or {}
         self._world: Any = None
         self._count, self._seen = 0, Arrays()
+        self.least = 0
+        """Environments that it is made for at least: as many as one before it had."""
+        self._failed = ""
+        self._unbegun: dict[int, str] = {}
+        """Why episodes could not begin, by the numbers of their environments."""
 
     def reset(
         self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
     ) -> Arrays:
-        """As of :class:`Worlds`, less ``starts``."""
-        wanted = max(numbers, default=-1) + 1
+        """As of :class:`Worlds`, less ``starts``: an environment that shows what is not finite is
+        reset once more, and its episode lost where it then does too.
+
+        Raises:
+            Spent: the world has raised, now or before.
+        """
+        if self._failed:
+            raise Spent(self._failed)
+        wanted = max(*numbers, self.least - 1, -1) + 1
         if self._count and wanted > self._count and min(numbers):
             raise Refused("task.halves: this simulator steps all environments together; set 1")
         if self._world is None or wanted > self._count:
@@ -60,9 +74,15 @@ class Batch:
             wanted = max(wanted, self._count)
             self._world = made(functools.partial(self._make, count=wanted), {})
             self._count = self._world.count
-        seen = self._shown(self._world.reset(list(numbers), list(seeds)))
+        seen = self._begun(numbers, seeds)
+        if bad := list(unfit(seen)):
+            again = self._begun([numbers[row] for row in bad], [seeds[row] for row in bad])
+            for name, column in again.items():
+                seen[name][bad] = column
         for row, error in unfit(seen).items():
-            raise ValueError(f"environment {numbers[row]}: {error} after its reset")
+            self._unbegun[numbers[row]] = f"{error} after two resets"
+            for column in seen.values():
+                column[row] = 0
         refuse_others(self._images, sorted(seen.keys() - {STATE, INSTRUCTION}))
         for name, size in self._images.items():
             if seen[name].shape[1:] != (*size, 3):
@@ -75,7 +95,7 @@ class Batch:
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """As of :class:`Worlds`; where the world raises, the episodes of all have ended, and where
-        it shows of one what is not finite, that one's."""
+        it shows of one what is not finite, or that one could not begin, that one's."""
         rows, space = list(numbers), self._world.action_space
         if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
             raise Refused(
@@ -89,17 +109,18 @@ class Batch:
         try:
             seen, gained, *ended = self._world.step(whole)
         except Exception:  # a simulator may raise anything
-            errors = dict.fromkeys(range(len(rows)), traceback.format_exc()[-100_000:])
+            self._failed = traceback.format_exc()[-100_000:]
+            errors = dict.fromkeys(range(len(rows)), self._failed)
             ends[0] = True
-            with contextlib.suppress(Exception):
-                self._world.close()
-            self._world = None
         else:
             shown = {name: column[rows] for name, column in self._shown(seen).items()}
             reward[:] = np.asarray(gained, np.float64)[rows]
             ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
             ends[3] = ends[2]
             errors = unfit(shown)
+            for row, number in enumerate(rows):
+                if number in self._unbegun:
+                    errors[row] = self._unbegun.pop(number)
             for row in np.flatnonzero(~np.isfinite(reward)).tolist():
                 errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
             fit = [row for row in range(len(rows)) if row not in errors]
@@ -109,6 +130,14 @@ class Batch:
         columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
         columns.update(zip(ENDS, ends))  # noqa: B905 - Python 3.9
         return {**columns, **among({n: c[rows] for n, c in self._seen.items()})}, errors
+
+    def _begun(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
+        try:
+            return self._shown(self._world.reset(list(numbers), list(seeds)))
+        except Refused:
+            raise
+        except Exception:  # a simulator may raise anything
+            raise Spent(traceback.format_exc()[-100_000:]) from None
 
     def spaces(self) -> dict[str, Any]:
         """As of :class:`Worlds`."""

@@ -53,7 +53,8 @@ class GymEnvironment(Environment):
     """A start is an environment, a sample the experience of one of them.
 
     An episode in which the simulator raises is lost, and that alone: its steps do not count, and
-    the next one has a new simulator; so are those of a process that dies or hangs. A simulator that
+    the next one has a new simulator; so are those of a process that dies or hangs, and one that
+    cannot begin. A simulator that
     fails :data:`FAILURES` times in a sample is broken. An open episode that it fails to save is
     lost to the next iteration alone: its steps were done, and count.
 

@@ -84,6 +84,8 @@ class Process:
         """By world the process in which its episode began."""
         self._none: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
         self._none |= {name: np.zeros(0, np.uint8) for name in ENDS}
+        self._least = 0
+        """Worlds that there have been."""
         self._tells: tuple[str, ...] = ()
         """The columns that come of a step, without a row."""
         self._start()
@@ -143,7 +145,9 @@ class Process:
         self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
     ) -> Order[Arrays]:
         """:meth:`reset` in two parts, between which others can be asked."""
+        self._least = max(*numbers, self._least - 1, -1) + 1
         order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds), "starts": starts}
+        order["least"] = self._least
         _, seen = yield from self._beginning(numbers, order)
         return seen
 
@@ -241,6 +245,8 @@ class Process:
             raise self._death() from None
         if "refused" in answer:
             raise InputError(str(answer["refused"]))
+        if "spent" in answer:
+            raise _Died(f"simulator process {self.pid}: {answer['spent']}")
         if "failed" in answer:
             raise SimulatorError(f"simulator process {self.pid}: {answer['failed']}")
         return answer, columns

@@ -31,6 +31,11 @@ class Refused(Exception):
     """A configuration that can never work; the text says why."""
 
 
+class Spent(Exception):
+    """A simulation failed that is made once in a process, which another one is to take the place
+    of; the text says how it failed."""
+
+
 def named(observation: Any) -> Arrays:
     """An observation as arrays by name, copied: a world may show all in one buffer."""
     if not isinstance(observation, dict):

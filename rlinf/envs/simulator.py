@@ -46,6 +46,7 @@ from .seen import (
     Images,
     Look,
     Refused,
+    Spent,
     among,
     joined,
     parted,
@@ -79,6 +80,8 @@ class Worlds:
         self._looks: dict[int, Look] = {}
         """Of the open episodes."""
         self._seen: dict[int, Arrays] = {}
+        self._unbegun: dict[int, str] = {}
+        """Of the episodes that could not begin, the tracebacks."""
         self._like: Arrays = {}
         """Of what the first world showed first: shapes and types."""
 
@@ -87,8 +90,10 @@ class Worlds:
     ) -> Arrays:
         """Begin episodes; observations by name, ``[n, ...]``.
 
-        A world that raises, or shows what is not finite, is made anew, and raises what it raises
-        then. Where it is left to a person, Refused is raised in place of that.
+        A world that raises, or shows what is not finite, is made anew and tried once more. Where
+        that fails too, zeros stand for what it shows, and the episode is lost at its first step;
+        where no world has shown anything yet, what it raised is raised. Where it is left to a
+        person, Refused is raised in place of all that.
 
         Args:
             starts: where episodes begin in worlds that have numbered states for that, counted
@@ -112,7 +117,7 @@ class Worlds:
                         "resume the run"
                     ) from error
                 self._renew(number)
-                self._begin(number, seed, start)
+                self._begin_again(number, seed, start)
         return stacked([self._seen[number] for number in numbers])
 
     def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
@@ -191,6 +196,11 @@ class Worlds:
         single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
         came, rows, errors = [], list[Arrays](), dict[int, str]()
         for row, (number, chosen) in enumerate(zip(numbers, actions)):  # noqa: B905 - Python 3.9
+            if number in self._unbegun:
+                errors[row] = self._unbegun.pop(number)
+                came.append((0.0, 1, *LOST))
+                rows.append(self._seen[number])
+                continue
             world, reward, executed, solved = self._worlds[number], 0.0, 0, False
             try:
                 for place, action in enumerate([chosen] if single else chosen):
@@ -276,6 +286,15 @@ class Worlds:
             raise ValueError(error)
         self._seen[number] = seen
 
+    def _begin_again(self, number: int, seed: int, start: int | None) -> None:
+        try:
+            self._begin(number, seed, start)
+        except Exception:  # a simulator may raise anything
+            if not self._like:
+                raise
+            self._unbegun[number] = traceback.format_exc()[-100_000:]
+            self._seen[number] = {name: np.zeros_like(a) for name, a in self._like.items()}
+
     def _go_on(self, number: int, state: Arrays) -> None:
         try:
             self._worlds[number].restore(state)
@@ -335,6 +354,8 @@ def work(link: Link, worlds: Worlds | Batch) -> None:
             came, errors = worlds.step(order["worlds"], arrays["action"])
             link.put({"errors": list(errors.items())}, came)
         elif order["do"] == "reset":
+            if isinstance(worlds, Batch):
+                worlds.least = order["least"]
             seen = worlds.reset(order["worlds"], order["seeds"], order["starts"])
             link.put({"tells": list(worlds.tells)}, among(seen))
         elif order["do"] == "restore":
@@ -378,6 +399,8 @@ def main(end: int, own: int, other: int, target: str, values: str, images: str) 
         return
     except Refused as error:
         said = {"refused": str(error)}
+    except Spent as error:
+        said = {"spent": str(error)}
     except Exception:
         said = {"failed": traceback.format_exc()[-100_000:]}
     finally:

@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium.spaces import Box
 
 BATCHED = True
+_made: list[str] = []
 
 
 class Counters:
@@ -18,17 +19,26 @@ class Counters:
     Args:
         raises_at: a sum at which the simulator fails, for all of them.
         nan_at: one in whose place it shows no number.
+        fails_at: one at which no episode can begin: the reset fails, for all of them.
     """
 
     def __init__(
-        self, count: int, images: Mapping[str, Sequence[int]], raises_at: float, nan_at: float
+        self,
+        count: int,
+        images: Mapping[str, Sequence[int]],
+        raises_at: float,
+        nan_at: float,
+        fails_at: float,
     ) -> None:
+        self._fails_at = fails_at
         self.observation_space, self.action_space = Box(-99, 99, (2,)), Box(-1, 2, (1,))
         self.count, self._images, self._raises_at, self._nan_at = count, images, raises_at, nan_at
         self._sums, self._steps = np.zeros(count, np.float32), np.zeros(count, np.int64)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> Any:
         self._sums[numbers], self._steps[numbers] = np.array(seeds) % 7, 0
+        if (self._sums[numbers] == self._fails_at).any():
+            raise ZeroDivisionError("a sum that it cannot begin with")
         return {name: column[numbers] for name, column in self._shown().items()}
 
     def step(self, actions: np.ndarray) -> Any:
@@ -52,4 +62,9 @@ class Counters:
 
 
 def make(id: str, kwargs: dict[str, Any], count: int, images: Any) -> Counters:
-    return Counters(count, images, kwargs.get("raises_at", 1e9), kwargs.get("nan_at", 1e9))
+    if kwargs.get("once"):
+        if _made:
+            raise RuntimeError("there is a simulation in this process")
+        _made.append(id)
+    bad = [kwargs.get(name, 1e9) for name in ("raises_at", "nan_at", "fails_at")]
+    return Counters(count, images, *bad)

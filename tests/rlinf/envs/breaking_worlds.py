@@ -11,6 +11,7 @@ import numpy as np
 from tests.rlinf.envs.speaking_worlds import Space
 
 STEPS = 4
+_resets: list[int] = []
 
 
 class World:
@@ -18,8 +19,8 @@ class World:
     observation_space = Space(-np.ones(1, np.float32), np.ones(1, np.float32))
     cameras = ("side",)
 
-    def __init__(self, fails: Sequence[int], told: bool) -> None:
-        self._fails, self._told = fails, told
+    def __init__(self, fails: Sequence[int], told: bool, begins_not: Sequence[int] = ()) -> None:
+        self._fails, self._told, self._begins_not = fails, told, begins_not
         self._episode, self._steps = 0, 0
         self._shown = np.zeros(1, np.float32)
         if told:
@@ -27,6 +28,9 @@ class World:
 
     def reset(self, seed: int | None = None) -> Any:
         self._episode, self._steps, self._shown[0] = self._episode + 1, 0, 0
+        _resets.append(self._episode)
+        if len(_resets) in self._begins_not:
+            raise ZeroDivisionError("a reset")
         return self._shown, {}
 
     def step(self, action: Any) -> Any:
@@ -49,5 +53,7 @@ class World:
 
 def make(id: str, kwargs: dict[str, Any]) -> World:
     """``kwargs``: ``fails``, the numbers of the episodes (from 1) that do; ``told``: whether a
-    person is said to act at every step."""
-    return World(kwargs.get("fails", []), bool(kwargs.get("told")))
+    person is said to act at every step; ``begins_not``: the numbers of the resets, of all worlds of
+    the process, that fail."""
+    told, begins_not = bool(kwargs.get("told")), kwargs.get("begins_not", [])
+    return World(kwargs.get("fails", []), told, begins_not)

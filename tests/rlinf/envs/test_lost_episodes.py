@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.batch import Batch
-from rlinf.envs.gym import GymConfig, GymEnvironment
+from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
+from rlinf.envs.processes import SimulatorError
 from rlinf.envs.seen import Refused
 from rlinf.envs.simulator import Worlds
 from rlinf.envs.worlds.needs import Needs, needs_of
@@ -148,8 +149,79 @@ def test_of_a_batch_the_episode_that_is_not_finite_is_lost() -> None:
     assert came["terminated"].tolist() == [0, 1]
     assert came["reward"].tolist() == [2.5, 0.0]
     assert came["seen.state"][1].tolist() == [3.0, 2.0], "what it showed last"
-    with pytest.raises(ValueError, match=r"environment 1: .* not finite after its reset"):
-        batch.reset([0, 1], [2, 4])
+
+
+def test_an_environment_of_a_batch_that_begins_with_no_number_is_reset_once_more() -> None:
+    class Twice(batched_worlds.Counters):
+        asked: ClassVar[list[list[int]]] = []
+
+        def reset(self, numbers: list[int], seeds: list[int]) -> Any:
+            self.asked.append(numbers)
+            seen = super().reset(numbers, seeds)
+            if len(self.asked) == 1:
+                seen["state"][1] = np.nan
+            return seen
+
+    batch = Batch(lambda count, images: Twice(count, images, 1e9, 1e9, 1e9))
+    assert batch.reset([0, 1], [2, 3])["state"].tolist() == [[2, 2], [3, 2]]
+    assert Twice.asked == [[0, 1], [1]]
+    assert not batch.step([0, 1], np.ones((2, 1)))[1]
+
+
+def test_where_it_cannot_begin_its_episode_is_lost_and_no_other() -> None:
+    batch = Batch(lambda **of: batched_worlds.make("any", {"nan_at": 4.0}, **of))
+    assert batch.reset([0, 1], [2, 4])["state"].tolist() == [[2, 2], [0, 0]]
+    came, errors = batch.step([0, 1], np.array([[0.5], [1.0]]))
+    assert list(errors) == [1]
+    assert "not finite after two resets" in errors[1]
+    assert came["terminated"].tolist() == [0, 1]
+    assert came["reward"].tolist() == [2.5, 0.0]
+    batch.reset([1], [3])
+    assert not batch.step([0, 1], np.array([[0.5], [0.5]]))[1]
+
+
+MANY: dict[str, Any] = {
+    "world": "tests.rlinf.envs.batched_worlds:make",
+    "observation": 2,
+    "action": {"kind": "box", "size": 1},
+}
+BEGINS: dict[str, Any] = {
+    "world": "tests.rlinf.envs.breaking_worlds:make",
+    "kwargs": {"begins_not": [2, 3]},
+}
+
+
+@pytest.mark.parametrize("task", [{**MANY, "kwargs": {"nan_at": 3.0}}, BEGINS])
+def test_a_rollout_goes_on_where_an_episode_cannot_begin(
+    task: dict[str, Any], tmp_path: Path
+) -> None:
+    environment, records = played("train", 3, tmp_path, **task, processes=1)
+    counts = Counter[str]()
+    environment.score(records, counts)
+    lost = [record for record in records if not counted(record).all()]
+    assert counts["failed_episodes"] == sum(int(record.info["failed"]) for record in lost) > 0
+    assert all(len(record.steps["rewards"]) == 10 for record in records)
+    assert all(np.isfinite(record.steps["observations"]).all() for record in records)
+
+
+def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_raised() -> None:
+    task = GymConfig.model_validate(
+        {**BREAKING, **MANY, "kwargs": {"raises_at": 8.0, "fails_at": 5.0, "once": True}}
+    )
+    with contextlib.closing(simulator_process(task)) as process:
+        process.reset([0, 1, 2], [6, 0, 1])
+        first = process.pid
+        assert list(process.step([0, 1, 2], np.full((3, 1), 2.0))[1]) == [0, 1, 2]
+        assert process.reset([0, 1, 2], [6, 0, 1])["state"].tolist() == [[6, 3], [0, 3], [1, 3]]
+        assert process.pid != first
+        with pytest.raises(SimulatorError, match="so did 2 before it") as found:
+            process.reset([1], [5])
+        assert "ZeroDivisionError: a sum that it cannot begin with" in str(found.value)
+        assert process.reset([1], [4])["state"].tolist() == [[4, 3]], "room for all"
+        came, errors = process.step([0, 1, 2], np.zeros((3, 1)))
+        assert list(errors) == [0, 2], "they were of the process before"
+        assert came["terminated"].tolist() == [1, 0, 1]
+        assert process.reset([0, 2], [2, 3])["state"].tolist() == [[2, 3], [3, 3]]
 
 
 @pytest.mark.parametrize(
