@@ -3,7 +3,9 @@
 One process has one simulation of many environments. It begins the next episode of an environment in
 the step that ends one, and shows that: of an episode that ended, what its last action was chosen by
 stands for what was seen after it. The seed of the first environment is that of all of them, and
-only where all begin together, so episodes are not the same to the bit.
+only where all begin together: a seed says neither where an episode begins nor the rest of it. Where
+some begin while others are within an episode (one was lost), these are reset alone; terms with a
+history then have the moment twice in those of the others.
 
 The state is the observation group ``policy``; of a group whose terms are apart, the vectors among
 them in their order, and pictures are the terms with the names of ``task.images``. Success is the
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -90,16 +93,35 @@ class World:
         names = () if manager is None else manager.active_terms
         self._solved = success if success in names else None
         self._shown = self._seen(env.reset()[0])
-        self._begun = np.zeros(count, bool)
-        """Which are at the first step of an episode that the last step began."""
+        self._begun, self._open = np.zeros((2, count), bool)
+        """Which are at the first step of an episode that the last step began; which are within one
+        that was asked for."""
         self.action_space = env.single_action_space
         shape = self._shown[STATE].shape[1:]
         self.observation_space = Box(-np.inf, np.inf, shape, np.float32)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
-        if not self._begun[numbers].all():
+        old = [number for number in numbers if not self._begun[number]]
+        if old and self._open[np.isin(np.arange(self.count), numbers, invert=True)].any():
+            self._shown = self._seen(self._reset_some(old))
+        elif old:
             self._shown = self._seen(self._env.reset(seed=seeds[0])[0])
+        self._begun[numbers], self._open[numbers] = False, True
         return {name: column[numbers] for name, column in self._shown.items()}
+
+    def _reset_some(self, numbers: list[int]) -> Any:
+        import torch
+
+        which = torch.as_tensor(numbers, dtype=torch.int64, device=self._env.device)
+        if "env_ids" in inspect.signature(self._env.reset).parameters:
+            return self._env.reset(env_ids=which)[0]
+        # Tasks of the direct kind reset all or, in a step, those that ended, as follows.
+        self._env._reset_idx(which)
+        self._env.scene.write_data_to_sim()
+        self._env.sim.forward()
+        if self._images:
+            self._env.sim.render()
+        return self._env._get_observations()
 
     def step(self, actions: np.ndarray) -> Any:
         import torch
@@ -112,6 +134,7 @@ class World:
         if self._solved is not None:
             solved = _array(self._env.termination_manager.get_term(self._solved))
         self._shown, self._begun = self._seen(seen), terminated | truncated
+        self._open &= ~self._begun
         last = {
             name: np.where(self._begun.reshape(-1, *[1] * (column.ndim - 1)), before[name], column)
             for name, column in self._shown.items()

@@ -68,6 +68,7 @@ class World:
             seen = _array(self._env.reset(env_ids=old)[0])
             # Some classes answer for all, some for those alone.
             self._shown[old] = seen if len(seen) == len(old) else seen[old]
+        self._begun[numbers] = False
         return self._shown[numbers]
 
     def step(self, actions: np.ndarray) -> Any:

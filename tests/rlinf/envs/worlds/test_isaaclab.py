@@ -52,6 +52,20 @@ def test_an_episode_that_ended_shows_its_last_state_and_the_next_begins_where_it
         assert process.reset([0, 1], [7, 8])["state"].tolist() == [[7, 0], [7, 0]]
 
 
+@pytest.mark.parametrize("task", ["Isaac-Sum-v0", "Isaac-Sum-Direct-v0"])
+def test_where_one_episode_is_lost_the_others_go_on(task: str) -> None:
+    with simulation(SUM, id=task) as process:
+        process.reset([0, 1], [3, 4])
+        came, errors = process.step([0, 1], np.array([[1.0, 1.0], [99.0, 0.0]]))
+        assert list(errors) == [1]
+        assert process.reset([1], [8])["state"].tolist() == [[3, 0]], "where the simulator begins"
+        came, errors = process.step([0, 1], np.ones((2, 2)))
+        assert not errors
+        assert came["seen.state"].tolist() == [[7, 2], [5, 1]]
+        assert not came["terminated"].any()
+        assert not came["truncated"].any()
+
+
 def test_vectors_among_apart_terms_are_the_state_and_pictures_go_by_their_names() -> None:
     images = {"table_cam": [4, 5]}
     with simulation(SUM, id="Isaac-Sum-Visuomotor-v0", images=images) as process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -30,14 +31,22 @@ class Env(gymnasium.Env):  # type: ignore[type-arg]
         self.cfg, self.num_envs, self.device = cfg, cfg.num_envs, torch.device(cfg.device)
         self.single_action_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,))
         self.termination_manager = _Terminations(self.num_envs)
-        self.sums = torch.zeros(self.num_envs)
+        self.sums, self.seeded = torch.zeros(self.num_envs), 0.0
         self.steps = torch.zeros(self.num_envs, dtype=torch.long)
 
     def reset(self, seed: int | None = None, env_ids: Any = None, options: Any = None) -> Any:
-        self.sums[:], self.steps[:] = float(seed or 0), 0
+        if seed is not None:
+            self.seeded = float(seed)
+        which = torch.arange(self.num_envs) if env_ids is None else env_ids
+        self._reset_idx(which)
         return self._observed(), {}
 
+    def _reset_idx(self, env_ids: torch.Tensor) -> None:
+        assert env_ids.dtype == torch.int64
+        self.sums[env_ids], self.steps[env_ids] = self.seeded, 0
+
     def step(self, action: torch.Tensor) -> Any:
+        action = torch.where(action > 50, torch.nan, action)
         assert action.shape == (self.num_envs, 2)
         assert action.dtype == torch.float32
         self.sums, self.steps = self.sums + action.sum(1), self.steps + 1
@@ -56,10 +65,27 @@ class Env(gymnasium.Env):  # type: ignore[type-arg]
         return {"policy": {"sums": state[:, :1], "table_cam": picture, "steps": state[:, 1:]}}
 
 
-for name in ("Isaac-Sum-v0", "Isaac-Sum-Visuomotor-v0"):
+class DirectEnv(Env):
+    """One of the direct kind, which has no managers: its reset is of all environments."""
+
+    def __init__(self, cfg: Any, render_mode: str | None = None, **kwargs: Any) -> None:
+        super().__init__(cfg, render_mode, **kwargs)
+        self.scene = SimpleNamespace(write_data_to_sim=lambda: self.called.append("write"))
+        self.sim = SimpleNamespace(forward=lambda: self.called.append("forward"))
+        self.called: list[str] = []
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:  # type: ignore[override]
+        return super().reset(seed)
+
+    def _get_observations(self) -> dict[str, Any]:
+        assert self.called[-2:] == ["write", "forward"]
+        return self._observed()
+
+
+for name in ("Isaac-Sum-v0", "Isaac-Sum-Visuomotor-v0", "Isaac-Sum-Direct-v0"):
     gymnasium.register(
         name,
-        Env,
+        DirectEnv if "Direct" in name else Env,
         disable_env_checker=True,
         kwargs={"env_cfg_entry_point": f"isaaclab_tasks:{name}"},
     )
