@@ -10,6 +10,7 @@ from pipeline.fitting import (
     check_continues,
     check_fit,
     check_replay,
+    check_starts,
     check_values,
     warn_of_precision,
 )
@@ -65,6 +66,7 @@ def check(config: RunConfig) -> None:
     check_videos(config, environment.films(task_options))
     check_fit(config)
     check_continues(config)
+    check_starts(config, environment.alike(task_options))
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
     algorithm.check(model_options)

@@ -117,6 +117,25 @@ def check_continues(config: RunConfig) -> None:
         )
 
 
+def check_starts(config: RunConfig, alike: bool) -> None:
+    """See that the samples of a group can be compared.
+
+    Args:
+        alike: whether those of a start begin alike.
+
+    Raises:
+        ConfigError: they begin in different states.
+    """
+    if config.rollout.group_size > 1 and not alike:
+        others = "; algorithm=ppo needs no groups"
+        raise ConfigError(
+            f"rollout.group_size: {config.rollout.group_size}, but the samples of a group would "
+            "begin in different states and could not be compared: in this simulator a seed does "
+            "not say where an episode begins; set rollout.group_size=1"
+            + (others if algorithms.get(config.algorithm.name).needs & {GROUPS} else "")
+        )
+
+
 def check_replay(
     config: RunConfig, algorithm: Algorithm, trainer: type[Trainer], options: Any
 ) -> None:

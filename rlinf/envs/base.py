@@ -126,6 +126,11 @@ class Environment(Part, ABC):
         return 0
 
     @classmethod
+    def alike(cls, config: Any) -> bool:
+        """Whether the samples of a start begin alike; asked before a run with groups of them."""
+        return True
+
+    @classmethod
     def films(cls, config: Any) -> tuple[str, ...]:
         """Columns of pictures in trajectories that are filmed (``evaluate.videos``); none by
         default."""

@@ -128,6 +128,10 @@ class GymEnvironment(Environment):
         return Extent()
 
     @classmethod
+    def alike(cls, config: GymConfig) -> bool:
+        return not needs_of(config.world).unseeded
+
+    @classmethod
     def row_bytes(cls, config: GymConfig) -> int:
         pixels = sum(height * width for height, width in config.images.values())
         return np.dtype(np.float32).itemsize * (config.observation or 0) + 3 * pixels

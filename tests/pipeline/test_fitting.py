@@ -57,6 +57,24 @@ def test_what_would_learn_nothing_is_refused(
         check(validate(RunConfig, values))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm=grpo"], r"rollout\.group_size: 4, but .* begins; .*=1; algorithm=ppo needs"),
+        ([], r"rollout\.group_size: 4, but .* begins; set rollout\.group_size=1$"),
+    ],
+)
+def test_samples_that_begin_differently_are_not_compared(
+    compose: Compose, words: list[str], said: str
+) -> None:
+    words = [*words, "rollout.group_size=4", "task.world=isaaclab"]
+    values = compose(*words, experiment="halfcheetah_ppo")
+    with pytest.raises(ConfigError, match=said):
+        check(validate(RunConfig, values))
+    values["task"]["world"] = "gymnasium"
+    check(validate(RunConfig, values))
+
+
 def test_what_learns_offline_is_accepted(compose: Compose, prior: Path) -> None:
     words = ["flow=offline", f"algorithm.prior={prior}", "algorithm.prior_share=1.0"]
     values = compose(*words, "algorithm.updates=3", experiment="pendulum_sac")

@@ -5,7 +5,8 @@ where there is something to say: ``INSTALL``, how they are had where no file of
 ``configs/environments`` has them; ``GPU``, which one is asked for; ``ASSETS``, files and folders
 that no package brings, by their key of ``kwargs``, with what they are and where they are had;
 ``BATCHED``, where a world steps many environments; ``SINGLE``, where there can be one world alone;
-``SAVES``, where it can go on with an episode of another one.
+``SAVES``, where it can go on with an episode of another one; ``UNSEEDED``, where the seed of a
+reset does not say where an episode begins.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Needs(NamedTuple):
     batched: bool = False
     single: bool = False
     saves: bool = False
+    unseeded: bool = False
 
     def missing_assets(self, kwargs: Mapping[str, Any]) -> list[str]:
         """Of each file or folder that is not there: its key, what it is, where it is had.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-BATCHED = True
+BATCHED = UNSEEDED = True
 PACKAGES = ("metasim", "torch", "gymnasium")
 INSTALL = (
     "pip install -e '.[mujoco]' (or isaacsim, sapien3, ...) in a clone of "
