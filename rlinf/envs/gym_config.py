@@ -51,7 +51,8 @@ class GymConfig(Section):
     """The score of an episode is whether the task was solved in it, at any step, as the simulator's
     ``info`` says; else its return."""
     processes: int = Field(default=0, ge=0)
-    """Processes that step the environments beside the policy; 0: the stage's own does."""
+    """Processes that step the environments beside the policy; 0: the stage's own does, which is
+    faster for small simulators from their state, and dies or hangs with one that does."""
     at_once: int | None = Field(default=None, gt=0)
     """Most environments of a stage's process at once, for simulators that fill the memory: the
     others wait for them, and nothing else changes; null: all that a stage has."""
@@ -60,7 +61,7 @@ class GymConfig(Section):
     that ``make env`` has made or the site file knows. It needs numpy and Gymnasium alone."""
     timeout_s: float = Field(default=300.0, gt=0)
     """For one answer of such a process, its start included: after it the process counts as hung and
-    is replaced."""
+    is replaced. Nothing watches what the stage's own process steps."""
     continues: bool = False
     """A sample of training begins where the same one of the iteration before ended: an episode that
     its horizon cut off goes on, with its return and length so far; if there is none, another one
