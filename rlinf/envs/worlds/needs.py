@@ -4,6 +4,7 @@ A module of :mod:`rlinf.envs.worlds` has ``PACKAGES``, modules that the interpre
 where there is something to say: ``INSTALL``, how they are had where no file of
 ``configs/environments`` has them; ``GPU``, which one is asked for; ``ASSETS``, files and folders
 that no package brings, by their key of ``kwargs``, with what they are and where they are had;
+``OPTIONAL``, likewise of keys that may be left out;
 ``BATCHED``, where a world steps many environments; ``SINGLE``, where there can be one world alone;
 ``SAVES``, where it can go on with an episode of another one; ``UNSEEDED``, where the seed of a
 reset does not say where an episode begins.
@@ -29,6 +30,7 @@ class Needs(NamedTuple):
     install: str = ""
     gpu: str = ""
     assets: Mapping[str, str] = {}
+    optional: Mapping[str, str] = {}
     batched: bool = False
     single: bool = False
     saves: bool = False
@@ -41,8 +43,10 @@ class Needs(NamedTuple):
             kwargs: ``task.kwargs``.
         """
         found = []
-        for key, what in self.assets.items():
+        for key, what in {**self.assets, **self.optional}.items():
             given = kwargs.get(key)
+            if given is None and key in self.optional:
+                continue
             if given is None:
                 found.append(f"task.kwargs.{key}: is not set; give {what}")
             elif not Path(str(given)).expanduser().exists():

