@@ -209,6 +209,9 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     for stage, spec in plan.flow.table.items():
         key, job = f"plan.stages.{stage}.layout", plan.of(stage)
         layout = job.layout
+        pool = of.get(stage)
+        size = job.nodes * job.processes if pool is None else sizes[pool]
+        size = 1 if stage in comes_and_goes else size
         loads = spec.loads or plan.flow.table.get(spec.like or "", spec).loads
         if loads is not None and of and not spec.whole:
             first, other = held.setdefault((of[stage], loads), (stage, layout))
@@ -220,7 +223,8 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
         if loads == "trainer":
             trainer = trainers.get(config.trainer.name)
             options = config.trainer.options(trainer.Config, "trainer")
-            trainer.check(options, policy_class(config)[1], config.optimizer, layout, key)
+            policy, model = policy_class(config)
+            trainer.check(options, policy, model, config.optimizer, layout, size, key)
             if spec.whole and REPLAYS in plan.flow.needs and not plan.alone(stage):
                 raise ConfigError(
                     f"plan.stages.{stage}: {job.nodes * job.processes} processes, but one process "
@@ -238,9 +242,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
                 raise ConfigError(
                     f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
                 )
-        pool = of.get(stage)
-        size = job.nodes * job.processes if pool is None else sizes[pool]
-        layout.check(1 if stage in comes_and_goes else size, key)
+        layout.check(size, key)
 
 
 def check_tracker(name: str, key: str) -> None:

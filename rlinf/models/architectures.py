@@ -73,12 +73,12 @@ def settings_of(config: CausalLMConfig, vocabulary: int) -> Any:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        **_further(config, head_dim),
+        **further(config, head_dim),
     )
 
 
-def _further(config: CausalLMConfig, head_dim: int) -> dict[str, Any]:
-    """What this architecture alone is told."""
+def further(config: CausalLMConfig, head_dim: int) -> dict[str, Any]:
+    """What this architecture alone is told, by the keys of a ``config.json``."""
     told: dict[str, Any] = {}
     if config.window is not None:
         told["sliding_window"] = config.window

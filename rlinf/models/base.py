@@ -111,6 +111,15 @@ class Policy(Part, ABC):
     def load(cls, folder: Path, config: Any) -> Policy:
         """Read a policy folder."""
 
+    @classmethod
+    def sketch(cls, config: Any) -> Policy | None:
+        """A policy without memory, to look at its parts; None: its options do not tell them.
+
+        Raises:
+            DataError: a checkpoint's folder is not one.
+        """
+        return None
+
     by_rows: ClassVar[bool] = False
     """Whether :meth:`outline` and :meth:`fill` work; without, each of several processes loads the
     whole before it is shared out."""

@@ -32,6 +32,7 @@ from rlinf.models.loading import (
     fill,
     load_module,
     outline_module,
+    outline_new,
     weight_files,
 )
 from rlinf.models.logprobs import (
@@ -158,6 +159,14 @@ class CausalLM(Policy):
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
         return cls(cls.around(load_module(folder, config), config), folder)
+
+    @classmethod
+    def sketch(cls, config: CausalLMConfig) -> CausalLM | None:
+        if config.path is None:
+            return cls(cls.around(outline_new(config), config), Path())
+        folder = config.path.expanduser()
+        module = outline_module(folder, config)
+        return None if module is None else cls(cls.around(module, config), folder)
 
     @classmethod
     def around(cls, network: Any, config: Any) -> nn.Module:

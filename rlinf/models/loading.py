@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.errors import DataError, nearest
+from rlinf.models.architectures import settings_of
 from rlinf.models.fit import check_fit, network_class, refuse_unfit, renames, under_prefix
 from rlinf.models.folder import check_links
 from rlinf.models.headers import INDEX, read_settings
@@ -83,6 +84,14 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
         _set_generation(module, folder)
     use_onednn(module)
     return module
+
+
+def outline_new(config: CausalLMConfig) -> Any:
+    """A new network of some sizes and a small vocabulary, parameters and buffers without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(settings_of(config, vocabulary=2))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -104,6 +104,11 @@ class Qwen25VL(CausalLM):
         return tokenizer
 
     @classmethod
+    def sketch(cls, config: CausalLMConfig) -> CausalLM | None:
+        # How a new one takes images is in a folder that is yet to be written.
+        return None if config.path is None else super().sketch(config)
+
+    @classmethod
     def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
         if config.path is not None:
             super().create(config, spec, seed, folder)

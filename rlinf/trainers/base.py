@@ -100,12 +100,20 @@ class Trainer(ABC):
 
     @classmethod
     def check(
-        cls, config: Any, model: Any, optimizer: OptimizerSection, layout: ParallelLayout, key: str
+        cls,
+        config: Any,
+        policy: type[Policy],
+        model: Any,
+        optimizer: OptimizerSection,
+        layout: ParallelLayout,
+        processes: int,
+        key: str,
     ) -> None:
         """See that it can train a model over so many processes, without making either.
 
         Args:
-            model: the options of the policy, of whichever class.
+            model: the options of the policy.
+            processes: as many as share the training, of all copies of the model.
             key: what errors call the layout.
 
         Raises:

@@ -69,6 +69,18 @@ def _check_options(config: DeepSpeedConfig) -> None:
         )
 
 
+def _check_stacks(policy: Policy) -> None:
+    """
+    Raises:
+        ConfigError: it has several networks.
+    """
+    if len(policy.stacks()) > 1:
+        raise ConfigError(
+            f"trainer.name: {type(policy).__name__} has several networks, of which an update may "
+            "leave one out, which deepspeed has not been tried with; choose trainer=fsdp"
+        )
+
+
 class _Root(nn.Module):
     """What DeepSpeed calls instead of the network: losses call that as they like."""
 
@@ -94,21 +106,22 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def check(
         cls,
         config: DeepSpeedConfig,
+        policy: type[Policy],
         model: Any,
         optimizer: OptimizerSection,
         layout: ParallelLayout,
+        processes: int,
         key: str,
     ) -> None:
+        super().check(config, policy, model, optimizer, layout, processes, key)
         _check_options(config)
+        if (sketch := policy.sketch(model)) is not None:
+            _check_stacks(sketch)
 
     def __init__(
         self, policy: Policy, config: DeepSpeedConfig, optimizer: OptimizerSection, world: World
     ) -> None:
-        if len(policy.stacks()) > 1:
-            raise ConfigError(
-                f"trainer.name: {type(policy).__name__} has several networks, of which an update "
-                "may leave one out, which deepspeed has not been tried with; choose trainer=fsdp"
-            )
+        _check_stacks(policy)
         _check_options(config)
         super().__init__(policy, config, optimizer, world)
         if config.stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, copy_weights
@@ -61,6 +61,20 @@ class FSDPTrainer(MinibatchTrainer):
         self._compute_by(config.threads if side_by_side else 1)
         self._torch_threads = 1 if side_by_side else config.threads
         self.optimizer = make_optimizer(policy, optimizer)
+
+    @classmethod
+    def check(
+        cls,
+        config: FSDPConfig,
+        policy: type[Policy],
+        model: Any,
+        optimizer: OptimizerSection,
+        layout: ParallelLayout,
+        processes: int,
+        key: str,
+    ) -> None:
+        super().check(config, policy, model, optimizer, layout, processes, key)
+        _check_replicas(config, processes, key.removesuffix(".layout"))
 
     def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
         if self.world.size > 1:
@@ -179,6 +193,7 @@ class FSDPTrainer(MinibatchTrainer):
         from rlinf.trainers.sharding import make_mesh, place_of, share_out
 
         size = self.world.size
+        _check_replicas(self.config, size, "a stage")
         mesh = make_mesh(self.device, size, self.config.replicas if size > 1 else 1)
         self._copy, *part = place_of(mesh)
         self._part = (part[0], part[1])
@@ -212,3 +227,15 @@ class FSDPTrainer(MinibatchTrainer):
         ]
         norm = nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
+    """
+    Raises:
+        ConfigError: several processes cannot have as many copies of the model.
+    """
+    if processes > 1 and processes % config.replicas:
+        raise ConfigError(
+            f"trainer.replicas: {config.replicas} does not divide the {processes} processes of "
+            f"{where}; give a divisor of them, 1 for one copy of the model over all"
+        )

@@ -42,11 +42,7 @@ class Adapters:
         Raises:
             ConfigError: a target is nowhere in the network, or the policy takes none.
         """
-        if not policy.adapts:
-            raise ConfigError(
-                f"trainer.lora: {type(policy).__name__} has parts that adapters would leave as "
-                "they began; train all weights (trainer.lora=null)"
-            )
+        check_adapted(type(policy), policy, settings)
         require("peft", "peft", "trainer.lora")
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -57,45 +53,13 @@ class Adapters:
             target_modules=targets,
         )
         empty = any(parameter.is_meta for parameter in policy.module.parameters())
-        try:
-            inject_adapter_in_model(config, policy.module, ADAPTER, low_cpu_mem_usage=empty)
-        except ValueError as error:
-            raise ConfigError(f"trainer.lora.targets: {error}") from None
+        inject_adapter_in_model(config, policy.module, ADAPTER, low_cpu_mem_usage=empty)
         self._policy = policy
         self.scale = settings.alpha / settings.rank
         layers = dict(_layers(policy.module))
         self._names = list(layers)
-        self._check(settings.targets, layers)
         for layer in layers.values():
             layer.register_state_dict_post_hook(_plain)
-
-    def _check(self, targets: Sequence[str], adapted: Mapping[str, Any]) -> None:
-        """See that every adapter can be merged, and every target has one.
-
-        Raises:
-            ConfigError: names the target.
-        """
-        module, key = self._policy.module, "trainer.lora.targets"
-        layers = {name: layer.get_base_layer() for name, layer in adapted.items()}
-        for target in targets:
-            if not any(name == target or name.endswith(f".{target}") for name in layers):
-                known = {
-                    n.rpartition(".")[2] for n, m in module.named_modules() if _plain_linear(m)
-                }
-                raise ConfigError(f"{key}: {target!r} is nowhere{nearest(target, known)}")
-        everywhere = module.named_parameters(remove_duplicate=False)
-        users = Counter(id(weight) for _, weight in everywhere)
-        for name, base in layers.items():
-            if not _plain_linear(base):
-                raise ConfigError(
-                    f"{key}: {name} is a {type(base).__name__}; adapters are merged into linear "
-                    "layers alone"
-                )
-            if users[id(base.weight)] > 1:
-                raise ConfigError(
-                    f"{key}: {name} shares its weight with another layer, so nothing can be merged "
-                    "into it; leave it out"
-                )
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """By name; of a sharded module this rank's rows, once its state was asked for."""
@@ -127,6 +91,42 @@ class Adapters:
         return merged
 
 
+def check_adapted(cls: type[Policy], policy: Policy | None, settings: LoRASection) -> None:
+    """See that a policy takes adapters, every target is there, and all can be merged.
+
+    Args:
+        policy: of the class; it may be without memory. None: its parts are not known yet.
+
+    Raises:
+        ConfigError: names the target.
+    """
+    if not (cls if policy is None else policy).adapts:
+        raise ConfigError(
+            f"trainer.lora: {cls.__name__} has parts that adapters would leave as they began; "
+            "train all weights (trainer.lora=null)"
+        )
+    if policy is None:
+        return
+    key, parts = "trainer.lora.targets", dict(policy.module.named_modules())
+    users = Counter(id(w) for _, w in policy.module.named_parameters(remove_duplicate=False))
+    for target in settings.targets or _linear(policy):
+        named = [name for name in parts if name == target or name.endswith(f".{target}")]
+        if not named:
+            known = {n.rpartition(".")[2] for n, m in parts.items() if isinstance(m, nn.Linear)}
+            raise ConfigError(f"{key}: {target!r} is nowhere{nearest(target, known)}")
+        for name in named:
+            if not isinstance(base := parts[name], nn.Linear):
+                raise ConfigError(
+                    f"{key}: {name} is a {type(base).__name__}; adapters are merged into linear "
+                    "layers alone"
+                )
+            if users[id(base.weight)] > 1:
+                raise ConfigError(
+                    f"{key}: {name} shares its weight with another layer, so nothing can be merged "
+                    "into it; leave it out"
+                )
+
+
 @torch.no_grad()
 def start(name: str, shape: Sequence[int]) -> Tensor:
     """What an adapter's factor begins with: random numbers on one side, the same in every process
@@ -147,10 +147,6 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
-
-
-def _plain_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def _linear(policy: Policy) -> list[str]:

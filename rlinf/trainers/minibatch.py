@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.packing import Span
 from rlinf.data.record import Record
@@ -33,7 +33,7 @@ from rlinf.trainers import shards
 from rlinf.trainers.base import LossFunction, Trainer, is_largest, joined_metrics
 from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
-from rlinf.trainers.lora import Adapters, LoRASection
+from rlinf.trainers.lora import Adapters, LoRASection, check_adapted
 from rlinf.trainers.optimizer import MOMENTS, choose, leave_out
 from rlinf.trainers.recompute import recompute_blocks
 
@@ -101,6 +101,20 @@ class MinibatchTrainer(Storages, Trainer):
     @classmethod
     def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
         return () if config.lora is None else ("peft",)
+
+    @classmethod
+    def check(
+        cls,
+        config: Any,
+        policy: type[Policy],
+        model: Any,
+        optimizer: OptimizerSection,
+        layout: ParallelLayout,
+        processes: int,
+        key: str,
+    ) -> None:
+        if config.lora is not None:
+            check_adapted(policy, policy.sketch(model), config.lora)
 
     def _compute_by(self, lanes: int) -> None:
         """So many threads compute micro-batches side by side, once the weights are in place."""

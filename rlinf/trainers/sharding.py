@@ -10,22 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from rlinf.errors import ConfigError
 from rlinf.models.base import Policy
 from rlinf.residency import buffers_to, give_memory, placed
 
 
 def make_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
-    """Processes in order; with ``replicas`` above one as a table with a copy of the model a row.
-
-    Raises:
-        ConfigError: the replicas do not divide the processes.
-    """
-    if processes % replicas:
-        raise ConfigError(
-            f"trainer.replicas: {replicas} does not divide the {processes} processes of a stage; "
-            "give a divisor of them, 1 for one copy of the model over all"
-        )
+    """Processes in order; with ``replicas`` above one as a table with a copy of the model a row."""
     if replicas == 1:
         return init_device_mesh(device.type, (processes,))
     shape, names = (replicas, processes // replicas), ("replicate", "shard")

@@ -12,7 +12,8 @@ import torch
 from pipeline.commands.experiment import checked, execute
 from rlinf.artifacts import read_manifest
 from rlinf.channels.file import FileReader
-from rlinf.errors import RlinfError
+from rlinf.errors import ConfigError, RlinfError
+from tests.environments import need_environment
 from tests.pipeline.test_driver import weights
 
 Compose = Callable[..., dict[str, Any]]
@@ -70,6 +71,39 @@ def test_processes_that_share_a_model_end_as_one_does(
     one, shared = weights(reference, 0), weights(run, 0)
     for name, tensor in one.items():
         torch.testing.assert_close(shared[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "text"),
+    [
+        ("arithmetic_grpo", ["trainer.replicas=2"], r"^trainer\.replicas: 2 .* 3 .*stages\.train;"),
+        (
+            "arithmetic_grpo",
+            ["trainer.lora={rank: 2, targets: [qproj]}"],
+            r"^trainer\.lora\.targets: 'qproj' is nowhere; did you mean 'q_proj'",
+        ),
+        (
+            "arithmetic_grpo",
+            ["trainer.lora={rank: 2, targets: [embed_tokens]}"],
+            r"embed_tokens is a Embedding; .* linear layers alone",
+        ),
+        (
+            "arithmetic_ppo",
+            ["trainer=deepspeed", "model.critic=own", "trainer.python=deepspeed"],
+            r"^trainer\.name: CausalLMCritic has several networks",
+        ),
+    ],
+    ids=["copies", "target", "embedding", "critic"],
+)
+def test_what_no_trainer_could_begin_is_refused_before_a_job_is(
+    experiment: str, words: list[str], text: str, compose: Compose, tmp_path: Path
+) -> None:
+    if "trainer.python=deepspeed" in words:
+        need_environment("deepspeed")
+    plan = {"stages": {"train": {"processes": 3}}}
+    with pytest.raises(ConfigError, match=text):
+        checked({**compose("cluster=local", *words, experiment=experiment), "plan": plan})
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 from rlinf.channels.world import ParallelLayout
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
+from rlinf.models.architectures import further
 from rlinf.models.causal_lm import CausalLMConfig
 from rlinf.models.headers import read_settings
 from rlinf.trainers.minibatch import MinibatchConfig
@@ -43,6 +44,7 @@ def settings_of(model: Any) -> Mapping[str, Any]:
         "num_key_value_heads": model.kv_heads,
         "intermediate_size": model.intermediate,
         "num_hidden_layers": model.layers,
+        **further(model, model.hidden // model.heads),
     }
 
 

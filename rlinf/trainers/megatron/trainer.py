@@ -74,9 +74,11 @@ class MegatronTrainer(MinibatchTrainer):
     def check(
         cls,
         config: MegatronConfig,
+        policy: type[Policy],
         model: Any,
         optimizer: OptimizerSection,
         layout: ParallelLayout,
+        processes: int,
         key: str,
     ) -> None:
         shared = config.distributed_optimizer
@@ -85,6 +87,7 @@ class MegatronTrainer(MinibatchTrainer):
         check_model(settings)
         check_layout(settings, layout, config.stage_layers, key)
         check_adapters(config, settings, layout, model.dtype)
+        super().check(config, policy, model, optimizer, layout, processes, key)
 
     def __init__(
         self, policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, world: World

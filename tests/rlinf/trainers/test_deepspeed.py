@@ -7,14 +7,14 @@ import pytest
 from rlinf.channels.world import ParallelLayout
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
-from rlinf.models.causal_lm import CausalLMConfig
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
 
 
 def check(**options: object) -> None:
     config = DeepSpeedConfig.model_validate(options)
-    layout = ParallelLayout()
-    DeepSpeedTrainer.check(config, CausalLMConfig(), OptimizerSection(), layout, "layout")
+    given = OptimizerSection(), ParallelLayout(), 1, "layout"
+    DeepSpeedTrainer.check(config, CausalLM, CausalLMConfig(), *given)
 
 
 @pytest.mark.parametrize(

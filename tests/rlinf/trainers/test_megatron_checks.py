@@ -13,11 +13,12 @@ import torch
 from rlinf.channels.world import ParallelLayout
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
-from rlinf.models.causal_lm import CausalLMConfig
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.megatron import names, on_cpu
 from rlinf.trainers.megatron.trainer import MegatronConfig, MegatronTrainer
 
 MODEL = {"heads": 12, "kv_heads": 4, "intermediate": 96, "layers": 6}
+SIZES: dict[str, Any] = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64}
 MIXTURE = {
     "model_type": "qwen3_moe",
     "num_attention_heads": 4,
@@ -72,7 +73,8 @@ def test_layouts_and_options(layout: str, options: dict[str, Any], text: str) ->
 
 def check(config: MegatronConfig, model: CausalLMConfig, layout: str, name: Any = "adamw") -> None:
     optimizer = OptimizerSection(name=name)
-    MegatronTrainer.check(config, model, optimizer, ParallelLayout.parse(layout), "train")
+    given = optimizer, ParallelLayout.parse(layout), 1, "train"
+    MegatronTrainer.check(config, CausalLM, model, *given)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,17 @@ def test_experts_have_no_adapters(tmp_path: Path) -> None:
     check(MegatronConfig.model_validate(_lora("v_proj")), model, "ep=2")
     with pytest.raises(ConfigError, match=r"'down_proj' is in the experts .* name layers of the"):
         check(MegatronConfig.model_validate(_lora("down_proj")), model, "")
+
+
+def test_a_mixture_that_will_be_made_has_its_experts() -> None:
+    """Nothing of it is in a folder yet."""
+    for said, experts in ({}, 4), ({"experts": 6}, 6):
+        model = CausalLMConfig(architecture="qwen3_moe", **SIZES, **said)
+        check(MegatronConfig(), model, "ep=2")
+        with pytest.raises(ConfigError, match=rf"^train\.ep: {experts} experts .* 5 processes"):
+            check(MegatronConfig(), model, "ep=5")
+        with pytest.raises(ConfigError, match=r"'up_proj' is in the experts"):
+            check(MegatronConfig.model_validate(_lora("up_proj")), model, "")
 
 
 def test_the_distributed_optimizer_is_adamws() -> None:

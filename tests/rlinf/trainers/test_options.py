@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models import causal_lm
@@ -224,10 +224,16 @@ def test_packed_rows_make_the_same_update_with_fewer_micro_batches(
 
 
 def test_copies_that_do_not_divide_the_processes_are_refused() -> None:
-    from rlinf.trainers.sharding import make_mesh
+    def check(processes: int) -> None:
+        given = OptimizerSection(), ParallelLayout(), processes, "train.layout"
+        FSDPTrainer.check(FSDPConfig(replicas=3), CausalLM, CONFIG, *given)
 
-    with pytest.raises(ConfigError, match=r"trainer\.replicas: 3 does not divide the 4"):
-        make_mesh(torch.device("cpu"), 4, 3)
+    for good in (1, 3, 6):
+        check(good)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.replicas: 3 does not .* 4 .*of train;"
+    ):
+        check(4)
 
 
 def test_log_probs_of_a_lane_in_parts_are_those_of_the_plain_way(
