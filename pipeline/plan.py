@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,11 +16,12 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline.holding import check_pools
 from rlinf.channels.world import ALONE, ParallelLayout
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
 from rlinf.yaml_file import read_yaml
-from stages.flow import EVALUATE, Flow, flow_of, on_policy
+from stages.flow import GENERATE, Flow, flow_of, on_policy
 from stages.layout import CONFIG, PLAN
 from stages.runner import load_config
 
@@ -323,83 +324,6 @@ class Plan(Section):
         return read_plan(run / PLAN, flow_of(load_config(run / CONFIG)))
 
 
-def _check_pools(plan: Plan, flow: Flow) -> None:
-    """What pools hold must be what stages of the flow can do.
-
-    Raises:
-        ValueError: names the key.
-    """
-    generates, elastic = flow.elastic, {n for n, stage in flow.table.items() if stage.elastic}
-    homes = plan.homes() if plan.pools else {}
-    for i, pool in enumerate(plan.pools):
-        if pool.ranks and pool.workers:
-            raise ValueError(f"pools[{i}].ranks: each worker is a job of one process; leave it out")
-        for stage, ranks in pool.ranks.items():
-            if homes.get(stage) != i:
-                raise ValueError(
-                    f"pools[{i}].ranks.{stage}: this pool does not run it"
-                    f"{nearest(stage, flow.table)}"
-                )
-            size = sum(pool.gpus.values())
-            _check_ranks(plan, stage, ranks, size, f"pools[{i}].ranks.{stage}")
-    for i, pool in enumerate(plan.pools):
-        if pool.helps_rollout and generates in pool.stages:
-            raise ValueError(
-                f"pools[{i}].helps_rollout: this pool holds {generates}; say it of another one"
-            )
-        if pool.workers is None:
-            continue
-        if generates is None:
-            more = "rollouts take more than weights (flow=dynamic_sampling, task.continues)"
-            raise ValueError(f"pools[{i}].workers: {more}; leave it out")
-        if not {generates} <= set(pool.stages) <= elastic:
-            names = ", and ".join(sorted(elastic - {generates}))
-            raise ValueError(
-                f"pools[{i}].workers: only a pool of {generates}, and {names}, can be elastic"
-            )
-        for stage in pool.stages:
-            needs = plan.of(stage)
-            if needs.nodes * needs.processes > 1:
-                raise ValueError(
-                    f"pools[{i}].workers: each is a job of one process, but stage {stage} "
-                    f"asks for {needs.nodes} x {needs.processes}"
-                )
-    held = {stage for pool in plan.pools for stage in pool.stages}
-    alone = [name for name, stage in flow.stages.items() if stage.like is None]
-    missing = next((stage for stage in alone if stage not in held), None)
-    if plan.pools and missing:
-        raise ValueError(f"pools: no pool holds {missing}; only other stages may be left out")
-    some = any(pool.workers is not None for pool in plan.pools)
-    apart = any(pool.workers is None and EVALUATE in pool.stages for pool in plan.pools)
-    edge = f"{flow.publishes} -> {EVALUATE}"
-    way = plan.transports.get(edge, "file")
-    if some and not apart and way != "file":
-        raise ValueError(
-            f"transports: {edge!r} cannot be {way} in an elastic pool, whose evaluations begin "
-            "once weights are committed and take those that came for rollouts; say it of "
-            f"'{flow.publishes} -> {generates}'"
-        )
-
-
-def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: str) -> None:
-    """What is said of the processes, of ``size``, that compute a stage in its pool.
-
-    Raises:
-        ValueError: names the key.
-    """
-    if sorted(set(ranks)) != list(ranks) or not ranks or ranks[-1] >= size:
-        raise ValueError(f"{key}: {list(ranks)}; give some of 0 to {size - 1}, in order, each once")
-    flow = plan.flow
-    free = [n for n, s in flow.table.items() if s.loads != "trainer" and n not in flow.offline]
-    if stage not in free or plan.of(stage).layout.split():
-        raise ValueError(
-            f"{key}: all processes of the pool share the model that {stage} computes with; only "
-            f"{', '.join(free)} may have some of them, where no layout splits their model"
-        )
-    if flow.table[stage].elastic and any(pool.workers for pool in plan.pools):
-        raise ValueError(f"{key}: with an elastic pool one process gathers it; leave it out")
-
-
 def read_plan(path: Path, flow: Flow = on_policy) -> Plan:
     """Read a plan file.
 
@@ -422,17 +346,24 @@ def parse_plan(values: Any, where: str, flow: Flow = on_policy) -> Plan:
         plan = validate(Plan, values, where)
     except ConfigError as error:
         raise PlanError(str(error)) from None
-    plan._flow, known = flow, flow.table
-    for key, stages in (
-        ("stages", plan.stages),
-        *((f"pools[{i}].stages", pool.stages) for i, pool in enumerate(plan.pools)),
-    ):
+    named = {
+        "stages": tuple(plan.stages),
+        **{f"pools[{i}].stages": pool.stages for i, pool in enumerate(plan.pools)},
+    }
+    part = flow.generates
+    if part is not None and any(part in stages for stages in named.values()):
+        flow = flow.with_policy_apart()
+    plan._flow, known = flow, [*flow.table, *([part] if part else [])]
+    for key, stages in named.items():
         for stage in stages:
             if stage not in known:
-                raise PlanError(f"{where}.{key}: unknown stage {stage!r}{nearest(stage, known)}")
+                hint = nearest(stage, known)
+                if part is None and stage.endswith(GENERATE):
+                    hint = ": this flow collects nothing, so no simulators ask a policy"
+                raise PlanError(f"{where}.{key}: unknown stage {stage!r}{hint}")
             plan.of(stage)
     try:
-        _check_pools(plan, flow)
+        check_pools(plan)
     except ValueError as error:
         raise PlanError(f"{where}.{error}") from None
     return plan

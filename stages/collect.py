@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks
 from rlinf.envs.base import Environment, Episodes
 from rlinf.errors import RequeueRequested
+from stages.context import Context
+
+
+@dataclass(frozen=True)
+class Acting:
+    """The part of a stage that has the policy: its engine with the weights to act by, and how it is
+    asked."""
+
+    engine: Engine
+    seed: int
+    stage: str
+    hooks: Hooks = NO_HOOKS
+
+
+def experience(
+    ctx: Context, environment: Environment, episodes: Episodes, acting: Acting | None
+) -> Generator[Record]:
+    """Trajectories of ``episodes``, each as soon as it is complete.
+
+    Args:
+        acting: None: the policy is in other workers, which are asked.
+
+    Raises:
+        RequeueRequested: the allocation is about to end.
+        InputFailed: the workers that have the policy no longer answer.
+    """
+    if acting is None:
+        assert ctx.asks is not None, "who has no engine asks others"
+        return ctx.asks.collect(ctx, environment, episodes)
+    return collect(environment, acting.engine, episodes, acting.stage, acting.hooks, ctx.stopping)
 
 
 class _Unread(Exception):

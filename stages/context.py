@@ -6,12 +6,12 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rlinf.artifacts import Manifest, read_manifest, verify
 from rlinf.channels.file import FileReader, FileWriter
@@ -25,6 +25,9 @@ from stages.code import stage_code
 from stages.identity import stage_key
 from stages.resident import Resident
 from stages.turns import Aside, Turn
+
+if TYPE_CHECKING:
+    from rlinf.envs.base import Environment, Episodes
 
 T = TypeVar("T")
 How = Literal["mean", "max", "std"]
@@ -107,6 +110,14 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+class Asks(Protocol):
+    """The way from the simulators of a stage to the policy, where that is in other workers."""
+
+    def collect(
+        self, ctx: Context, environment: Environment, episodes: Episodes
+    ) -> Generator[Record]: ...
+
+
 class Live:
     """What a stage in a pool has besides files; one in a job of its own has none of it."""
 
@@ -174,6 +185,8 @@ class Context:
     """Lives as long as the process: loaded engines and trainers between calls."""
     stopping: Callable[[], bool] = lambda: False
     live: Live | None = None
+    asks: Asks | None = None
+    """None: the policy is in this process."""
     metrics: dict[str, tuple[float, float, How]] = field(default_factory=dict)
     """Value, weight, and how ranks are put together."""
     spans: list[dict[str, Any]] = field(default_factory=list)

@@ -13,26 +13,31 @@ from rlinf.data.record import Record
 from rlinf.engines.base import Engine
 from rlinf.envs.base import VIDEO, Environment, Episodes
 from rlinf.errors import StageError
-from stages.collect import collect
+from stages.collect import Acting, experience
 from stages.context import Context
+from stages.flow import EVALUATE
 from stages.layout import VIDEOS
 from stages.parts import environment_class, held_engine, speaking_environment
 from stages.videos import without, write_videos
+
+SEED = 0
+"""Of held-out starts, whatever that of the run."""
 
 
 def run(ctx: Context) -> None:
     """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
     environment = speaking_environment(ctx)
-    engine = held_engine(ctx, "weights", ctx.iteration)
+    policy = None if ctx.asks is not None else acting(ctx)
     if environment is None:
+        assert policy is not None, "of processes that ask each speaks"
         with ctx.span("generate"):
-            engine.assist(seed=0, stage="evaluate")
+            policy.engine.assist(seed=policy.seed, stage=policy.stage)
         return
     starts = ctx.world.mine(ctx.config.evaluate.samples)
     counts = Counter[str]()
     with ctx.span("generate"):
         filmed = ctx.config.evaluate.videos
-        trajectories, scores = held_out(ctx, environment, engine, starts, counts, filmed=filmed)
+        trajectories, scores = held_out(ctx, environment, policy, starts, counts, filmed=filmed)
     settings, films = ctx.config.evaluate, environment.films(environment_class(ctx.config)[1])
     if settings.videos:
         with ctx.span("videos"):
@@ -59,10 +64,20 @@ def run(ctx: Context) -> None:
         ctx.count(counts, len(scores), "held-out answers")
 
 
+def acting(ctx: Context) -> Acting:
+    """The policy under input ``weights``."""
+    return of_held_out(held_engine(ctx, "weights", ctx.iteration))
+
+
+def of_held_out(engine: Engine) -> Acting:
+    """An engine as it is asked for held-out starts."""
+    return Acting(engine, SEED, EVALUATE)
+
+
 def held_out(
     ctx: Context,
     environment: Environment,
-    engine: Engine,
+    policy: Acting | None,
     starts: Sequence[int],
     counts: Counter[str],
     *,
@@ -71,13 +86,14 @@ def held_out(
     """Trajectories and scores of held-out starts; always the same ones, whatever the seed.
 
     Args:
+        policy: see :func:`stages.collect.experience`.
         filmed: see :class:`rlinf.envs.base.Episodes`.
 
     Raises:
         StageError: none could be scored.
     """
     episodes = Episodes(
-        seed=0,
+        seed=SEED,
         iteration=0,
         split="test",
         starts=starts,
@@ -89,8 +105,7 @@ def held_out(
         sampling=(ctx.config.evaluate.sampling or ctx.config.rollout.sampling).settings(),
     )
     trajectories = []
-    collecting = collect(environment, engine, episodes, "evaluate", stopping=ctx.stopping)
-    with contextlib.closing(collecting) as made:
+    with contextlib.closing(experience(ctx, environment, episodes, policy)) as made:
         for trajectory in made:
             trajectories.append(trajectory)
             ctx.progress(len(trajectories), len(starts), "held-out samples")

@@ -19,6 +19,8 @@ from rlinf.registry import Registry
 
 EVALUATE = "evaluate"
 WEIGHTS = "weights"
+GENERATE = ".generate"
+"""Ends the name of the part of a stage that has the policy."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,13 @@ class Flow:
     """What parts must offer; see :mod:`rlinf.fit`."""
     offers: frozenset[str] = frozenset()
     """What parts may need."""
+    apart: Mapping[str, Stage] = field(default_factory=dict)
+    """Parts of stages that a plan places for themselves; see :meth:`with_policy_apart`."""
 
     @cached_property
     def table(self) -> dict[str, Stage]:
-        """All stages by name."""
-        return {**self.offline, **self.stages, EVALUATE: self.evaluate}
+        """All stages by name, and what is placed as if it were one."""
+        return {**self.offline, **self.stages, EVALUATE: self.evaluate, **self.apart}
 
     @cached_property
     def publishes(self) -> str:
@@ -98,6 +102,19 @@ class Flow:
     def acts(self) -> str | None:
         """The stage of an iteration that has the policy act, whose workers come and go or stay."""
         return next((name for name, s in self.stages.items() if s.loads == "engine"), None)
+
+    @cached_property
+    def generates(self) -> str | None:
+        """What plans call the part of that stage that has the policy; the rest are simulators."""
+        return None if self.acts is None else self.acts + GENERATE
+
+    def with_policy_apart(self) -> Flow:
+        """The same where a plan places :attr:`generates`: it answers what the simulators of
+        rollouts observe, and has no output of its own. It is no stage of an iteration."""
+        if self.acts is None or self.generates is None:
+            return self
+        part = Stage(loads="engine", sections=("engine",))
+        return replace(self, apart={self.generates: part})
 
     @cached_property
     def streams(self) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from rlinf.data.left_open import OPEN, taken_out
 from rlinf.data.record import Record
 from rlinf.engines.base import Hooks
 from rlinf.envs.base import Episodes
-from stages.collect import collect
+from stages.collect import Acting, experience
 from stages.context import Context
 from stages.flow import continues
 from stages.parts import held_engine, newer_weights, speaking_environment
@@ -92,13 +93,12 @@ def collected(
         left: see :attr:`rlinf.envs.base.Episodes.open`.
     """
     settings = ctx.config.rollout
-    follows = settings.in_flight_updates
-    version = max(0, ctx.iteration - settings.staleness)
     environment = speaking_environment(ctx)
-    engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
+    policy = None if ctx.asks is not None else acting(ctx)
     if environment is None:
+        assert policy is not None, "of processes that ask each speaks"
         with ctx.span("generate"):
-            engine.assist(seed=ctx.config.seed, stage="rollout")
+            policy.engine.assist(seed=policy.seed, stage=policy.stage)
         return
     episodes = Episodes(
         seed=ctx.config.seed,
@@ -113,11 +113,20 @@ def collected(
         open=left,
         sampling=settings.sampling.settings(),
     )
-    hooks = Hooks(
-        newer_weights(ctx, engine) if follows else None, gives_up if environment.resumes else None
-    )
+    if policy is not None and environment.resumes:
+        policy = replace(policy, hooks=replace(policy.hooks, gives_up=gives_up))
     with ctx.span("generate"):
-        yield from collect(environment, engine, episodes, "rollout", hooks, ctx.stopping)
+        yield from experience(ctx, environment, episodes, policy)
+
+
+def acting(ctx: Context) -> Acting:
+    """The policy under input ``weights``, or the newest that are to be followed."""
+    settings = ctx.config.rollout
+    follows = settings.in_flight_updates
+    version = max(0, ctx.iteration - settings.staleness)
+    engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
+    hooks = Hooks(newer_weights(ctx, engine) if follows else None)
+    return Acting(engine, ctx.config.seed, "rollout", hooks)
 
 
 def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:

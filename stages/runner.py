@@ -45,7 +45,7 @@ from rlinf.errors import (
 )
 from stages.board import STREAMS
 from stages.code import stage_code
-from stages.context import Context, Input, Live
+from stages.context import Asks, Context, Input, Live
 from stages.flow import flow_of
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
@@ -208,6 +208,7 @@ class Attempt:
         live: Live | None = None,
         worker: str = "",
         gathers: bool = False,
+        asks: Asks | None = None,
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
         self._call, self._began, self._start, self._gathers = call, began, start, gathers
@@ -223,6 +224,7 @@ class Attempt:
             resident=resident,
             stopping=stopping,
             live=live,
+            asks=asks,
             worker=worker,
         )
 

@@ -30,7 +30,7 @@ from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed
 from rlinf.trainers.base import Loss, Trainer, of_steps
 from stages.context import Context
-from stages.evaluate import held_out
+from stages.evaluate import held_out, of_held_out
 from stages.lives import PROGRESS
 from stages.parts import (
     bare_engine,
@@ -240,8 +240,8 @@ def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> f
     score = torch.zeros((), device=trainer.device)
     if ctx.world.rank == 0:
         engine.load(folder, 0)
-        starts = range(ctx.config.evaluate.samples)
-        score += float(np.nanmean(held_out(ctx, environment, engine, starts, Counter())[1]))
+        starts, policy = range(ctx.config.evaluate.samples), of_held_out(engine)
+        score += float(np.nanmean(held_out(ctx, environment, policy, starts, Counter())[1]))
         shutil.rmtree(folder)
     if ctx.world.size > 1:
         torch.distributed.broadcast(score, 0)

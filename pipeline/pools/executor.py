@@ -19,14 +19,13 @@ from launchers.base import Launcher
 from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.launch import ClusterConfig
-from pipeline.metrics import busy_s
 from pipeline.plan import Plan
 from pipeline.pools.generators import Generators
 from pipeline.pools.jobs import pool_states
 from pipeline.pools.leases import Member, PoolState, rank_of
 from pipeline.pools.orders import Orders
 from pipeline.pools.renewal import Renewal
-from pipeline.pools.scaling import automatic, put_down
+from pipeline.pools.scaling import follow
 from pipeline.pools.status import write_pools
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST
@@ -85,7 +84,6 @@ class PoolExecutor:
         self._graph = Graph(self.run.config)
         self._flow = self._graph.flow
         self._pools = pool_states(self.plan)
-        self._elastic = next((p for p in self._pools if p.slot is not None), None)
         settings = self.run.config.rollout
         self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
         self._held: dict[Node, Outcome] = {}
@@ -237,35 +235,6 @@ class PoolExecutor:
     def _slots(self) -> list[PoolState]:
         return [pool for pool in self._pools if pool.slot is not None]
 
-    def _follow(self, iteration: int) -> None:
-        """Have as many generators as pay after what an iteration cost, if that is left to us."""
-        first, folder = self._elastic, self.run.folder
-        if first is None or not automatic(folder, self.plan, first.number):
-            return
-        slots = [pool for pool in self._slots() if not pool.retired]
-        there = [m.first for pool in slots if (m := pool.active) is not None]
-        if len(there) < len(slots):
-            return  # the queue has not given yet what was asked for
-        generates = str(self._flow.elastic)
-        stages = [s for s in self._flow.stages if s not in (generates, self._flow.publishes)]
-        rest = sum(busy_s(folder, stage, iteration) for stage in stages)
-        overlap = self.run.config.rollout.staleness > 0
-        load = self._generators.load(Node(generates, iteration), there, rest, overlap=overlap)
-        if load is None:
-            return
-        pool = self.plan.pools[first.number]
-        best = load.best(len(there), pool.workers or 1, pool.max_workers or len(there))
-        if best != len(there):
-            log.info(
-                "pool %s: %d workers instead of %d; iterations are to take %.3g s, not %.3g s",
-                first.number,
-                best,
-                len(there),
-                load.iteration_s(best),
-                load.iteration_s(len(there)),
-            )
-            put_down(folder, first.number, best, by_hand=False)
-
     # Workers and their jobs
 
     def _member(self, worker: str) -> tuple[PoolState, Member] | None:
@@ -319,12 +288,16 @@ class PoolExecutor:
         ended: dict[Node, Outcome],
     ) -> None:
         member.given.discard(node)
+        if said.code == 0:
+            self._orders.answering.credit(node)
         self._over(node)
         if said.code == 0:
             member.finished += 1
             pool.failures = 0
             if node.stage == self._flow.stages[self._flow.publishes].like:
-                self._follow(node.iteration)
+                follow(
+                    self.run, self.plan, self._flow, self._slots(), self._generators, node.iteration
+                )
         elif member.size > 1:
             # The other ranks may wait for this one in the middle of a collective, or for its next
             # attempt with the files of this one. The driver counts it, as the stage's failure.
@@ -354,6 +327,7 @@ class PoolExecutor:
             self._over(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
         member.given.clear()
+        self._orders.answering.lost(member)
         for worker in member.workers():
             self._generators.lost(worker)
 
@@ -430,8 +404,11 @@ class PoolExecutor:
         self._give_up(pool, member, what, ended)
 
     def _busy(self, member: Member) -> bool:
-        return bool(member.given) or any(
-            self._generators.busy(worker) for worker in member.workers()
+        answers = self._orders.answering.busy(member)
+        return (
+            bool(member.given)
+            or answers
+            or any(self._generators.busy(worker) for worker in member.workers())
         )
 
     def _tell(self) -> None:

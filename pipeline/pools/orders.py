@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.flow import Graph, Node
 from pipeline.plan import AFTER_COMMIT, FOR_WEIGHTS, Plan
+from pipeline.pools.answering import Answering
 from pipeline.pools.generators import Generators
 from pipeline.pools.leases import Member, PoolState
 from pipeline.pools.routes import tree
@@ -18,7 +19,7 @@ from rlinf.channels.world import ALONE, ParallelLayout, World
 from rlinf.data.left_open import OPEN
 from rlinf.data.record import LARGE_BYTES
 from rlinf.envs import environments
-from stages.flow import WEIGHTS
+from stages.flow import EVALUATE, WEIGHTS
 from stages.worker import messages
 from stages.worker.inbox import SHARED_MEMORY, SOCKET
 from stages.worker.messages import Order, StageOrder
@@ -55,8 +56,13 @@ class Orders:
             stage: range(1 if self._gathered(stage) or plan.alone(stage) else pool.size)
             for stage, pool in self._of.items()
         }
+        acts = str(self._flow.acts)
         for pool in plan.pools:
+            if {*plan.flow.apart} & {*pool.stages} and acts in pool.ranks:
+                # Evaluations run where simulators do.
+                self._ranks_of[EVALUATE] = pool.ranks[acts]
             self._ranks_of.update(pool.ranks)
+        self.answering = Answering(plan, self._of, self._ranks_of, send)
         self._late = self._after_parts()
         self._live: dict[Node, dict[str, Node]] = {}
         """Of a stage that was ordered: inputs that come from memory, and their makers."""
@@ -79,7 +85,7 @@ class Orders:
                 last = max(pool.stages, key=lambda stage: self._places.get(stage, -1))
                 whole = {node.iteration for node in nodes if node.stage == last}
                 nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._places]
-            self._decide(pool, member, nodes)
+            self._decide(pool, member, [n for n in nodes if self.answering.can(n)])
         for pool in self._pools:
             member = pool.active
             if member is not None:
@@ -90,6 +96,7 @@ class Orders:
         """An attempt has ended."""
         self._live.pop(node, None)
         self._subscribed.pop(node, None)
+        self.answering.over(node)
 
     def renew(self, maker: Member, taker: Member) -> None:
         """A connection broke: what was sent by it is sent again."""
@@ -142,7 +149,8 @@ class Orders:
         """
         others = [s for s in self._flow.stages if s not in self._late and s != stage]
         alone = not any(self._shares(stage, other) for other in others)
-        return 1 if stage == self._flow.elastic and alone else self._plan.chunks
+        whole = stage == self._flow.elastic and alone
+        return 1 if whole or self.answering.asks(stage) else self._plan.chunks
 
     def _decide(self, pool: PoolState, member: Member, nodes: list[Node]) -> None:
         """Settle where the inputs of stages come from that are about to be ordered."""
@@ -155,7 +163,10 @@ class Orders:
                     # It is read from disk. To hold the rollout before would keep its trajectories
                     # in memory until this one has ended.
                     continue
-                here = source in member.given or source in pool.waiting
+                held, maker = member.given, pool
+                if name == WEIGHTS and (policy := self.answering.by(node)) is not None:
+                    held, maker = policy[1].given, policy[0]
+                here = source in held or source in maker.waiting
                 if (
                     name in self._flow.streams
                     and len({*self._ranks(node), *self._ranks(source)}) > 1
@@ -190,20 +201,23 @@ class Orders:
                 # no stream.
                 takers = [
                     taker
-                    for taker in self._takers(source, target)
+                    for taker in self._takers(source, target, name)
                     if (name, maker.name, taker.name) not in self._subscribed[target]
                     and (maker is not taker or (name in self._flow.streams and maker.size > 1))
                 ]
                 self._subscribed[target].update((name, maker.name, m.name) for m in takers)
-                to = {w: host for m in takers for w, host in self._hosts(target, m).items()}
+                to = {w: host for m in takers for w, host in self._hosts(target, m, name).items()}
                 out = self._relative(self._graph.folder(self._run.folder, source))
                 for source_rank, worker, ways in self._routes(source, target, name, maker, to):
                     self._send_to(
                         worker, messages.Send(out=out, channel=name, to=ways, maker=source_rank)
                     )
 
-    def _takers(self, source: Node, target: Node) -> list[Member]:
-        """The members that compute a stage; of a rollout in claims all those that may generate."""
+    def _takers(self, source: Node, target: Node, name: str) -> list[Member]:
+        """The members that compute a stage; of a rollout in claims all those that may generate, and
+        of the weights of one that asks the one that answers."""
+        if name == WEIGHTS and (policy := self.answering.by(target)) is not None:
+            return [policy[1]]
         if not self._gathers(target):
             return [member for member in self._members() if target in member.given]
         if source.stage != self._flow.publishes or not self._sent_live(source, target):
@@ -211,8 +225,10 @@ class Orders:
         pools = [pool for pool in self._pools if pool.slot is not None or pool.helps]
         return [member for pool in pools if (member := pool.active) is not None]
 
-    def _hosts(self, target: Node, taker: Member) -> dict[str, str | None]:
-        """The workers of a member that compute a stage, and where they are."""
+    def _hosts(self, target: Node, taker: Member, name: str) -> dict[str, str | None]:
+        """The workers of a member that take an input of a stage, and where they are."""
+        if name == WEIGHTS and self.answering.asks(target.stage):
+            return taker.hosts(self.answering.ranks())
         return taker.hosts(range(taker.size) if self._gathers(target) else self._ranks(target))
 
     def _gathers(self, node: Node) -> bool:
@@ -263,7 +279,8 @@ class Orders:
 
     def _send(self, pool: PoolState, member: Member) -> None:
         """Order all stages whose inputs are settled."""
-        nodes = [node for node in sorted(pool.waiting, key=self.position) if node in self._live]
+        ready = [node for node in pool.waiting if node in self._live and self.answering.can(node)]
+        nodes = sorted(ready, key=self.position)
         orders: dict[str, list[StageOrder]] = defaultdict(list)
         if pool.slot is not None:
             # A generator that waited for weights could not generate what they are made from.
@@ -272,6 +289,7 @@ class Orders:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
             gathers = self._gathers(node)
+            apart = gathers or self.answering.asks(node.stage)
             order = StageOrder(
                 node=node.name,
                 stage=node.stage,
@@ -283,13 +301,17 @@ class Orders:
                 ranks=tuple(ranks),
                 layout=str(self._layout(node)),
                 inputs={
-                    # The gatherer needs of the weights only that they are committed.
-                    name: (self._relative(folder), name in self._live[node] and not gathers)
+                    # The gatherer, and who asks, need of the weights only that they are committed.
+                    name: (self._relative(folder), name in self._live[node] and not apart)
                     for name, folder in call.inputs.items()
                 },
                 gathers=gathers,
                 queued=pool.slot is not None,
+                asks=self.answering.workers(node),
             )
+            if order.asks:
+                comes = WEIGHTS in self._live[node]
+                self.answering.begin(node, order, member.workers(ranks), live=comes)
             if node.stage == self._flow.publishes:
                 self._generators.gone(order.out)
             if gathers:

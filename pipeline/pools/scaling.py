@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipeline.flow import Node
+from pipeline.metrics import busy_s
 from pipeline.plan import Plan, Pool
 from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.errors import InputError, PlanError
+from stages.flow import Flow
 from stages.layout import POOLS
 
+if TYPE_CHECKING:  # generators speak of loads, and who scales by hand needs neither
+    from pipeline.pools.generators import Generators
+    from pipeline.pools.leases import PoolState
+
+log = logging.getLogger("rlinf")
 SCALE = "scale.json"
 WISH = re.compile(r"(?P<pool>[a-z_]+)(?:(?P<sign>[+=-])(?P<number>\d+)|=auto)")
 GAIN = 0.05
@@ -68,6 +78,47 @@ def wished(run: Path, plan: Plan, number: int) -> int:
 def automatic(run: Path, plan: Plan, number: int) -> bool:
     """Whether the number of a pool's workers follows the load."""
     return plan.pools[number].max_workers is not None and not _said(run, number)[1]
+
+
+def follow(
+    run: Run,
+    plan: Plan,
+    flow: Flow,
+    slots: Sequence[PoolState],
+    generators: Generators,
+    iteration: int,
+) -> None:
+    """Have as many generators as pay after what an iteration cost, if that is left to us.
+
+    Args:
+        slots: one for each worker of the elastic pool; none: there is none.
+    """
+    first = next(iter(slots), None)
+    if first is None or not automatic(run.folder, plan, first.number):
+        return
+    wanted = [pool for pool in slots if not pool.retired]
+    there = [m.first for pool in wanted if (m := pool.active) is not None]
+    if len(there) < len(wanted):
+        return  # the queue has not given yet what was asked for
+    generates = str(flow.elastic)
+    stages = [s for s in flow.stages if s not in (generates, flow.publishes)]
+    rest = sum(busy_s(run.folder, stage, iteration) for stage in stages)
+    overlap = run.config.rollout.staleness > 0
+    load = generators.load(Node(generates, iteration), there, rest, overlap=overlap)
+    if load is None:
+        return
+    pool = plan.pools[first.number]
+    best = load.best(len(there), pool.workers or 1, pool.max_workers or len(there))
+    if best != len(there):
+        log.info(
+            "pool %s: %d workers instead of %d; iterations are to take %.3g s, not %.3g s",
+            first.number,
+            best,
+            len(there),
+            load.iteration_s(best),
+            load.iteration_s(len(there)),
+        )
+        put_down(run.folder, first.number, best, by_hand=False)
 
 
 def scale(run: Run, wish: str) -> int:

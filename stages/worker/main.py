@@ -43,9 +43,12 @@ from stages.parts import WEIGHTS, sent_type
 from stages.resident import Resident
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
+from stages.worker.answers import Desk
+from stages.worker.asks import Askers
 from stages.worker.generate import Generator
 from stages.worker.inbox import Inbox, Outbox
 from stages.worker.messages import (
+    Answer,
     Claim,
     ClaimEnded,
     Cut,
@@ -54,6 +57,7 @@ from stages.worker.messages import (
     HandOver,
     HasWeights,
     Leave,
+    Over,
     Run,
     Said,
     Send,
@@ -160,6 +164,9 @@ class Worker:
             self._tell_of_claim,
             self._stopping,
         )
+        shared = (self._board, self._turns, self._resident, self._activity)
+        self._desk = Desk(run, config, self._name, *shared, self._stopping)
+        self._askers = Askers(run / CHANNELS, self._name)
         left = stop_in()
         about = {
             "pool": pool,
@@ -189,8 +196,14 @@ class Worker:
                     commits_s = leave.commits_s
                     break
                 for order in orders:
-                    if isinstance(order, Send):
-                        self._wanted(order)
+                    match order:
+                        case Send():
+                            self._wanted(order)
+                        case Answer():
+                            self._desk.answer(order)
+                        case Over():
+                            self._desk.over(order)
+                            self._askers.over(order)
                 # All places are taken before any stage begins: all ranks see the same order.
                 begun = [stage for o in orders if isinstance(o, Run) for stage in o.stages]
                 for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
@@ -214,7 +227,8 @@ class Worker:
 
     def _idle(self, seconds: float) -> bool:
         """Nothing is under way, or all that is waits for what does not come."""
-        return not self._busy or time.monotonic() - self._moved > seconds
+        under_way = self._busy or self._desk.busy
+        return not under_way or time.monotonic() - self._moved > seconds
 
     def _stopping(self) -> bool:
         return self._stop.is_set() or self._leaving.is_set()
@@ -238,6 +252,7 @@ class Worker:
                 thread.join(0.05)
         self._turns.close()
         self._generator.close()
+        self._desk.close()
         self._publisher.close()
         self._relays.close()
         self._outbox.close()
@@ -292,7 +307,8 @@ class Worker:
                 with turn:
                     attempt = self._attempt(order, output, turn)
                     self._activity.begins(order.node, lambda: attempt.ctx.doing)
-                    attempt.compute()
+                    with self._askers.asking(order.node):
+                        attempt.compute()
                     self._activity.computed(order.node)
                     name = attempt.ctx.data.name
                     output.done(name)
@@ -342,6 +358,7 @@ class Worker:
             live=Live(output, turn, sinks, order.parts),
             worker=self._name,
             gathers=order.gathers,
+            asks=self._askers.begin(order, world.rank),
         )
 
     def _among(self, order: StageOrder) -> World:

@@ -47,6 +47,8 @@ class StageOrder(Message):
     """Others generate; this worker gathers their trajectories."""
     queued: bool = False
     """It waits for its turn in the thread of the engine."""
+    asks: tuple[str, ...] = ()
+    """The workers that have its policy, where that is apart: each process asks one of them."""
 
 
 class Run(Message):
@@ -95,6 +97,32 @@ class Claim(Message):
     """The worker that gathers the trajectories."""
     starts: tuple[int, ...]
     begun: Begun | None = None
+
+
+class Answer(Message):
+    """Answer what the simulators of a stage observe, as long as they ask."""
+
+    what: Literal["answer"] = "answer"
+    node: str
+    stage: str
+    iteration: int
+    position: tuple[int, int, int]
+    """That of the stage."""
+    out: str
+    attempt: str
+    """Of the stage: who asks names it."""
+    weights: tuple[str, bool]
+    """As :attr:`StageOrder.inputs`."""
+    askers: tuple[str, ...]
+    """The workers with the simulators."""
+
+
+class Over(Message):
+    """An attempt at a stage whose policy is apart has ended, there or here: so has the rest."""
+
+    what: Literal["over"] = "over"
+    node: str
+    reason: str
 
 
 class HandOver(Message):
@@ -233,13 +261,72 @@ class GroupEnds(Message):
     group: str
 
 
+class Opens(Message):
+    """Simulators are about to begin, and ask for the policy's turn."""
+
+    what: Literal["opens"] = "opens"
+
+
+class Granted(Message):
+    """The policy has its turn, and keeps it for a moment."""
+
+    what: Literal["granted"] = "granted"
+    number: int
+
+
+class Ready(Message):
+    """The simulators have their turn too."""
+
+    what: Literal["ready"] = "ready"
+    number: int
+
+
+class Answers(Message):
+    """Both keep their turns, until the simulators are through."""
+
+    what: Literal["answers"] = "answers"
+    weights: str
+    """By which attempt these were made; empty: they are newer ones, which were committed."""
+
+
+class Void(Message):
+    """The policy has given its turn up: ask anew."""
+
+    what: Literal["void"] = "void"
+
+
+class Closes(Message):
+    """The simulators are through."""
+
+    what: Literal["closes"] = "closes"
+
+
+class Closed(Message):
+    """What the policy did for them."""
+
+    what: Literal["closed"] = "closed"
+    spans: str
+    """JSON: a list of name, start and end each."""
+    host: str
+
+
+class Failed(Message):
+    """The policy's part has failed."""
+
+    what: Literal["failed"] = "failed"
+    code: int
+    reason: str
+
+
 OfGroup = GroupForms | GroupSends | GroupSent | GroupEnds
 OfWeights = InSegment | Begins | Bucket | Ends | OfGroup
-Order = Run | Send | Claim | HandOver | Drop | Leave
+OfAsking = Opens | Granted | Ready | Answers | Void | Closes | Closed | Failed
+Order = Run | Send | Answer | Over | Claim | HandOver | Drop | Leave
 Said = StageEnded | Gathered | HasWeights | Cut | ClaimEnded
 
 _ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="what")])
 _OF_WEIGHTS: TypeAdapter[OfWeights] = TypeAdapter(Annotated[OfWeights, Field(discriminator="what")])
+_OF_ASKING: TypeAdapter[OfAsking] = TypeAdapter(Annotated[OfAsking, Field(discriminator="what")])
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="what")])
 
 
@@ -268,6 +355,15 @@ def read_of_weights(content: Mapping[str, Any]) -> OfWeights:
         DataError: it is no such thing.
     """
     return _read(_OF_WEIGHTS, content)
+
+
+def read_of_asking(content: Mapping[str, Any]) -> OfAsking:
+    """What simulators and policy say beside what is observed and chosen.
+
+    Raises:
+        DataError: it is no such thing.
+    """
+    return _read(_OF_ASKING, content)
 
 
 def _read(adapter: TypeAdapter[Any], content: Mapping[str, Any]) -> Any:
