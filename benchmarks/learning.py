@@ -68,7 +68,7 @@ def words_of(name: str, seed: int, prior: Path) -> list[str]:
 def ours(name: str, seed: int) -> Iterator[Point]:
     """The curve of the run of a seed."""
     row = ROWS[name]
-    prior = RUNS / f"prior-{row.prior}.hdf5"
+    prior = RUNS / f"collected-{row.prior}.hdf5"
     if row.prior and not prior.exists():
         write_prior(RUNS / f"{COLLECTED}-0", prior, row.prior)
     rlinf = Path(sys.executable).with_name("rlinf")
@@ -80,7 +80,8 @@ def ours(name: str, seed: int) -> Iterator[Point]:
 
 
 def write_prior(run: Path, path: Path, newest: int) -> None:
-    """So many transitions that a run has collected last, in order, as one file of columns.
+    """So many transitions that a run has collected last, in order, as one file of columns, with the
+    rewards that the simulator gave.
 
     Raises:
         SystemExit: the run is not there.
@@ -88,10 +89,12 @@ def write_prior(run: Path, path: Path, newest: int) -> None:
     if not (run / "replay" / STATE).exists():
         raise SystemExit(f"no transitions in {run}: make bench-learning NAME={COLLECTED} first")
     count = json.loads((run / "replay" / STATE).read_text())["appends"][-1][2]
-    task = Results.of(run).config.task.model_extra or {}
+    config = Results.of(run).config
+    task, reward = config.task.model_extra or {}, config.reward.model_extra or {}
     rows = np.fromfile(
         run / "replay" / REPLAYED, row_type(task["observation"], task["action"]["size"]), count
     )
+    rows["rewards"] /= reward.get("scale", 1.0)
     with h5py.File(part := path.with_suffix(".part"), "w") as file:
         for column in rows.dtype.names or ():
             file[column] = rows[column][-newest:]

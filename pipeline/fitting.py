@@ -19,6 +19,7 @@ from rlinf.fit import (
     HELD_OUT_DEMONSTRATIONS,
     REPLAY,
     STALE,
+    STEP_REWARDS,
     VALUES,
     WITHOUT_ROLLOUTS,
 )
@@ -159,6 +160,14 @@ def check_replay(
         raise ConfigError(
             "algorithm.updates: optimizer steps are counted by new transitions, and "
             f"flow={config.flow} collects none; say how many an iteration has"
+        )
+    values_prior = ACTION_VALUES in algorithm.needs and bool(getattr(algorithm.config, "prior", 0))
+    if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).needs:
+        raise ConfigError(
+            "algorithm.prior: prior transitions have the rewards that a simulator gave their "
+            f"steps, from which reward={config.reward.name} does not come, and values would be of "
+            "two kinds; set reward=environment (reward.scale multiplies both), or leave "
+            "algorithm.prior out"
         )
     dtype = getattr(options, "param_dtype", "float32")
     if ACTION_VALUES in algorithm.needs and dtype != "float32":

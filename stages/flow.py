@@ -229,6 +229,8 @@ dynamic_sampling = replace(
 )
 """The same, with a rollout that draws groups anew which the algorithm would not keep."""
 
+REPLAYED = ("seed", "model", "algorithm", "optimizer", "trainer", "rollout", "reward")
+"""The reward judges prior transitions too, which no other stage sees."""
 off_policy = Flow(
     offline=on_policy.offline,
     stages={
@@ -249,7 +251,7 @@ off_policy = Flow(
         ),
         "train": Stage(
             {"replay": Source("replay"), "initial": INITIAL, "checkpoint": Source("train", back=1)},
-            ("seed", "model", "algorithm", "optimizer", "trainer", "rollout"),
+            REPLAYED,
             loads="trainer",
             whole=True,
         ),
@@ -267,7 +269,7 @@ offline = Flow(
     stages={
         "train": Stage(
             {"initial": INITIAL, "checkpoint": Source("train", back=1)},
-            ("seed", "model", "algorithm", "optimizer", "trainer", "rollout"),
+            REPLAYED,
             loads="trainer",
             whole=True,
         ),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ from rlinf.algorithms.learner import Learner
 from rlinf.config import RunConfig
 from rlinf.data.batch import Sample, join
 from rlinf.data.transitions import Held, Transitions
+from rlinf.replay import prior
 from rlinf.trainers.base import Trainer
 from stages.context import Context
 from stages.parts import (
     changing_trainer,
+    held_reward,
     held_trainer,
     make_algorithm,
     on_device,
@@ -95,6 +99,11 @@ class StageLearner(Learner):
         if not set(CHANNELS.values()) & set(self._ctx.inputs):
             return Held(np.zeros(0, self.policy.rows))
         return super().transitions(parts)
+
+    def prior(self, path: Path) -> Held:
+        reward = held_reward(self._ctx)
+        # There are no scores: a reward that looks at them is refused, for it is not finite.
+        return prior.load(path, lambda record: reward.rewards([record], [math.nan])[0])
 
     def changing(self) -> None:
         super().changing()

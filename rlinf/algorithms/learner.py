@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from rlinf.data.batch import Sample
 from rlinf.data.record import Record
 from rlinf.data.transitions import Held, Transitions, concatenated, row_type, transitions_of
 from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.replay import prior
 from rlinf.seeding import generator
 from rlinf.trainers.base import BatchLoss, LossFunction, Trainer
 
@@ -150,6 +152,15 @@ class Learner:
             if sample.kept and sample.reward is not None
         ]
         return Held(concatenated(rows) if rows else np.zeros(0, row_type(0, 0)))
+
+    def prior(self, path: Path) -> Held:
+        """Transitions that were there before (:mod:`rlinf.replay.prior`); those of a stage have the
+        rewards that the run makes of the simulator's.
+
+        Raises:
+            DataError: there are none.
+        """
+        return prior.load(path)
 
     def changing(self) -> None:
         """To be called before weights or buffers change in another way than by :meth:`update`."""

@@ -100,7 +100,7 @@ class OffPolicy(Algorithm):
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         config = self.config
         online = learner.transitions(parts)
-        sources = self._sources(learner.policy, online)
+        sources = self._sources(learner, online)
         count = config.updates or round(config.update_ratio * online.new)
         if sum(map(len, sources)) < config.min_transitions or not any(map(len, sources)):
             count = 0
@@ -154,14 +154,14 @@ class OffPolicy(Algorithm):
         """Whether it does at a step (from 0) of so many, the last of which is always one."""
         return (count - 1 - number) % self.config.policy_every == 0
 
-    def _sources(self, policy: Any, online: Transitions) -> tuple[Transitions, Transitions]:
+    def _sources(self, learner: Learner, online: Transitions) -> tuple[Transitions, Transitions]:
         """What was collected, and what was there before.
 
         Raises:
             DataError: one is of another type than the policy learns from.
         """
-        path = self.config.prior
-        before = Held(np.zeros(0, policy.rows)) if path is None else prior.load(path)
+        path, policy = self.config.prior, learner.policy
+        before = Held(np.zeros(0, policy.rows)) if path is None else learner.prior(path)
         fitting(policy, online, "trajectories")
         fitting(policy, before, f"algorithm.prior: {path}")
         return online, before

@@ -104,6 +104,10 @@ def test_prior_data_are_the_newest_transitions_of_a_run(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "newest.hdf5") as file:
         assert file["observations"].shape == (25, 3)
         seen, after, cut = (file[n][:] for n in ("observations", "next_observations", "truncated"))
+        pushed, rewards = file["actions"][:, 0], file["rewards"][:]
+    angle, turning = np.arctan2(seen[:, 1], seen[:, 0]), seen[:, 2]
+    costs = angle**2 + 0.1 * turning**2 + 0.001 * pushed**2
+    np.testing.assert_allclose(rewards, -costs, rtol=1e-3, err_msg="as the simulator gave them")
     same = (seen[1:] == after[:-1]).all(1)
     assert same.tolist() == (cut[:-1] == 0).tolist()
     assert cut.sum() == 2

@@ -14,6 +14,7 @@ import pytest
 from pipeline.check import check
 from pipeline.commands.experiment import checked, execute
 from pipeline.metrics import collect
+from rlinf.algorithms.off_policy import OffPolicy
 from rlinf.channels.file import FileReader
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, DataError
@@ -172,6 +173,38 @@ def test_a_data_set_alone_is_learned_from(compose: Compose, tmp_path: Path) -> N
     with torch.inference_mode():
         chosen = policy.act({"observation": seen_now}, None, 0.0)["action"]
     assert (chosen > 0).double().mean() > 0.9
+
+
+def test_prior_rewards_are_of_the_scale_of_those_that_are_collected(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one run collected is another's prior: the same steps, and the same rewards."""
+    execute(sac(compose, "before", "iterations=1", "reward.scale=0.1"))
+    (folder,) = (tmp_path / "before").glob("it/0000/rollout/data-*")
+    seen = []
+    sources = OffPolicy._sources
+
+    def kept(self: Any, learner: Any, online: Any) -> Any:
+        found = sources(self, learner, online)
+        seen.append([source.take(np.arange(len(source)))["rewards"] for source in found])
+        return found
+
+    monkeypatch.setattr(OffPolicy, "_sources", kept)
+    words = ["algorithm=rlpd", "model=mlp_rlpd", "iterations=1", "reward.scale=0.1"]
+    execute(sac(compose, "after", *words, f"algorithm.prior={folder}"))
+    ((online, before),) = seen
+    # Both begin with untrained policies of one seed in the same states.
+    np.testing.assert_allclose(before, online, rtol=1e-4)
+
+
+def test_a_reward_of_another_kind_is_refused_with_prior_transitions(
+    compose: Compose, tmp_path: Path
+) -> None:
+    execute(sac(compose, "before", "iterations=1"))
+    (folder,) = (tmp_path / "before").glob("it/0000/rollout/data-*")
+    words = ["algorithm=rlpd", "model=mlp_rlpd", f"algorithm.prior={folder}", "reward=score"]
+    with pytest.raises(ConfigError, match=r"algorithm\.prior: .*set reward=environment"):
+        check(validate(RunConfig, sac(compose, "after", *words)))
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,9 @@ def test_what_holds_none_is_refused(tmp_path: Path) -> None:
         prior.check(written(tmp_path / "lacking.hdf5", lacking))
     with pytest.raises(DataError, match=r"rewards is \(4,\), with 5 observations"):
         prior.check(written(tmp_path / "short.hdf5", {**COLUMNS, "rewards": np.zeros(4)}))
+
+
+def test_rewards_are_what_a_run_makes_of_the_simulators(tmp_path: Path) -> None:
+    path = written(tmp_path / "data.hdf5", COLUMNS)
+    held = prior.load(path, lambda record: record.steps["rewards"] * 0.1)
+    np.testing.assert_allclose(held.take(np.arange(3))["rewards"], [0, 0.1, 0.2], rtol=1e-6)
