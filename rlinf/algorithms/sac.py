@@ -48,7 +48,7 @@ class SAC(OffPolicy):
         module, config = policy.module, self.config
         temperature = module.log_temperature.detach().exp()
         with torch.no_grad():
-            actions, logprobs = policy.sample(batch["next_observations"], batch["next_noise"])
+            actions, logprobs = drawn(policy, batch["next_observations"], batch["next_noise"])
         values, following = self.values(module, batch, actions)
         with torch.no_grad():
             value = aggregated(following, config.target_aggregate)
@@ -74,7 +74,7 @@ class SAC(OffPolicy):
         """What the policy and the temperature learn."""
         module, config = policy.module, self.config
         seen = batch["observations"]
-        actions, logprobs = policy.sample(seen, batch["noise"])
+        actions, logprobs = drawn(policy, seen, batch["noise"])
         values = module.critics(torch.cat([seen, actions], -1), frozen=True)
         temperature = module.log_temperature.exp()
         chosen = aggregated(values, config.policy_aggregate)
@@ -87,6 +87,16 @@ class SAC(OffPolicy):
         if config.learn_temperature:
             wanted = config.target_entropy
             wanted = -float(policy.size) if wanted is None else wanted
-            wanted += policy.size * math.log(policy.scale)
             loss = loss + temperature_loss(module.log_temperature, logprobs, wanted)
         return loss, metrics
+
+
+def drawn(policy: Any, seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Actions ``[B, A]``, and the log-densities ``[B]`` of what they are in units of
+    ``model.action_scale``, between -1 and 1.
+
+    In the simulator's units each step would have ``alpha A log(scale)`` more entropy: a reward for
+    living, or for dying, where episodes end by themselves.
+    """
+    actions, logprobs = policy.sample(seen, noise)
+    return actions, logprobs + policy.size * math.log(policy.scale)

@@ -69,7 +69,9 @@ def grown(module: torch.nn.Module) -> set[str]:
 
 
 def test_the_loss_of_sac_is_the_sum_of_its_three_row_by_row(tmp_path: Path) -> None:
-    """Each transition by itself, with torch's own distributions."""
+    """Each transition by itself, with torch's own distributions; entropies are of actions in
+    [-1, 1], whatever the simulator's units are: in those twice as long each step would have two
+    logarithms of two more."""
     policy, batch = policy_of(tmp_path, action_scale=2.0, initial_temperature=0.3), batch_of()
     loss, metrics = made("sac", gamma=0.9, target_entropy=-1.5).loss(policy, batch)
     module, critic, actor, temperature = policy.module, 0.0, 0.0, 0.0
@@ -78,10 +80,11 @@ def test_the_loss_of_sac_is_the_sum_of_its_three_row_by_row(tmp_path: Path) -> N
     def drawn(seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = module(seen)
         plain = torch.distributions.Normal(mean, log_std.exp())
-        shape = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0, 2.0)]
-        squashed = torch.distributions.TransformedDistribution(plain, shape)
-        action = 2 * torch.tanh(mean + noise * log_std.exp())
-        return action, squashed.log_prob(action).sum()
+        squashed = torch.distributions.TransformedDistribution(
+            plain, torch.distributions.TanhTransform()
+        )
+        action = torch.tanh(mean + noise * log_std.exp())
+        return 2 * action, squashed.log_prob(action).sum()
 
     for row in range(B):
         one = {name: column[row] for name, column in batch.items()}
@@ -93,8 +96,7 @@ def test_the_loss_of_sac_is_the_sum_of_its_three_row_by_row(tmp_path: Path) -> N
         action, logprob = drawn(one["observations"], one["noise"])
         value = module.critics(torch.cat([one["observations"], action])[None])[:, 0].min()
         actor += (0.3 * logprob - value).item() / B
-        # The wanted entropy is of actions in [-1, 1]: in units twice as long it is more.
-        temperature += -0.3 * (logprob.item() + (-1.5 + 2 * np.log(2))) / B
+        temperature += -0.3 * (logprob.item() - 1.5) / B
     assert metrics["critic_loss"].item() == pytest.approx(critic, rel=1e-4)
     assert metrics["policy_loss"].item() == pytest.approx(actor, rel=1e-4)
     assert loss.item() == pytest.approx(critic + actor + temperature, rel=1e-4)
