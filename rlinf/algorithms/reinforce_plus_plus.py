@@ -7,7 +7,7 @@ token that counts; ``kl_reward`` takes a divergence from the reference policy fr
 from __future__ import annotations
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from rlinf.algorithms.advantages import generalised, group_means, whiten
@@ -54,11 +54,24 @@ class ReinforcePlusPlus(PolicyGradient):
 
 
 class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupConfig):
-    """Those of both."""
+    """Settings of REINFORCE++-baseline."""
+
+    @field_validator("gamma")
+    @classmethod
+    def _sums_are_alike(cls, value: float) -> float:
+        if value < 1:
+            raise ValueError(
+                f"{value:g} discounts what is compared with a group's mean of whole rewards; set "
+                "it to 1, or choose algorithm=reinforce_plus_plus, which compares with no group"
+            )
+        return value
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus, OfGroups):
-    """REINFORCE++-baseline: relative to the mean reward of the group first."""
+    """REINFORCE++-baseline: relative to the mean reward of the group first.
+
+    The mean is of rewards as they are learned from, with what ``kl_reward`` takes from them.
+    """
 
     Config = ReinforcePlusPlusBaselineConfig
     config: ReinforcePlusPlusBaselineConfig

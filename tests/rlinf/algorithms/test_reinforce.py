@@ -20,7 +20,9 @@ from rlinf.algorithms.reinforce_plus_plus import (
 )
 from rlinf.algorithms.rloo import RLOO, RLOOConfig
 from rlinf.algorithms.update import reward_divergence
+from rlinf.config import validate
 from rlinf.data.batch import StepBatch
+from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs
 from tests.contracts.test_algorithm import Update, alike, batch_of, outputs_of, seeds
 
@@ -71,6 +73,13 @@ def test_what_comes_after_a_token_is_normalised_over_the_batch() -> None:
     slow, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig(gamma=0.5)).advantages(batch)
     to_come = torch.tensor([0.25, 0.5, 3.0, 1.0, 0.0, 0.0])
     torch.testing.assert_close(slow[batch.mask > 0], (to_come - to_come.mean()) / to_come.std())
+
+
+def test_a_baseline_of_whole_rewards_goes_with_no_discount() -> None:
+    config = ReinforcePlusPlusBaseline.Config
+    assert validate(config, {}, "algorithm").gamma == 1
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma: 0\.9 discounts .*set it to 1"):
+        validate(config, {"gamma": 0.9}, "algorithm")
 
 
 def test_with_a_baseline_it_is_relative_to_the_group_first() -> None:
