@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
 from pipeline.fitting import (
     check_continues,
     check_fit,
@@ -17,6 +19,7 @@ from pipeline.fitting import (
 from pipeline.launch import ClusterConfig
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
+from rlinf.algorithms.base import Algorithm
 from rlinf.channels.world import ParallelLayout
 from rlinf.config import RunConfig, validate
 from rlinf.engines import engines
@@ -62,11 +65,11 @@ def check(config: RunConfig) -> None:
     for key, (name, modules) in engine.interpreters(engine_options).items():
         check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")
-    check_refills(config)
     check_videos(config, environment.films(task_options))
     check_fit(config)
     check_continues(config)
     check_starts(config, environment.alike(task_options))
+    check_refills(config, algorithm)
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
     algorithm.check(model_options)
@@ -285,11 +288,11 @@ def check_flow(flow: Flow, key: str) -> None:
         before.add(name)
 
 
-def check_refills(config: RunConfig) -> None:
+def check_refills(config: RunConfig, algorithm: Algorithm) -> None:
     """See that a cap of what is drawn anew is given where something is, and there alone.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not, or the algorithm keeps whatever is drawn.
     """
     flow = flow_of(config)
     redraws = DYNAMIC in map(flow.program, flow.stages)
@@ -300,6 +303,15 @@ def check_refills(config: RunConfig) -> None:
     if not redraws and config.rollout.refills is not None:
         raise ConfigError(
             f"rollout.refills: flow {config.flow!r} draws nothing anew; set flow=dynamic_sampling"
+        )
+    # Groups of two whose samples scored the same: the usual scores, and such as no task has.
+    scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
+    if redraws and algorithm.keep(scores, groups).all():
+        raise ConfigError(
+            f"rollout.refills: algorithm {config.algorithm.name!r} keeps groups whose samples all "
+            "scored the same, so that nothing would be drawn anew; set algorithm=dapo, or "
+            "algorithm.drop_equal_groups=true with an algorithm of groups, or choose "
+            "flow=on_policy without rollout.refills"
         )
 
 

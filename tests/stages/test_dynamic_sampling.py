@@ -135,6 +135,19 @@ def test_a_cap_is_said_where_something_is_drawn_anew(
         check(validate(RunConfig, values(compose, "refused", *words)))
 
 
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
+def test_what_keeps_every_group_is_refused(compose: Compose, algorithm: str) -> None:
+    made = compose("++flow=dynamic_sampling", "rollout.refills=2", "rollout.group_size=2")
+    made["algorithm"] = {"name": algorithm}
+    said = rf"rollout\.refills: algorithm '{algorithm}' keeps groups .*drop_equal_groups=true"
+    with pytest.raises(ConfigError, match=said):
+        check(validate(RunConfig, made))
+    made["algorithm"] = {"name": "grpo", "drop_equal_groups": True}
+    check(validate(RunConfig, made))
+
+
 def test_the_experiment_has_all_of_dapo(compose: Compose) -> None:
     made = compose(experiment="arithmetic_dapo")
     check(validate(RunConfig, made))
