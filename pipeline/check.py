@@ -13,6 +13,7 @@ from pipeline.fitting import (
     check_fit,
     check_replay,
     check_starts,
+    check_turns,
     check_values,
     warn_of_precision,
 )
@@ -73,6 +74,7 @@ def check(config: RunConfig) -> None:
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
     algorithm.check(model_options)
+    check_turns(config, algorithm)
     check_replay(config, algorithm, trainer, trainer_options)
     check_values(config, algorithm, trainer_options)
     warn_of_precision(config, trainer_options)

@@ -20,6 +20,8 @@ from rlinf.fit import (
     REPLAY,
     STALE,
     STEP_REWARDS,
+    TURN_REWARDS,
+    TURNS,
     VALUES,
     WITHOUT_ROLLOUTS,
 )
@@ -134,6 +136,28 @@ def check_starts(config: RunConfig, alike: bool) -> None:
             "begin in different states and could not be compared: in this simulator a seed does "
             "not say where an episode begins; set rollout.group_size=1"
             + (others if algorithms.get(config.algorithm.name).needs & {GROUPS} else "")
+        )
+
+
+def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
+    """See that turns have rewards of their own, where they are to be compared.
+
+    Raises:
+        ConfigError: the task has no turns, or the reward gives them none.
+    """
+    if not algorithm.needs_turns:
+        return
+    if TURNS not in environments.get(config.task.name).offers:
+        raise ConfigError(
+            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} tells "
+            "no turns apart; set it to trajectory"
+        )
+    if TURN_REWARDS not in rewards.get(config.reward.name).offers:
+        raise ConfigError(
+            f"algorithm.advantage_level: turn compares rewards of turns, and reward "
+            f"{config.reward.name!r} gives one number for a whole dialogue; set "
+            "reward=environment, which takes what the task gives for each message, or "
+            "algorithm.advantage_level=trajectory"
         )
 
 

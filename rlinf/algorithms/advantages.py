@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,44 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
     count = torch.bincount(index)[index].to(scores.dtype)
     # r - (sum - r) / (n - 1) is n / (n - 1) times what it is relative to the mean of all.
     return group_relative(scores, groups, normalise=False) * count / (count - 1).clamp(min=1)
+
+
+def by_turn(
+    rewards: Tensor,
+    mask: Tensor,
+    turns: Tensor,
+    groups: Tensor,
+    relative: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """What came from a turn on, relative to the same turn of the other samples of the group.
+
+    The return of a turn is the sum of its own reward and those of later turns (as in GTPO, arXiv
+    2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). It is compared
+    with the returns of those samples that have such a turn: to have come so far is no choice of
+    the turn, so that an outcome which comes a turn later is worth no less.
+
+    Args:
+        rewards, mask: ``[N, T]``.
+        turns: ``[N, T]`` the number of the turn, from 0, that a step is part of.
+        groups: ``[N]`` group numbers.
+        relative: scores ``[M]`` and group numbers ``[M]`` to scores relative to the group, ``[M]``.
+
+    Returns:
+        ``[N, T]``, equal within a turn, zero where ``mask`` is 0; exactly zero where no other
+        sample of the group has such a turn.
+    """
+    place = torch.where(mask > 0, turns, 0).long()
+    count = int(place.max()) + 1
+    # In double precision: equal rewards of unlike turns have equal sums.
+    own = rewards.new_zeros(len(rewards), count, dtype=torch.float64)
+    own.scatter_add_(1, place, (rewards * mask).double())
+    returns = own.flip(1).cumsum(1).flip(1).to(rewards.dtype)
+    there = torch.zeros_like(own).scatter_add_(1, place, (mask > 0).double()) > 0
+    _, index = torch.unique(groups, return_inverse=True)
+    number = index[:, None] * count + torch.arange(count)
+    found = torch.zeros_like(returns)
+    found[there] = relative(returns[there], number[there])
+    return found.gather(1, place) * mask
 
 
 def group_means(scores: Tensor, groups: Tensor) -> Tensor:

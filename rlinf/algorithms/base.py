@@ -38,6 +38,11 @@ class Algorithm(Part, ABC):
         return False
 
     @property
+    def needs_turns(self) -> bool:
+        """Whether turns of a dialogue must be told apart, each with rewards of its own."""
+        return False
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether the inference stage must give the log-probabilities of the policy before the
         update, under the training stack."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Literal
 
 import numpy as np
 from pydantic import model_validator
 from torch import Tensor
 
+from rlinf.algorithms.advantages import by_turn
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, policy_terms
 from rlinf.data.batch import StepBatch
 from rlinf.fit import GROUPS
@@ -85,16 +87,33 @@ class OfGroups(PolicyGradient):
         )
 
 
-class Relative(OfGroups):
-    """Every step of a sample shares what :meth:`relative` makes of the sample's score."""
+class RelativeConfig(GroupConfig):
+    """What is compared within a group."""
 
+    advantage_level: Literal["trajectory", "turn"] = "trajectory"
+    """``trajectory``: every step shares the advantage of its sample's whole reward; ``turn``: of a
+    dialogue, every step of a message that of the rewards from this message on, among the samples
+    of the group that have as many (:func:`rlinf.algorithms.advantages.by_turn`)."""
+
+
+class Relative(OfGroups):
+    """Every step of a sample, or of a turn, shares what :meth:`relative` makes of its score."""
+
+    Config = RelativeConfig
     by_group = True
+
+    @property
+    def needs_turns(self) -> bool:
+        return bool(self.config.advantage_level == "turn")
 
     @abstractmethod
     def relative(self, scores: Tensor, groups: Tensor) -> Tensor:
         """Scores ``[N]`` relative to the others of the same group, ``[N]``."""
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
+        if self.needs_turns:
+            turns = batch.require("turns")
+            return by_turn(batch.rewards, batch.mask, turns, batch.groups, self.relative), None
         relative = self.relative(batch.rewards.sum(-1), batch.groups)
         return relative[:, None] * batch.mask, None
 

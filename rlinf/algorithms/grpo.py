@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlinf.algorithms.advantages import group_relative
-from rlinf.algorithms.groups import GroupConfig, Relative
+from rlinf.algorithms.groups import Relative, RelativeConfig
 from rlinf.algorithms.shares import Aggregation
 
 
-class GRPOConfig(GroupConfig):
+class GRPOConfig(RelativeConfig):
     """Settings of GRPO."""
 
     normalise: bool = True

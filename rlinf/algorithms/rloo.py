@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlinf.algorithms.advantages import leave_one_out
-from rlinf.algorithms.groups import GroupConfig, Relative
+from rlinf.algorithms.groups import Relative, RelativeConfig
 
 
-class RLOOConfig(GroupConfig):
+class RLOOConfig(RelativeConfig):
     """Those of all that judge by groups; ``kl_reward`` is the divergence that the paper takes from
     the reward."""
 

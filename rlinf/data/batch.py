@@ -60,6 +60,8 @@ class StepBatch:
     """``[N, T]``."""
     returns: Tensor | None = None
     """``[N, T]``."""
+    turns: Tensor | None = None
+    """``[N, T]`` number of the turn, from 0, that a step of a dialogue is part of."""
     submask: Tensor | None = None
     """``[N, T, ...]`` 1 where a choice of a step counts; None: all do."""
     units: Tensor | None = None
@@ -179,6 +181,7 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         groups=torch.tensor([int(trajectory.info["group"]) for trajectory in trajectories]),
         old_logprobs=optional(0, "logprobs") if old is None else old,
         rollout_logprobs=column(0, "logprobs"),
+        turns=column(0, "turns"),
         submask=column(0, "submask"),
         terminated=optional(0, "terminated"),
         truncated=optional(0, "truncated"),

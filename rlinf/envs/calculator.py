@@ -17,7 +17,7 @@ from pydantic import Field
 from rlinf.data.record import Identity, Record
 from rlinf.envs.arithmetic import OPERATIONS, is_held_out
 from rlinf.envs.dialogue import Call, Dialogue, DialogueConfig, DialogueEnvironment, ToolDialogue
-from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS
+from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.base import Spec
 from rlinf.seeding import generator
 
@@ -57,7 +57,7 @@ class CalculatorEnvironment(DialogueEnvironment):
 
     Config = CalculatorConfig
     config: CalculatorConfig
-    offers = frozenset({PROMPTS, STEP_REWARDS, ANSWERS, DEMONSTRATIONS})
+    offers = frozenset({PROMPTS, STEP_REWARDS, TURNS, ANSWERS, DEMONSTRATIONS})
 
     @classmethod
     def describe(cls, config: Any) -> Spec:

@@ -32,7 +32,7 @@ from rlinf.data.record import Identity, Record, Scalar
 from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import TextEnvironment
 from rlinf.errors import StageError
-from rlinf.fit import PROMPTS, STEP_REWARDS
+from rlinf.fit import PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.chat import Message, render
 from rlinf.models.turns import around
 from rlinf.seeding import generator
@@ -163,13 +163,14 @@ class DialogueConfig(Section):
 class DialogueEnvironment(TextEnvironment):
     """Asks the policy in turns; a task says with what a dialogue begins.
 
-    Steps are tokens. A message's reward is on its last token. A dialogue whose ``step`` raises or
+    Steps are tokens. A message's reward is on its last token; ``turns`` int32 ``[T]`` is the number
+    of the policy's message that a token is of or comes after. A dialogue whose ``step`` raises or
     takes too long is lost, not the batch: none of its steps counts.
     """
 
     Config: ClassVar[type[Section]] = DialogueConfig
     config: DialogueConfig
-    offers = frozenset({PROMPTS, STEP_REWARDS})
+    offers = frozenset({PROMPTS, STEP_REWARDS, TURNS})
     stops: ClassVar[tuple[str, ...]] = ()
     """Texts that end a message of the policy, beside its stop tokens and those of the run."""
     inline: ClassVar[bool] = False
@@ -322,6 +323,7 @@ class _Talk:
     logprobs: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     version: int | None = None
     """Of the weights that said the first message."""
@@ -350,6 +352,7 @@ class _Talk:
             self.versions += reply.steps["version"][row, :length].tolist()
         self.mask += [1.0] * length
         self.rewards += [0.0] * length
+        self.turn += [self.turns] * length
         self.turns += 1
 
     def heard(self, ids: np.ndarray) -> None:
@@ -359,6 +362,7 @@ class _Talk:
         self.logprobs += [0.0] * len(ids)
         self.mask += [0.0] * len(ids)
         self.rewards += [0.0] * len(ids)
+        self.turn += [self.turns - 1] * len(ids)
         if self.versions:
             self.versions += self.versions[-1:] * len(ids)
 
@@ -374,6 +378,7 @@ class _Talk:
             "logprobs": np.array(self.logprobs, np.float32),
             "mask": np.array(self.mask, np.float32),
             "rewards": np.array(self.rewards, np.float32),
+            "turns": np.array(self.turn, np.int32),
         }
         if self.versions:
             steps["versions"] = np.array(self.versions, np.int64)

@@ -33,7 +33,7 @@ from rlinf.envs.corpus import (
 )
 from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnvironment
 from rlinf.errors import ConfigError, DataError, require
-from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS
+from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.base import Spec
 from rlinf.models.chat import Message
 from rlinf.seeding import generator
@@ -79,6 +79,9 @@ class SearchConfig(DialogueConfig):
     format_reward: float = Field(default=0.0, ge=0, lt=1)
     """Reward of a wrong answer where every message was a search or an answer; a right one is worth
     as much less where one was not (arXiv 2505.15117)."""
+    found_reward: float = Field(default=0.0, ge=0, lt=1)
+    """Reward of the first search whose results hold an answer (arXiv 2505.11821, section 4), beside
+    that of the answer itself."""
 
     @model_validator(mode="after")
     def _files_come_together(self) -> SearchConfig:
@@ -100,6 +103,7 @@ class Search(Dialogue):
     ) -> None:
         self._question, self._opening, self._config, self._find = question, opening, config, find
         self._searches = self._malformed = 0
+        self._found = False
         self.info = {
             "answer": question.answers[0],
             "answers": json.dumps(question.answers),
@@ -120,7 +124,11 @@ class Search(Dialogue):
         if self._searches == self._config.searches:
             return self._refuse("no search is left; write <answer>words</answer>")
         self._searches += 1
-        return [{"role": "user", "content": self._find(text)}], 0.0, False
+        results = self._find(text)
+        first = not self._found and holds(results, self._question.answers)
+        self._found |= first
+        reward = self._config.found_reward * first
+        return [{"role": "user", "content": results}], reward, False
 
     def _judge(self, predicted: str) -> float:
         exact = is_exact(predicted, self._question.answers)
@@ -140,7 +148,7 @@ class SearchEnvironment(DialogueEnvironment):
 
     Config = SearchConfig
     config: SearchConfig
-    offers = frozenset({PROMPTS, STEP_REWARDS, ANSWERS, DEMONSTRATIONS})
+    offers = frozenset({PROMPTS, STEP_REWARDS, TURNS, ANSWERS, DEMONSTRATIONS})
     stops = ("</search>", "</answer>")
     inline = True
 
@@ -291,6 +299,12 @@ def is_exact(predicted: str, answers: Sequence[str]) -> bool:
     """Whether a text is one of the answers, but for case, punctuation, articles and white space:
     exact match of SQuAD (arXiv 1606.05250), the reward of Search-R1."""
     return _normalised(predicted) in map(_normalised, answers)
+
+
+def holds(text: str, answers: Sequence[str]) -> bool:
+    """Whether words of a text are one of the answers, as :func:`is_exact` compares them."""
+    words = f" {_normalised(re.sub('</?information>', ' ', text))} "
+    return any(f" {_normalised(answer)} " in words for answer in answers)
 
 
 def _normalised(text: str) -> str:

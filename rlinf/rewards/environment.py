@@ -8,7 +8,7 @@ import numpy as np
 
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.fit import STEP_REWARDS
+from rlinf.fit import STEP_REWARDS, TURN_REWARDS
 from rlinf.rewards.base import Reward
 
 
@@ -23,6 +23,7 @@ class EnvironmentReward(Reward):
 
     Config = EnvironmentConfig
     needs = frozenset({STEP_REWARDS})
+    offers = frozenset({TURN_REWARDS})
     config: EnvironmentConfig
 
     def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:

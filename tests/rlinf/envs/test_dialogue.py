@@ -96,6 +96,10 @@ def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) ->
         assert said == SAYS["content"] * 2, "between three messages, none behind the last"
         own = task.tokenizer.decode(record.steps["actions"][counts], skip_special_tokens=True)
         assert own == "".join(talk.heard)
+        ends = np.flatnonzero(np.diff(record.steps["turns"])) + 1
+        assert record.steps["turns"].tolist() == sorted(record.steps["turns"])
+        assert [part[0] for part in np.split(record.steps["turns"], ends)] == [0, 1, 2]
+        assert all(part[0] for part in np.split(counts, ends)), "the policy speaks first"
         # On the last token of each message.
         assert record.steps["rewards"][counts].sum() == 1 + 2 + 3 == record.info["return"]
         assert not record.steps["rewards"][~counts].any()
@@ -255,12 +259,15 @@ def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Pat
         assert task.tokenizer.decode(record.steps["actions"][~counts]) == value
 
 
+@pytest.mark.parametrize("level", ["trajectory", "turn"])
 @pytest.mark.usefixtures("undrawn")
-def test_an_agent_is_trained_from_end_to_end(compose: Compose, tmp_path: Path) -> None:
+def test_an_agent_is_trained_from_end_to_end(level: str, compose: Compose, tmp_path: Path) -> None:
     words = ["task.name=calculator", "task.digits=1", "warm_start.max_steps=60"]
     words += ["warm_start.batch=64", "warm_start.lr=1e-2", "warm_start.evaluate_every=60"]
     words += ["rollout.batch=8", "rollout.horizon=24", "algorithm.entropy_bonus=0"]
-    values = compose(*words, "optimizer.lr=1e-3")
+    values = compose(*words, "optimizer.lr=1e-3", f"algorithm.advantage_level={level}")
+    if level == "turn":
+        values["reward"] = {"name": "environment"}
     for section in ("operations", "least_significant_first", "rambling"):
         values["task"].pop(section, None)
     values["task"]["digits"] = 1

@@ -18,7 +18,7 @@ from rlinf.data.record import Record
 from rlinf.engines import engines
 from rlinf.envs.base import Episodes
 from rlinf.envs.corpus import Question
-from rlinf.envs.search import Search, SearchConfig, SearchEnvironment, is_exact
+from rlinf.envs.search import Search, SearchConfig, SearchEnvironment, holds, is_exact
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
 from rlinf.seeding import generator
@@ -128,6 +128,28 @@ def test_a_malformed_message_is_told_so_and_the_dialogue_goes_on(message: str) -
     assert messages[0]["content"].startswith("\n\n<information>error: write <search>")
     assert (reward, done) == (0.0, False)
     assert talk.step("<answer>Rome</answer>") == ([], 0.8, True)
+
+
+def test_the_first_search_that_finds_an_answer_has_a_reward_of_its_own() -> None:
+    talk = dialogue(SearchConfig(found_reward=0.25, searches=4))
+    searched = [talk.step(f"<search>{words}</search>")[1] for words in ("Romeo", "in Rome", "Rome")]
+    assert searched == [0.0, 0.25, 0.0]
+    assert talk.step("<answer>Paris</answer>") == ([], 0.0, True)
+    assert dialogue(SearchConfig()).step("<search>Rome</search>")[1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It ends in the North Sea.</information>", True),
+        ("<information>(North Sea)", True),
+        ("north, sea", True),
+        ("North Seas", False),
+        ("The South Sea", False),
+    ],
+)
+def test_a_text_holds_an_answer_by_whole_words(text: str, found: bool) -> None:
+    assert holds(text, ["Baku", "the North Sea"]) == found
 
 
 def test_no_more_is_searched_than_allowed() -> None:
