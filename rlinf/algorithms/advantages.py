@@ -21,16 +21,8 @@ def group_relative(
     Returns:
         ``[N]``; exactly zero for a group of one or of equal scores.
     """
-    _, index = torch.unique(groups, return_inverse=True)
-    exact = scores.double()
-    count = torch.bincount(index).double()
-    mean = torch.zeros_like(count).index_add(0, index, exact) / count
-    # The mean of equal scores is rounded: what is left of them would be divided by itself.
-    lowest, highest = (
-        torch.zeros_like(count).scatter_reduce(0, index, exact, which, include_self=False)
-        for which in ("amin", "amax")
-    )
-    centred = torch.where((lowest == highest)[index], 0.0, exact - mean[index])
+    means, index, count = _means(scores, groups)
+    centred = scores.double() - means[index]
     if normalise:
         square = torch.zeros_like(count).index_add(0, index, centred**2)
         deviation = (square / (count - 1).clamp(min=1)).sqrt()
@@ -93,10 +85,25 @@ def by_turn(
 
 
 def group_means(scores: Tensor, groups: Tensor) -> Tensor:
-    """Mean score of each sample's group, ``[N]`` of ``[N]``."""
+    """Mean score of each sample's group, ``[N]`` of ``[N]``; exactly the score where all of the
+    group scored the same."""
+    means, index, _ = _means(scores, groups)
+    return means[index].to(scores.dtype)
+
+
+def _means(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean score of each group, float64 ``[G]``, the group's place of each sample, ``[N]``, and how
+    many samples each has, float64 ``[G]``."""
     _, index = torch.unique(groups, return_inverse=True)
-    total = torch.zeros(int(index.max()) + 1, dtype=scores.dtype).index_add(0, index, scores)
-    return (total / torch.bincount(index))[index]
+    exact = scores.double()
+    count = torch.bincount(index).double()
+    means = torch.zeros_like(count).index_add(0, index, exact) / count
+    # The mean of equal scores is rounded: what is left of them would be divided by itself.
+    lowest, highest = (
+        torch.zeros_like(count).scatter_reduce(0, index, exact, which, include_self=False)
+        for which in ("amin", "amax")
+    )
+    return torch.where(lowest == highest, lowest, means), index, count
 
 
 def generalised(
@@ -138,7 +145,12 @@ def generalised(
 
 
 def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Zero mean and unit (unbiased) deviation over the steps where ``mask`` is 1."""
+    """Zero mean and unit (unbiased) deviation over the steps where ``mask`` is 1; zero where it is
+    0, and everywhere if all that count are equal or none does."""
+    counted = values[mask > 0]
+    # The mean of equal values is rounded: what is left of them would be divided by itself.
+    if not len(counted) or bool(counted.min() == counted.max()):
+        return torch.zeros_like(values)
     count = mask.sum()
     mean = (values * mask).sum() / count.clamp(min=1)
     variance = ((values - mean) ** 2 * mask).sum() / (count - 1).clamp(min=1)

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from rlinf.algorithms.advantages import whiten
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.behaviour import (
     Outside,
@@ -73,6 +74,9 @@ class PolicyGradientConfig(Section):
     aggregation_length: int | None = Field(default=None, gt=0)
     """A fixed length that ``seq_mean_token_sum`` divides the sum of each sequence by, the horizon
     say; null: none."""
+    whiten_advantages: bool = False
+    """Give the advantages of all steps of an iteration that count a mean of 0 and a deviation of 1,
+    in whatever way they were made."""
     ratio_level: Literal["token", "sequence"] = "token"
     """What has one clipped ratio: each token, or the whole response, by the geometric mean of its
     tokens' (GSPO, arXiv 2507.18071)."""
@@ -168,7 +172,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def streams(self) -> bool:
-        return self.by_group and self.one_step
+        return self.by_group and self.one_step and not self.config.whiten_advantages
 
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         by_minibatches(self, learner, parts)
@@ -179,7 +183,17 @@ class PolicyGradient(Algorithm):
 
     @abstractmethod
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
-        """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch."""
+        """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch.
+
+        What ``whiten_advantages`` asks for is done with them by :meth:`judged`.
+        """
+
+    def judged(self, batch: StepBatch) -> StepBatch:
+        """A whole batch, with advantages as they stand in the loss."""
+        advantages, returns = self.advantages(batch)
+        if self.config.whiten_advantages:
+            advantages = whiten(advantages, batch.mask)
+        return replace(batch, advantages=advantages, returns=returns)
 
     def idle(self, batch: StepBatch) -> Tensor:
         """``[N]`` true for samples whose loss has no gradient, whatever the policy says of them:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.algorithms.advantages import generalised, whiten
+from rlinf.algorithms.advantages import generalised
 from rlinf.algorithms.losses import clipped_value_loss
 from rlinf.algorithms.policy_gradient import (
     PolicyGradient,
@@ -45,7 +45,7 @@ class PPO(PolicyGradient):
         return ("value",) if iteration < self.config.critic_warmup else None
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        advantages, returns = generalised(
+        return generalised(
             batch.rewards,
             batch.require("values"),
             batch.terminated,
@@ -55,9 +55,6 @@ class PPO(PolicyGradient):
             self.config.gamma,
             self.config.gae_lambda,
         )
-        if self.config.whiten_advantages:
-            advantages = whiten(advantages, batch.mask)
-        return advantages, returns
 
     def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         loss, metrics = policy_terms(self.config, outputs, batch, weights)

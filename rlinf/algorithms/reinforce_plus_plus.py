@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from rlinf.algorithms.advantages import generalised, group_means, whiten
+from rlinf.algorithms.advantages import generalised, group_means
 from rlinf.algorithms.groups import GroupConfig, OfGroups
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, policy_terms
 from rlinf.data.batch import StepBatch
@@ -22,6 +22,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
     """Settings of REINFORCE++."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
+    whiten_advantages: bool = True
 
 
 class ReinforcePlusPlus(PolicyGradient):
@@ -47,7 +48,7 @@ class ReinforcePlusPlus(PolicyGradient):
             self.config.gamma,
             1.0,
         )
-        return whiten(to_come - self.baseline(batch)[:, None], batch.mask), None
+        return (to_come - self.baseline(batch)[:, None]) * batch.mask, None
 
     def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         return policy_terms(self.config, outputs, batch, weights)

@@ -99,8 +99,7 @@ class _Update:
             batch = replace(batch, rewards=batch.rewards - config.kl_reward * divergence)
             mean = divergence.sum() / batch.mask.sum().clamp(min=1)
             self._learner.metric("kl_reward", float(mean))
-        advantages, returns = self._algorithm.advantages(batch)
-        return replace(batch, advantages=advantages, returns=returns)
+        return self._algorithm.judged(batch)
 
     def _add(
         self,

@@ -64,6 +64,7 @@ VALUES: dict[str, list[Any]] = {
     "algorithm.kl_estimator": ["k4", "low_var_kl", True],
     "algorithm.normalise": [1, "yes"],
     "algorithm.drop_equal_groups": [0, "no"],
+    "algorithm.whiten_advantages": [1, "yes"],
     "algorithm.group_mean_low": [True, "0.1", float("nan"), float("inf")],
     "model.name": ["causal", "mlpp", None],
     "model.architecture": ["qwen9", True],

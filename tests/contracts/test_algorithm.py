@@ -100,11 +100,6 @@ def outputs_of(batch: StepBatch, seed: int) -> StepOutputs:
     )
 
 
-def judged(algorithm: PolicyGradient, batch: StepBatch) -> StepBatch:
-    advantages, returns = algorithm.advantages(batch)
-    return replace(batch, advantages=advantages, returns=returns)
-
-
 def chosen(batch: StepBatch, index: Sequence[int]) -> StepBatch:
     length = batch.mask.shape[1]
     return batch.spans([Span(row, 0, length) for row in index], length, CPU)
@@ -124,8 +119,8 @@ def test_padding_changes_no_advantage(name: str, seed: int, more: int) -> None:
         for f in fields(batch)
         if (value := getattr(batch, f.name)) is not None
     }
-    short, length = judged(algorithm, batch), batch.mask.shape[1]
-    long = judged(algorithm, StepBatch(**padded))
+    short, length = algorithm.judged(batch), batch.mask.shape[1]
+    long = algorithm.judged(StepBatch(**padded))
     for column in ("advantages", "returns"):
         one, other = getattr(short, column), getattr(long, column)
         if one is not None:
@@ -140,8 +135,8 @@ def test_the_order_of_the_samples_does_not_matter(name: str, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(batch)).tolist()
     moved = chosen(batch, order)
     torch.testing.assert_close(
-        judged(algorithm, moved).advantages,
-        judged(algorithm, batch).require("advantages")[order],
+        algorithm.judged(moved).advantages,
+        algorithm.judged(batch).require("advantages")[order],
         atol=1e-5,
         rtol=1e-4,
     )
@@ -163,7 +158,7 @@ def test_steps_that_do_not_count_have_no_influence(name: str, seed: int) -> None
 
     columns = ("values", "old_logprobs", "rollout_logprobs", "reference_logprobs")
     other = replace(batch, **{n: spoiled(batch.require(n)) for n in columns})
-    first, second = judged(algorithm, batch), judged(algorithm, other)
+    first, second = algorithm.judged(batch), algorithm.judged(other)
     assert not (first.require("advantages") * hidden).any()
     torch.testing.assert_close(first.advantages, second.advantages)
     weights, _ = step_shares(batch.mask, "token_mean")
@@ -183,7 +178,7 @@ def test_a_step_without_advantage_has_no_gradient(name: str, seed: int) -> None:
     algorithm, batch = made(name), batch_of(seed)
     indifferent = (torch.rand(batch.mask.shape) < 0.5) & (batch.mask > 0)
     advantages = torch.where(indifferent, 0.0, batch.mask)
-    batch = replace(judged(algorithm, batch), advantages=advantages)
+    batch = replace(algorithm.judged(batch), advantages=advantages)
     said = outputs_of(batch, seed)
     loss, _ = algorithm.loss(said, batch, batch.mask)
     (gradient,) = torch.autograd.grad(loss, said.logprobs)
@@ -195,7 +190,7 @@ def test_a_step_without_advantage_has_no_gradient(name: str, seed: int) -> None:
 def test_the_first_step_follows_the_policy_gradient(name: str, seed: int) -> None:
     """Where the policy is the old one, ``d loss / d log-prob`` is minus weight times advantage."""
     algorithm, batch = made(name), batch_of(seed)
-    batch = replace(judged(algorithm, batch), rollout_logprobs=batch.old_logprobs)
+    batch = replace(algorithm.judged(batch), rollout_logprobs=batch.old_logprobs)
     weights, _ = step_shares(batch.mask, "seq_mean_token_mean")
     same = batch.old_logprobs.clone().requires_grad_()
     loss, _ = algorithm.loss(StepOutputs(same, None, batch.values), batch, weights)
@@ -209,7 +204,7 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     name: str, seed: int, aggregation: Any, data: st.DataObject
 ) -> None:
     algorithm = made(name, kl_coefficient=0.1, entropy_bonus=0.1, aggregation=aggregation)
-    batch = judged(algorithm, batch_of(seed))
+    batch = algorithm.judged(batch_of(seed))
     weights, _ = step_shares(batch.mask, aggregation)
     said = outputs_of(batch, seed)
     whole, metrics = algorithm.loss(said, batch, weights)
@@ -234,14 +229,14 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
 @each
 @given(seed=seeds)
 def test_what_is_said_to_be_by_group_is(name: str, seed: int) -> None:
-    algorithm, batch = made(name), batch_of(seed)
+    algorithm, batch = made(name, whiten_advantages=False), batch_of(seed)
     if not algorithm.by_group:
         return
-    every = judged(algorithm, batch).require("advantages")
+    every = algorithm.judged(batch).require("advantages")
     scores, groups = batch.rewards.sum(-1).numpy(), batch.groups.numpy()
     for group in np.unique(groups):
         index = np.flatnonzero(groups == group).tolist()
-        alone = judged(algorithm, chosen(batch, index))
+        alone = algorithm.judged(chosen(batch, index))
         torch.testing.assert_close(alone.advantages, every[index])
         kept = algorithm.keep(scores, groups)[index]
         assert np.array_equal(algorithm.keep(scores[index], groups[index]), kept)

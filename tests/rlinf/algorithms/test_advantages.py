@@ -7,7 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.algorithms.advantages import generalised, group_relative, whiten
+from rlinf.algorithms import algorithms
+from rlinf.algorithms.advantages import generalised, group_means, group_relative, whiten
+from rlinf.algorithms.grpo import GRPO, GRPOConfig
+from rlinf.data.batch import StepBatch
+from tests.contracts.test_algorithm import batch_of
 
 
 @settings(deadline=None)
@@ -102,6 +106,55 @@ def test_steps_that_do_not_count_take_no_time(seed: int, gamma: float, lam: floa
     counts = torch.tensor(mask) != 0
     torch.testing.assert_close(got[:, counts], want)
     assert not got[:, ~counts].any()
+
+
+@given(
+    st.floats(-1e3, 1e3, width=32),
+    st.lists(st.integers(0, 5), min_size=1, max_size=9),
+    st.integers(1, 3),
+)
+def test_equal_rewards_teach_nothing_whatever_is_made_of_them(
+    score: float, lengths: list[int], size: int
+) -> None:
+    """Also where their mean, rounded, is not one of them; also where no step counts at all."""
+    lengths = [length for length in lengths for _ in range(size)]
+    mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).float()
+    last = mask * (mask.cumsum(1) == torch.tensor(lengths)[:, None])
+    zeros, groups = torch.zeros_like(mask), torch.arange(len(lengths)) // size
+    batch = StepBatch(
+        mask=mask,
+        rewards=score * last,
+        groups=groups,
+        old_logprobs=zeros,
+        terminated=last,
+        truncated=zeros,
+        bootstrap=zeros,
+    )
+    assert not whiten(score * mask, mask).any()
+    counted = mask.any(1)
+    assert torch.equal(
+        group_means(batch.rewards.sum(-1), groups)[counted], batch.rewards.sum(-1)[counted]
+    )
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "grpo"):
+        cls = algorithms.get(name)
+        found = cls(cls.Config(whiten_advantages=True)).judged(batch).require("advantages")
+        assert not found.any(), name
+
+
+def test_whitening_is_a_setting_of_every_algorithm_and_done_in_one_place() -> None:
+    batch = batch_of(5)
+    for name in ("grpo", "rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        cls = algorithms.get(name)
+        plain = cls(cls.Config(whiten_advantages=False))
+        advantages, returns = plain.advantages(batch)
+        raw, white = plain.judged(batch), cls(cls.Config(whiten_advantages=True)).judged(batch)
+        assert torch.equal(raw.require("advantages"), advantages)
+        assert torch.equal(white.require("advantages"), whiten(advantages, batch.mask))
+        if returns is not None:
+            assert torch.equal(white.require("returns"), returns)
+    # What is made of the whole batch cannot begin with a part of it.
+    assert GRPO(GRPOConfig()).streams
+    assert not GRPO(GRPOConfig(whiten_advantages=True)).streams
 
 
 def test_whitening_ignores_padding() -> None:

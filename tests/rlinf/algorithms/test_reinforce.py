@@ -16,6 +16,7 @@ from rlinf.algorithms.losses import KLEstimator, kl_estimate
 from rlinf.algorithms.reinforce_plus_plus import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
 )
 from rlinf.algorithms.rloo import RLOO, RLOOConfig
@@ -65,12 +66,15 @@ def test_what_comes_after_a_token_is_normalised_over_the_batch() -> None:
         [[1, 1, 1], [1, 0, 0], [1, 1, 0]],
         [0, 0, 1],
     )
-    found, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages(batch)
+    found = ReinforcePlusPlus(ReinforcePlusPlusConfig()).judged(batch).require("advantages")
     to_come = torch.tensor([2.0, 2.0, 3.0, 1.0, 0.0, 0.0])
     want = (to_come - to_come.mean()) / to_come.std()
     torch.testing.assert_close(found[batch.mask > 0], want)
     assert not found[batch.mask == 0].any()
-    slow, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig(gamma=0.5)).advantages(batch)
+    plain, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages(batch)
+    torch.testing.assert_close(plain[batch.mask > 0], to_come)
+    config = ReinforcePlusPlusConfig(gamma=0.5)
+    slow = ReinforcePlusPlus(config).judged(batch).require("advantages")
     to_come = torch.tensor([0.25, 0.5, 3.0, 1.0, 0.0, 0.0])
     torch.testing.assert_close(slow[batch.mask > 0], (to_come - to_come.mean()) / to_come.std())
 
@@ -84,7 +88,8 @@ def test_a_baseline_of_whole_rewards_goes_with_no_discount() -> None:
 
 def test_with_a_baseline_it_is_relative_to_the_group_first() -> None:
     batch = text([[0, 1.0], [3.0, 0], [0, 5.0]], [[1, 1], [1, 0], [1, 1]], [4, 4, 9])
-    found, _ = ReinforcePlusPlusBaseline(ReinforcePlusPlusConfig()).advantages(batch)
+    algorithm = ReinforcePlusPlusBaseline(ReinforcePlusPlusBaselineConfig())
+    found = algorithm.judged(batch).require("advantages")
     relative = torch.tensor([-1.0, -1.0, 1.0, 0.0, 0.0])
     want = (relative - relative.mean()) / relative.std()
     torch.testing.assert_close(found[batch.mask > 0], want)
