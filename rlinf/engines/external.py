@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.engines.base import Engine
 from rlinf.engines.legs import Ask
 from rlinf.errors import DataError
 from rlinf.fit import LANGUAGE_MODEL
-from rlinf.models.base import misfit
 from rlinf.models.causal_lm import CausalLMConfig, load_tokenizer
 from rlinf.models.device import DeviceName, local_device
 from rlinf.models.headers import positions, read_settings
-from rlinf.models.loading import load_module, outline_module, stop_tokens
+from rlinf.models.loading import described_module, stop_tokens
+from rlinf.models.published import Published
 
 
 class ExternalConfig(Section):
@@ -94,42 +93,18 @@ class ExternalEngine(Engine):
             )
 
     def _known(self, model: Path) -> None:
-        """Learn of a network what requests need."""
+        """Learn of a network what requests and weights need; it takes no memory."""
         config = self._policy_config
-        self._outline = outline_module(model, config)
-        module = self._outline or load_module(model, config)
+        module = described_module(model, config)
         text = read_settings(model)
         self._settings: dict[str, Any] = {**text, **(text.get("text_config") or {})}
         self._context = self._config.context or positions(text) or 4096
-        self._like: dict[str, Tensor] = module.state_dict(keep_vars=True)
-        seen: dict[int, str] = {}
-        self._tied = {n for n, t in self._like.items() if seen.setdefault(id(t), n) != n}
         self._tokenizer = load_tokenizer(model, config.trust_remote_code)
         ends = () if self._config.ignore_eos else stop_tokens(module, self._tokenizer)
         self.stops = frozenset(ends)
+        self._published = Published(module)
 
     def _device_bytes(self) -> int:
         """Of weights and cache, on one GPU."""
-        weights = sum(t.nbytes for name, t in self._like.items() if name not in self._tied)
+        weights = sum(tensor.nbytes for tensor in self._published.like.values())
         return weights // self.world.layout.tp + self.cache_bytes()
-
-
-def fitting(
-    tensors: Iterable[tuple[str, Tensor]],
-    like: Mapping[str, Tensor],
-    device: torch.device | str = "cpu",
-    *,
-    copy: bool = False,
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the types that a network has them in, on a device.
-
-    Args:
-        copy: each in memory of its own.
-
-    Raises:
-        DataError: one is not the network's by name and shape.
-    """
-    for name, tensor in tensors:
-        if name not in like or like[name].shape != tensor.shape:
-            raise misfit(name, 1)
-        yield name, tensor.to(device, like[name].dtype, copy=copy)

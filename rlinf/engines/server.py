@@ -7,6 +7,7 @@ are served, so that a server that dies can be started again. The folder also hol
 
 from __future__ import annotations
 
+import collections
 import filecmp
 import os
 import shutil
@@ -24,13 +25,12 @@ from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Hooks, Requests
 from rlinf.engines.concurrent import Concurrent
 from rlinf.engines.divided import GPUS, Copy, check_heads, own_gpus
-from rlinf.engines.external import ExternalConfig, ExternalEngine, fitting
+from rlinf.engines.external import ExternalConfig, ExternalEngine
 from rlinf.engines.inside import start
 from rlinf.engines.legs import Ask, Leg, Legs
 from rlinf.engines.process import Gone, ServerError, ServerProcess
 from rlinf.engines.replicas import Replicas
 from rlinf.interpreters import interpreter
-from rlinf.models.base import misfit
 from rlinf.models.loading import WEIGHTS, companions, copy_companions, tensor_files
 from rlinf.residency import Size
 from rlinf.segments import SHM, segment_name
@@ -156,22 +156,16 @@ class ServerEngine(ExternalEngine):
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = -1
         if not self.world.speaks:
-            for _ in fitting(tensors, self._like):
-                pass  # the others may need it to take part
+            # The others may need it to take part.
+            collections.deque(self._published.of(tensors), maxlen=0)
             self._serve(version, update=False)
             return
         model = self._own_folder() / "model"
         self._servers.settle()
         for path in model.glob("*.safetensors*"):
             path.unlink()
-        like = self._like
-        names = [name for name in like if name not in self._tied]
-        try:
-            save_tensors(
-                model / WEIGHTS, State(like, fitting(tensors, like)), names, {"format": "pt"}
-            )
-        except ValueError:
-            raise misfit(names[0], len(names)) from None
+        state = State(self._published.like, self._published.of(tensors))
+        save_tensors(model / WEIGHTS, state, state.like.keys(), {"format": "pt"})
         self._serve(version, update=True)
 
     def generate(

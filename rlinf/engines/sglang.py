@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket as sockets
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,13 @@ class SGLangEngine(ServerEngine):
         ]
 
     def variables(self, socket: Path) -> Mapping[str, str]:
-        always = {"RLINF_SOCKET": str(socket)}
+        # One of its own for each start: what a dead server left in it would be taken for answers.
+        meeting = socket.with_name(f"meeting-{uuid.uuid4().hex}")
+        always = {
+            "RLINF_SOCKET": str(socket),
+            # Else a store of torch listens, for anyone, at a port of all networks of the node.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}",
+        }
         if self.device.type != "cpu":
             return always
         return {

@@ -23,12 +23,11 @@ from torch import Tensor
 from rlinf.checked import private_copy, read_bytes
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Hooks, Requests
-from rlinf.engines.external import ExternalConfig, ExternalEngine, fitting
+from rlinf.engines.external import ExternalConfig, ExternalEngine
 from rlinf.engines.legs import Ask, Leg, Legs, Sample
 from rlinf.engines.vllm import VARIABLES, arguments, settings
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.base import misfit
-from rlinf.models.loading import companions, stored
+from rlinf.models.loading import companions, outline_module, stored
 from rlinf.residency import Size
 
 
@@ -64,12 +63,17 @@ class VLLMInProcess(ExternalEngine):
             finally:
                 gc.unfreeze()  # it freezes all that there is, of whichever part of the process
             self._network = network
-        self._take(stored(self._outline, folder, f"model.path: {folder}"))
+        module, where = outline_module(folder, self._policy_config), f"model.path: {folder}"
+        tensors = stored(module, folder, where)
+        # Else they have their published names there.
+        self._take(tensors if module is None else self._own(tensors))
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._llm is None:
+            raise DataError("no network is loaded that weights could be of; load a folder first")
         self.version = -1
-        self._take(tensors)
+        self._take(self._own(tensors))
         self.version = version
 
     def generate(
@@ -139,29 +143,24 @@ class VLLMInProcess(ExternalEngine):
         # Of each update it says that layers without weights got none.
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
 
+    def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What is published of the network's own tensors."""
+        # Some are kept until others have come that they are joined with.
+        return self._published.of(tensors, self.device, copy=True)
+
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Have other weights of the network served, and forget what was cached under the old ones.
+
+        Args:
+            tensors: by their published names.
 
         Raises:
             DataError: they do not fit; it is closed then.
         """
-        if self._llm is None:
-            raise DataError("no network is loaded that weights could be of; load a folder first")
         self._wake()
-        lacking = self._like.keys() - self._tied
-
-        def copies() -> Iterator[tuple[str, Tensor]]:
-            # Some are kept until others have come that they are joined with.
-            for name, tensor in fitting(tensors, self._like, self.device, copy=True):
-                if name not in self._tied:
-                    lacking.discard(name)
-                    yield name, tensor
-
         try:
             with eager(self.device):
-                self._llm.collective_rpc("rlinf_take", args=(copies(),))
-            if lacking:
-                raise misfit(min(lacking), len(lacking))
+                self._llm.collective_rpc("rlinf_take", args=(tensors,))
         except BaseException:
             self.close()  # some of it holds anything
             raise

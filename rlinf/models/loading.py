@@ -73,16 +73,11 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
         cls, settings = _network(folder, config)
         if renames(settings, cls) or "auto_map" in read_settings(folder):
             return None
-        with _parameters_on_meta():
-            module = cls._from_config(
-                settings,
-                dtype=getattr(torch, config.dtype),
-                attn_implementation=_attention(settings),
-            )
-        if config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None):
-            return None
-        _set_generation(module, folder)
-    use_onednn(module)
+        module = _without_memory(cls, settings, config)
+        if module is not None:
+            _set_generation(module, folder)
+    if module is not None:
+        use_onednn(module)
     return module
 
 
@@ -92,6 +87,22 @@ def outline_new(config: CausalLMConfig) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(settings_of(config, vocabulary=2))  # type: ignore[no-untyped-call]
+
+
+def described_module(folder: Path, config: CausalLMConfig) -> Any:
+    """A network with the names, shapes and types of that of :func:`load_module`, to be looked at.
+
+    It takes no memory, of every family; but where some of its types are known by loading alone.
+
+    Raises:
+        DataError: as :func:`load_module`.
+    """
+    with _reading(folder):
+        cls, settings = _network(folder, config)
+        module = _without_memory(cls, settings, config)
+        if module is not None:
+            _set_generation(module, folder)
+    return load_module(folder, config) if module is None else module
 
 
 @torch.no_grad()
@@ -191,6 +202,16 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
         if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
             return get_class_from_dynamic_module(own, str(small)), settings
         return network_class(settings), settings
+
+
+def _without_memory(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
+    """A network on the ``meta`` device; None where loading makes some of it of another type."""
+    with _parameters_on_meta():
+        module = cls._from_config(
+            settings, dtype=getattr(torch, config.dtype), attn_implementation=_attention(settings)
+        )
+    kept = config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None)
+    return None if kept else module
 
 
 def _attention(settings: Any) -> str:

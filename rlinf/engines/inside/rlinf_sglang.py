@@ -8,6 +8,7 @@ of them. Under SGLang's interpreter: torch, uvicorn and SGLang, nothing of this 
 - Log-probabilities are those of softmax(z / temperature) before anything is cut off or forbidden.
 - top_k, top_p and min_p cut one after the other, and go with a seed; a token takes one number,
   which follows from seed and place.
+- Where a checkpoint ties the output head to the embeddings, so it is in mixtures of experts too.
 """
 
 import os
@@ -16,6 +17,7 @@ import runpy
 import torch
 import uvicorn
 from sglang.srt.layers import sampler
+from sglang.srt.model_loader import loader
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -85,8 +87,24 @@ def uniforms(seeds, positions):  # type: ignore[no-untyped-def]
     return shifted(x ^ shifted(x, 31), 11).double() * 2.0**-53
 
 
+def make(model_config, *args, **options):  # type: ignore[no-untyped-def]
+    """A network whose output head is its embeddings, where the checkpoint says so.
+
+    SGLang's mixtures of experts have a head of their own, which no weights come for then.
+    """
+    model = _make(model_config, *args, **options)
+    head = getattr(model, "lm_head", None)
+    embeddings = getattr(getattr(model, "model", None), "embed_tokens", None)
+    tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+    if tied and head is not embeddings and hasattr(head, "weight") and embeddings is not None:
+        head.weight = embeddings.weight
+    return model
+
+
+_make = loader._initialize_model
 _bias, _forward = SamplingBatchInfo.apply_logits_bias, sampler.Sampler.forward
 uvicorn.Config = Local
+loader._initialize_model = make
 SamplingBatchInfo.adjusted_from_schedule_batch = seed
 SamplingBatchInfo.apply_logits_bias = keep_logits
 sampler.Sampler.forward = forward

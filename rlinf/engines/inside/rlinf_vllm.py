@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
+from vllm.platforms import current_platform
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
@@ -88,9 +89,39 @@ class Extension:
         """Have weights, by their names in checkpoints, in the model that is loaded.
 
         Those that vLLM joins are kept until the last of them has come.
+
+        Raises:
+            RuntimeError: parameters got none (vLLM only warns of it); they hold anything.
         """
-        self.model_runner.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
-        repack(self.model_runner.get_model())  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        load, lacking = model.load_weights, {name for name, _ in model.named_parameters()}
+
+        def watched(weights):  # type: ignore[no-untyped-def]
+            loaded = load(weights)
+            # Some models do not say.
+            lacking.difference_update(lacking if loaded is None else loaded)
+            return loaded
+
+        model.load_weights = watched
+        unpack(model)
+        try:
+            self.model_runner.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
+        finally:
+            del model.load_weights
+        if lacking:
+            raise RuntimeError(f"no weights came for {min(lacking)} and {len(lacking) - 1} others")
+        repack(model)
+
+
+def unpack(model: nn.Module) -> None:
+    """On CPUs the weights of experts are packed as their kernel is made, which happens once: newer
+    ones would be read as if they were. So the kernel is made anew."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def repack(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ Where the packages are in an environment of their own, they are run there
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,15 @@ import torch
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines.base import Hooks
+from rlinf.engines.server import ServerEngine
 from rlinf.errors import DataError
-from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.contracts.test_engine import SERVERS, TOKENS, Rows, Tried, assert_alike, case, new
 
 LENGTH = 450
 """Tokens: so many that a server is not through with them before it is interrupted."""
 LONG = {"horizon": LENGTH, "min_tokens": LENGTH}
+SIZES = {"hidden", "layers", "heads", "kv_heads", "intermediate"}
 
 
 def engine_of(name: str, folder: Path) -> Iterator[Tried]:
@@ -185,3 +188,37 @@ def test_a_request_longer_than_its_context_is_refused(tried: Tried) -> None:
     began = time.monotonic()
     assert len(tried.answers(tried.request())) == 6, "it is fit to go on"
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_the_experts_that_answer_are_those_of_the_newest_weights(
+    tried: Tried, tmp_path: Path
+) -> None:
+    """The network's own names of them are in no checkpoint, and an engine may pass over these."""
+    config = CausalLMConfig(architecture="qwen3_moe", experts=4, **TOKENS.model_dump(include=SIZES))
+    first, folder = tmp_path / "first", tmp_path / "experts"
+    first.mkdir()
+    folder.mkdir()
+    CausalLM.create(config, {"alphabet": "0123456789+="}, 0, first)
+    tried.policy = CausalLM.load(first, config)
+    with torch.no_grad():
+        for parameter in tried.policy.module.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    tried.policy.save(folder, dict(tried.policy.module.state_dict()))
+    request = tried.request(range(12))
+    tried.engine.load(folder, 10)
+    before = tried.answers(request)
+    assert_of_policy(tried, request, before)
+    other = {
+        name: tensor * (1.5 if ".experts." in name else 1.0)
+        for name, tensor in tried.policy.module.state_dict().items()
+    }
+    tried.engine.load_state(other.items(), 11)
+    tried.policy.module.load_state_dict(other)
+    got = tried.answers(request)
+    assert_of_policy(tried, request, got)
+    assert any(not np.array_equal(got[n]["logprobs"], before[n]["logprobs"]) for n in got)
+    if isinstance(tried.engine, ServerEngine):
+        # One that dies is started from what it was given.
+        os.killpg(tried.engine.processes[0].pid, 9)
+        assert_alike(tried.answers(request), got, tried)
