@@ -30,6 +30,7 @@ from pydantic import Field, model_validator
 from rlinf.config import Section
 from rlinf.errors import ConfigError
 from rlinf.private import is_private
+from rlinf.rewards.claims import Claims
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class EndpointConfig(Section):
     longest_wait_s: float = Field(default=60.0, gt=0)
     """No wait is longer; a request that is told to wait longer is given up."""
     max_requests: int | None = Field(default=None, gt=0)
-    """Budget of a run: once so many were sent, tries included, none is sent any more."""
+    """Budget of a run, of all its processes: once so many were sent, tries included, none is sent
+    any more."""
     max_tokens: int | None = Field(default=None, gt=0)
     """The same in tokens of requests and answers. What is under way may exceed it."""
 
@@ -139,25 +141,44 @@ def read_key(config: EndpointConfig) -> str | None:
 
 
 class Spent:
-    """What of a budget is used up, by several threads."""
+    """What of a run's budget is used up, by several threads and processes."""
 
-    def __init__(self, config: EndpointConfig) -> None:
+    def __init__(self, config: EndpointConfig, claims: Claims | None = None) -> None:
+        """
+        Args:
+            claims: of all processes of the run; None: this is the only one.
+        """
         self._config, self._lock = config, threading.Lock()
+        self._claims = Claims(None) if claims is None else claims
+        self._left = 0
+        """Requests of the last block that was taken."""
         self.requests = self.tokens = 0
 
-    def begin(self, requests: int, tokens: int) -> None:
-        """So much is known to be used up, by whomever; nothing is under way."""
-        self.requests, self.tokens = max(self.requests, requests), max(self.tokens, tokens)
+    def know(self, requests: int, tokens: int) -> None:
+        """At least so much is used up, by whomever."""
+        with self._lock:
+            self.requests, self.tokens = max(self.requests, requests), max(self.tokens, tokens)
 
     def take(self) -> bool:
-        """Whether another request may be sent; it is counted then."""
-        config = self._config
+        """Whether another request may be sent; it is counted then.
+
+        Raises:
+            DataError: as :meth:`rlinf.rewards.claims.Claims.take`.
+        """
+        most, tokens = self._config.max_requests, self._config.max_tokens
         with self._lock:
-            over = (config.max_requests is not None and self.requests >= config.max_requests) or (
-                config.max_tokens is not None and self.tokens >= config.max_tokens
-            )
-            self.requests += not over
-            return not over
+            if tokens is not None and self.tokens >= tokens:
+                return False
+            if most is not None:
+                # Requests that are known may be of a run that took no blocks yet.
+                if self.requests >= most:
+                    return False
+                self._left = self._left or self._claims.take(most)
+                if not self._left:
+                    return False
+                self._left -= 1
+            self.requests += 1
+            return True
 
     def add(self, tokens: int) -> None:
         with self._lock:

@@ -23,6 +23,7 @@ from rlinf.errors import DataError, nearest
 from rlinf.fit import PROMPTS
 from rlinf.rewards.answers import Answers
 from rlinf.rewards.base import Judgement, Resources, Reward, Worth
+from rlinf.rewards.claims import Claims
 from rlinf.rewards.endpoint import (
     OVER_BUDGET,
     REFUSED,
@@ -151,7 +152,8 @@ class JudgeReward(Reward):
         super().__init__(config, resources)
         name = f"{os.uname().nodename}-r{resources.world.data_rank}"
         self._answers = Answers(resources.folder, name)
-        self._spent = Spent(config.endpoint)
+        folder = resources.folder
+        self._spent = Spent(config.endpoint, Claims(folder and folder / "requests"))
         self._endpoint = ChatEndpoint(config.endpoint, self._spent)
 
     def judge(
@@ -166,7 +168,7 @@ class JudgeReward(Reward):
         questions = [self._messages(trajectory) for trajectory in trajectories]
         keys = [digest({**self._settings(), "messages": question}) for question in questions]
         self._answers.refresh()
-        self._spent.begin(self._answers.requests, self._answers.tokens)
+        self._spent.know(self._answers.requests, self._answers.tokens)
         waiting = {
             key: question
             for key, question in zip(keys, questions, strict=True)
@@ -204,6 +206,7 @@ class JudgeReward(Reward):
                 raise
             if answer.requests:
                 self._answers.put(key, answer.text, answer.requests, answer.tokens)
+                self._spent.know(self._answers.requests, self._answers.tokens)
             return answer
 
         pool = ThreadPoolExecutor(self.config.endpoint.concurrency, "judge")

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.config import semantic, validate
+from rlinf.channels.world import World
 from rlinf.data.record import Identity, Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.rewards.base import Resources
@@ -48,10 +49,12 @@ def trajectories(*texts: str) -> list[Record]:
     ]
 
 
-def judge(server: ChatServer, folder: Path | None = None, **config: Any) -> JudgeReward:
+def judge(
+    server: ChatServer, folder: Path | None = None, world: World = World(), **config: Any
+) -> JudgeReward:
     endpoint = {"url": server.url, "backoff_s": 0.01, "retries": 1, **config.pop("endpoint", {})}
     values = {"endpoint": endpoint, "model": "tiny", "prompt": PROMPT, **config}
-    return JudgeReward(validate(JudgeConfig, values, "reward"), Resources(folder=folder))
+    return JudgeReward(validate(JudgeConfig, values, "reward"), Resources(world, folder=folder))
 
 
 def said(reward: JudgeReward, *texts: str) -> list[tuple[float, bool, str]]:
@@ -150,6 +153,52 @@ def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path
     found += said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
     assert Counter(trouble for _, _, trouble in found) == {"": 5, "over_budget": 2}
     assert len(server.asked) == 3
+
+
+def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_path: Path) -> None:
+    """Which are there from the beginning, and know of each other's requests by the folder alone."""
+    ranks = [
+        judge(server, tmp_path, World(rank, 4), endpoint={"max_requests": 20, "concurrency": 2})
+        for rank in range(4)
+    ]
+    found = list[tuple[float, bool, str]]()
+
+    def ask(rank: int) -> None:
+        for turn in range(3):
+            found.extend(said(ranks[rank], *(f"{rank}-{turn}-{n}" for n in range(10))))
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(server.asked) == 20
+    assert Counter(trouble for _, _, trouble in found) == {"": 20, "over_budget": 100}
+
+
+def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_path: Path) -> None:
+    """As of a process that was killed before the answer came."""
+    budget = {"max_requests": 5, "concurrency": 1, "retries": 0}
+    said(judge(server, tmp_path, endpoint=budget), "a", "b", "c")
+    for path in tmp_path.glob("*.jsonl"):
+        path.unlink()
+    said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d")
+    assert len(server.asked) == 5
+
+
+def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
+    server: ChatServer, tmp_path: Path
+) -> None:
+    budget = {"max_tokens": 25, "concurrency": 1}
+    first, second = (judge(server, tmp_path, World(rank, 2), endpoint=budget) for rank in range(2))
+
+    def answer(question: str) -> Reply:
+        server.answer = lambda question: Reply()
+        said(second, "c", "d", "e")
+        return Reply()
+
+    server.answer = answer
+    assert [trouble for _, _, trouble in said(first, "a", "b")] == ["", "over_budget"]
 
 
 def test_no_more_requests_are_under_way_than_allowed(server: ChatServer) -> None:
