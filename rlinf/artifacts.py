@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -188,13 +189,25 @@ def _own(files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
     return {name: entry for name, entry in files.items() if not name.startswith(DERIVED)}
 
 
-def describe_files(folder: Path) -> dict[str, FileEntry]:
-    """Sync and checksum every file below ``folder``."""
-    entries = {}
+def describe_file(path: Path) -> FileEntry:
+    """Sync and checksum a file."""
+    sync_file(path)
+    return FileEntry(path.stat().st_size, checksum(path))
+
+
+def describe_files(
+    folder: Path, known: Mapping[str, FileEntry] = MappingProxyType({})
+) -> dict[str, FileEntry]:
+    """Sync and checksum every file below ``folder``.
+
+    Args:
+        known: of files that whoever wrote them has described.
+    """
+    entries = dict(known)
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        sync_file(path)
         name = path.relative_to(folder).as_posix()
-        entries[name] = FileEntry(path.stat().st_size, checksum(path))
+        if name not in known:
+            entries[name] = describe_file(path)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         sync_file(path)
     return entries

@@ -83,13 +83,13 @@ CARRIERS = (
     "stages.identity",
     "stages.layout",
     "stages.lives",
+    "stages.ranks",
     "stages.runner",
     "stages.turns",
     "stages.usage",
     "stages.worker",
 )
-"""Packages and modules that store, move, place and log what others compute. Results depend on them
-only by their being right, so they do not count."""
+"""Packages and modules that only store, move, place and log what others compute; no identity."""
 GLUE = ("stages.parts",)
 """Counts, but what it imports does not: it builds whatever the configuration names."""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import math
 import os
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 import yaml
 
 from rlinf.artifacts import (
+    DATA,
+    FileEntry,
     Manifest,
     commit,
     content_digest,
@@ -27,7 +28,6 @@ from rlinf.artifacts import (
     read_manifest,
     sweep,
     verify,
-    write_atomic,
 )
 from rlinf.channels.world import World
 from rlinf.config import RunConfig, validate
@@ -50,12 +50,10 @@ from stages.flow import flow_of
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
 from stages.lives import PROGRESS, STOPPED
+from stages.ranks import Ranks, merged_metrics
 from stages.resident import Resident
 from stages.usage import METER
 
-Metric = Sequence[Any]
-"""Value, weight and :data:`stages.context.How`, as a list once it was a file."""
-RANK_TIMEOUT_S = 600.0
 FELL = "read_from_disk"
 """In a manifest: inputs that were to come by memory and did not."""
 MEND = "start the run with its first command and --keep, which writes the file anew"
@@ -182,15 +180,16 @@ def run_stage(
                 )
             verify(call.out, done, checksums=False)
             return done
-        attempt.compute()
-        return attempt.commit()
+        with attempt.ranks.attempting():
+            attempt.compute()
+            return attempt.commit()
 
 
 class Attempt:
     """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
 
     A stage in a job of its own does one after the other; a pool computes the next stage while it
-    commits the one before.
+    commits the one before. Both within :meth:`stages.ranks.Ranks.attempting`.
     """
 
     def __init__(
@@ -212,13 +211,16 @@ class Attempt:
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
         self._call, self._began, self._start, self._gathers = call, began, start, gathers
+        self.ranks = Ranks(call.out / f"{DATA}{name}", world)
+        self._files: dict[str, FileEntry] = {}
+        """What other ranks said of theirs."""
         self.ctx = Context(
             config=config,
             stage=call.stage,
             iteration=call.iteration,
             run=call.config.parent,
             out=call.out,
-            data=call.out / f"data-{name}",
+            data=self.ranks.data,
             world=world,
             inputs=inputs,
             resident=resident,
@@ -229,15 +231,16 @@ class Attempt:
         )
 
     def compute(self) -> None:
-        """Run the stage; what it wrote is removed again if it fails."""
+        """Run the stage."""
         ctx = self.ctx
         stage_code(ctx.run, ctx.config, ctx.stage)  # before any of it runs
         if ctx.world.rank == 0 and ctx.out.is_dir():
             known = read_manifest(ctx.out)
-            sweep(ctx.out, {ctx.data.name, known.data if known else ctx.data.name})
+            ours = {ctx.data.name, self.ranks.folder.name}
+            sweep(ctx.out, ours | ({known.data} if known else set()))
         ctx.data.mkdir(parents=True, exist_ok=True)
         who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
-        with self._removing(), METER.measuring(ctx.usage, **who):
+        with self._failing(), METER.measuring(ctx.usage, **who):
             module = importlib.import_module(flow_of(ctx.config).program(ctx.stage))
             (module.gather if self._gathers else module.run)(ctx)
             ctx.took(ctx.stage, self._start)
@@ -251,25 +254,38 @@ class Attempt:
         # Waiting for their commits is no part of the stage's time.
         for entry in ctx.inputs.values():
             entry.waiting = contextlib.nullcontext
-        with self._removing():
+        with self._failing():
             _ = ctx.key  # what follows removes old outputs: in the order of the iterations
             while ctx.live and ctx.live.later:
                 # What it writes is freed once it is written.
                 ctx.live.later.pop(0)()
             self._check_inputs()
             if ctx.world.size > 1:
-                report = {
-                    "metrics": ctx.metrics,
-                    "spans": ctx.spans,
-                    "usage": ctx.usage,
-                    "extra": ctx.extra,
-                    "digests": ctx.live.digests if ctx.live else {},
-                }
-                write_atomic(ctx.data / f".rank-{ctx.world.rank}.json", json.dumps(report))
+                self.ranks.report(
+                    metrics=ctx.metrics,
+                    spans=ctx.spans,
+                    usage=ctx.usage,
+                    digests=ctx.live.digests if ctx.live else {},
+                )
                 if ctx.world.rank:
-                    return _await_commit(ctx.out, ctx.key)
-                _merge_ranks(ctx)
+                    return self.ranks.committed(ctx.out, ctx.key)
+                self._merge_reports()
             return self._publish()
+
+    def _merge_reports(self) -> None:
+        """Wait for what all ranks tell, and put it together in their order."""
+        ctx, told = self.ctx, self.ranks.reports()
+        if ctx.live is not None:
+            digests = [report["digests"] for report in told]
+            for channel in {name for found in digests for name in found}:
+                ctx.live.digests[channel] = joined_digest(
+                    found[channel] for found in digests if channel in found
+                )
+        ctx.spans = [span for report in told for span in report["spans"]]
+        ctx.usage = [entry for report in told for entry in report["usage"]]
+        ctx.metrics = merged_metrics([report["metrics"] for report in told])
+        for report in told:
+            self._files |= report["files"]
 
     def _check_inputs(self) -> None:
         """What came from memory must be what was committed.
@@ -287,7 +303,7 @@ class Attempt:
                 )
 
     @contextlib.contextmanager
-    def _removing(self) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -295,7 +311,6 @@ class Attempt:
             full = None
             if isinstance(error, Exception) and not isinstance(error, RlinfError):
                 full = storage_error(error, self.ctx.data)
-            shutil.rmtree(self.ctx.data, ignore_errors=True)
             self.ctx.let_go()
             if full is not None:
                 raise full from error
@@ -307,7 +322,7 @@ class Attempt:
             ctx.extra[STREAMS] = ctx.live.digests
         if fell := sorted(name for name, entry in ctx.inputs.items() if entry.fell):
             ctx.extra[FELL] = fell
-        files = describe_files(ctx.data)
+        files = describe_files(ctx.data, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
@@ -350,59 +365,3 @@ def withdrawing() -> Iterator[None]:
     except ArtifactError as error:
         quarantine(error.manifest, error.data)
         raise
-
-
-def _merge_ranks(ctx: Context) -> None:
-    """Wait for the reports of all ranks and combine them, in rank order."""
-    deadline = time.monotonic() + RANK_TIMEOUT_S
-    reports = []
-    for rank in range(ctx.world.size):
-        path = ctx.data / f".rank-{rank}.json"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise StageError(f"{ctx.stage}: rank {rank} never finished")
-            time.sleep(0.02)
-        reports.append(json.loads(path.read_text()))
-        path.unlink()
-    if ctx.live is not None:
-        told = [report["digests"] for report in reports]
-        for channel in {name for digests in told for name in digests}:
-            ctx.live.digests[channel] = joined_digest(
-                digests[channel] for digests in told if channel in digests
-            )
-    ctx.spans = [span for report in reports for span in report["spans"]]
-    ctx.usage = [entry for report in reports for entry in report["usage"]]
-    names = sorted({name for report in reports for name in report["metrics"]})
-    parts = {n: [r["metrics"][n] for r in reports if n in r["metrics"]] for n in names}
-    ctx.metrics = {name: (*merged(parts[name], parts.get("mean", ())), "mean") for name in names}
-
-
-def merged(parts: Sequence[Metric], means: Sequence[Metric] = ()) -> tuple[float, float]:
-    """Value and weight of a metric that several ranks recorded; see :meth:`Context.metric`.
-
-    Args:
-        means: what the same ranks recorded as ``mean``.
-    """
-    weight, how = sum(part[1] for part in parts), parts[0][2]
-    if how == "max":
-        return max(part[0] for part in parts), weight
-    if not weight:
-        return sum(part[0] for part in parts), 0.0
-    if how == "std":
-        # Within each rank's part and between the parts.
-        mean, _ = merged(means)
-        squares = (
-            w * (v**2 + (m[0] - mean) ** 2) for (v, w, _), m in zip(parts, means, strict=True)
-        )
-        return math.sqrt(sum(squares) / weight), weight
-    return sum(part[0] * part[1] for part in parts) / weight, weight
-
-
-def _await_commit(out: Path, key: str) -> Manifest:
-    deadline = time.monotonic() + RANK_TIMEOUT_S
-    while time.monotonic() < deadline:
-        manifest = read_manifest(out)
-        if manifest is not None and manifest.key == key:
-            return manifest
-        time.sleep(0.02)
-    raise StageError(f"{out}: rank 0 never committed")

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from rlinf import machine, segments
-from rlinf.artifacts import MANIFEST
+from rlinf.artifacts import DATA, MANIFEST
 from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.channels.world import ParallelLayout, World
@@ -40,6 +40,7 @@ from stages.deltas import Deltas
 from stages.layout import CHANNELS, CONFIG
 from stages.names import worker_name
 from stages.parts import WEIGHTS, sent_type
+from stages.ranks import Ranks
 from stages.resident import Resident
 from stages.runner import Attempt, StageCall, load_config, withdrawing
 from stages.turns import Aside, Turn, Turns
@@ -302,8 +303,10 @@ class Worker:
 
     def _work(self, order: StageOrder, turn: Turn | Aside) -> None:
         output = self._board.output(order.out)
+        # Others may wait for this one while it waits for its turn.
+        ranks = Ranks(self._run / order.out / f"{DATA}{order.attempt}", self._among(order))
         try:
-            with withdrawing():
+            with withdrawing(), ranks.attempting():
                 with turn:
                     attempt = self._attempt(order, output, turn)
                     self._activity.begins(order.node, lambda: attempt.ctx.doing)

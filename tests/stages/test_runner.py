@@ -19,7 +19,8 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import StageError
 from stages.board import Output
 from stages.context import Context, Input, Live
-from stages.runner import Attempt, StageCall, merged
+from stages.ranks import merged
+from stages.runner import Attempt, StageCall
 from stages.turns import Aside
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import stages.inference
+import stages.ranks
 import stages.reward
 import stages.rollout
 from pipeline.commands.experiment import compose
@@ -210,3 +211,25 @@ def test_who_comes_late_reads_the_rest_of_what_was_sent_from_disk(
     bench.ended("inference/0")
     assert read == [[0, 1, 2], list(range(3, SAMPLES))]
     outbox.close()
+
+
+def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its stage may have had theirs long ago, and wait for it."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(stages.ranks, "TOUCH_S", 0.02)
+    monkeypatch.setattr(stages.rollout, "run", lambda ctx: goes_on.wait(20))
+    bench.order(order("rollout", 0), order("rollout", 1).model_copy(update={"ranks": (0, 1)}))
+    sign = bench.run / "it/0001/rollout/data-rollout1.ranks/0"
+    assert until(sign.exists)
+    first = sign.stat().st_mtime_ns
+    assert until(lambda: sign.stat().st_mtime_ns > first)
+    assert not sign.parent.with_name("data-rollout1").exists(), "it has not begun"
+    goes_on.set()
+    bench.ended("rollout/0")
+    (sign.parent / "1.json").write_text(
+        '{"files": {}, "metrics": {}, "spans": [], "usage": [], "digests": {}}'
+    )
+    bench.ended("rollout/1")
+    assert not sign.parent.exists()

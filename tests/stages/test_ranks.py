@@ -1,0 +1,231 @@
+"""Ranks wait for each other as long as they live, and leave each other's files alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import stages.ranks
+import stages.train
+from pipeline.commands.experiment import compose
+from rlinf import artifacts
+from rlinf.artifacts import Manifest, checksum
+from rlinf.channels.file import FileWriter
+from rlinf.channels.world import World
+from rlinf.config import RunConfig, validate
+from rlinf.data.record import Identity, Record
+from rlinf.errors import StageError
+from rlinf.trainers import shards
+from stages.context import Context
+from stages.ranks import Ranks
+from stages.resident import Resident
+from stages.runner import Attempt, StageCall
+
+Work = Callable[[Context], None]
+TIMEOUT_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.ranks, "RANK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(stages.ranks, "TOUCH_S", 0.02)
+
+
+class Two:
+    """A stage of two ranks, each in a thread."""
+
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config = validate(RunConfig, compose(["experiment=arithmetic_grpo"]))
+        self.run, self.out = run, run / "train"
+        self.works: dict[int, Work] = {}
+        monkeypatch.setattr(stages.train, "run", lambda ctx: self.works[ctx.world.rank](ctx))
+        self._threads = ThreadPoolExecutor(2)
+
+    def start(self, rank: int, work: Work, name: str = "a") -> Future[Manifest]:
+        self.works[rank] = work
+        now = time.time()
+        attempt = Attempt(
+            StageCall("train", self.run / "config.yaml", self.out),
+            self.config,
+            World(rank, 2),
+            {},
+            Resident(),
+            lambda: False,
+            began=now,
+            start=now,
+            name=name,
+        )
+        return self._threads.submit(self._do, attempt)
+
+    def _do(self, attempt: Attempt) -> Manifest:
+        with attempt.ranks.attempting():
+            attempt.compute()
+            return attempt.commit()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Two:
+    return Two(tmp_path, monkeypatch)
+
+
+def writes(ctx: Context) -> None:
+    (ctx.data / f"of-{ctx.world.rank}").write_text("1")
+
+
+def writes_late(ctx: Context) -> None:
+    time.sleep(3 * TIMEOUT_S)
+    writes(ctx)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_works_for_long_is_waited_for(two: Two, late: int) -> None:
+    ends = [two.start(rank, writes_late if rank == late else writes) for rank in range(2)]
+    made = [end.result(30) for end in ends]
+    assert made[0] == made[1]
+    assert set(made[0].files) == {"of-0", "of-1"}
+    two.close()
+    assert sorted(path.name for path in two.out.iterdir()) == ["data-a", "manifest.json"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("sign of")]
+
+
+def test_files_that_take_long_to_read_are_waited_for(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(path: Path) -> str:
+        time.sleep(TIMEOUT_S)
+        return checksum(path)
+
+    monkeypatch.setattr(artifacts, "checksum", slow)
+    ends = [two.start(rank, writes) for rank in range(2)]
+    assert [set(end.result(30).files) for end in ends] == [{"of-0", "of-1"}] * 2
+    two.close()
+
+
+def test_a_rank_that_is_lost_is_given_up_and_what_others_wrote_stays(two: Two) -> None:
+    lost = two.out / "data-a.ranks" / "1"
+    lost.parent.mkdir(parents=True)
+    lost.touch()  # its process was killed
+    end = two.start(0, writes)
+    with pytest.raises(StageError, match=r"data-a: rank 1 gave no sign of life for 0 s"):
+        end.result(30)
+    assert (two.out / "data-a" / "of-0").exists()
+    again = [two.start(rank, writes, "b") for rank in range(2)]
+    assert [end.result(30).data for end in again] == ["data-b"] * 2
+    two.close()
+    names = sorted(path.name for path in two.out.iterdir())
+    assert names == ["data-b", "manifest.json"], "the next attempt removes what was left"
+
+
+def test_a_rank_that_never_began_is_given_up_and_nothing_is_left(two: Two) -> None:
+    with pytest.raises(StageError, match="rank 1 gave no sign"):
+        two.start(0, writes).result(30)
+    two.close()
+    assert list(two.out.iterdir()) == []
+
+
+def test_a_rank_that_fails_leaves_the_files_of_one_that_goes_on(two: Two) -> None:
+    failed = threading.Event()
+
+    def fails(ctx: Context) -> None:
+        raise StageError("a step failed")
+
+    def goes_on(ctx: Context) -> None:
+        writes(ctx)
+        failed.wait(30)
+        assert (ctx.data / f"of-{ctx.world.rank}").exists()
+
+    for broken in range(2):
+        ends = {1 - broken: two.start(1 - broken, goes_on, f"f{broken}")}
+        deadline = time.monotonic() + 30
+        while not (two.out / f"data-f{broken}/of-{1 - broken}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(StageError, match="a step failed"):
+            two.start(broken, fails, f"f{broken}").result(30)
+        failed.set()
+        with pytest.raises(StageError, match=f"rank {broken} gave no sign"):
+            ends[1 - broken].result(30)
+        failed.clear()
+    two.close()
+
+
+def test_time_in_which_the_waiting_process_was_suspended_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gangs are: both ranks stand still, and one goes on first."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 3600.0
+
+    looks = iter([None, None, None, "there"])
+    monkeypatch.setattr(stages.ranks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stages.ranks.time, "sleep", sleep)
+    ranks = Ranks(tmp_path / "data-a", World(0, 2))
+    assert ranks._wait(1, lambda: next(looks)) == "there"
+
+
+def test_a_sign_that_is_touched_again_counts_however_old_it_says_it_is(tmp_path: Path) -> None:
+    """Its node's clock may be hours off."""
+    ranks = Ranks(tmp_path / "data-a", World(0, 2))
+    ranks.folder.mkdir()
+    sign, end = ranks.folder / "1", time.monotonic() + 3 * TIMEOUT_S
+    sign.touch()
+    hours = iter(range(1, 10_000))
+
+    def look() -> bool | None:
+        back = time.time() - 3600 * next(hours)
+        os.utime(sign, (back, back))
+        return True if time.monotonic() > end else None
+
+    assert ranks._wait(1, look)
+
+
+def test_each_rank_describes_its_own_files_of_channels_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in its node's memory; rank 0 would read all of a checkpoint from other nodes."""
+    data, size = tmp_path / "data-a", 12
+    for rank in (0, 1, 11):
+        data.mkdir(exist_ok=True)
+        writer = FileWriter(data, "rewards-r1-x", rank)
+        writer.put(Record(Identity(0, rank), {"rewards": np.zeros(1, np.float32)}))
+        writer.close()
+        shards.write(data / "checkpoint", {"weight": torch.zeros(2)}, rank, size)
+    (data / "model-r1.safetensors").write_text("of rank 0")
+    for rank in range(size):
+        ranks = Ranks(data, World(rank, size))
+        ranks.folder.mkdir(exist_ok=True)
+        ranks.report()
+    told = ranks.reports()
+    own = {rank: set(report["files"]) for rank, report in enumerate(told) if report["files"]}
+    assert own == {
+        rank: {
+            f"rewards-r1-x-r{rank:03d}-p000.h5",
+            f"checkpoint/rank-{rank}-of-{size}.safetensors",
+        }
+        for rank in (1, 11)
+    }
+    read: list[str] = []
+
+    def counting(path: Path) -> str:
+        read.append(path.name)
+        return checksum(path)
+
+    known = {name: entry for report in told for name, entry in report["files"].items()}
+    whole = artifacts.describe_files(data)
+    monkeypatch.setattr(artifacts, "checksum", counting)
+    assert artifacts.describe_files(data, known) == whole
+    assert len(read) == 3
+    assert "model-r1.safetensors" in read
