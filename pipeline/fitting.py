@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
+from pipeline.plan import Plan
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.base import Algorithm
 from rlinf.config import RunConfig
 from rlinf.data.left_open import OPEN
 from rlinf.engines import engines
 from rlinf.envs import environments
-from rlinf.errors import ConfigError, RlinfError
+from rlinf.errors import ConfigError, PlanError, RlinfError
 from rlinf.fit import (
     ACTION_VALUES,
     DEMONSTRATIONS,
     GROUPS,
     HELD_OUT_DEMONSTRATIONS,
+    OBSERVATIONS,
     REPLAY,
     STALE,
     STEP_REWARDS,
@@ -26,12 +28,28 @@ from rlinf.fit import (
     WITHOUT_ROLLOUTS,
 )
 from rlinf.models import policies
-from rlinf.registry import Registry
+from rlinf.registry import Registry, own_attribute
 from rlinf.rewards import rewards
 from rlinf.trainers.base import Trainer
 from stages.flow import continues, flow_of
 
 log = logging.getLogger("rlinf")
+
+
+def check_apart(config: RunConfig, plan: Plan) -> None:
+    """See that there are simulators, where the plan places the policy apart from them.
+
+    Raises:
+        PlanError: there are none, or their stage cannot ask for answers.
+    """
+    acts = plan.flow.acts
+    for part in plan.flow.apart if acts is not None else ():
+        if OBSERVATIONS not in environments.get(config.task.name).offers:
+            raise PlanError(
+                f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
+                f"could be placed apart from; leave {part} out"
+            )
+        own_attribute(plan.flow.program(str(acts)), "acting", f"plan.pools: {part}")
 
 
 class Part(NamedTuple):

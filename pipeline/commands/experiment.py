@@ -67,6 +67,7 @@ def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple
     """
     # They load engines and trainers, which a driver has no use for.
     from pipeline.check import check, check_layouts
+    from pipeline.fitting import check_apart
 
     config = validate(RunConfig, values)
     check(config)
@@ -82,6 +83,7 @@ def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple
             "machine) or cluster=slurm"
         )
     plan.check_edges(Graph(config).edges())
+    check_apart(config, plan)
     for number in range(len(plan.pools)):
         pool_needs(plan, number)
     check_layouts(config, plan)

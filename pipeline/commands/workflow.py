@@ -108,13 +108,19 @@ class Workflow:
             by_iteration: one job for all stages of an iteration.
 
         Raises:
-            PlanError: a stage has several processes, which one job of one process cannot be.
+            PlanError: a stage has several processes, which one job of one process cannot be; or the
+                plan places the policy of rollouts apart.
         """
         self._run, self._choice = run, choice
         self._lock: Lock | None = None
         self.folder = run.folder
         self._graph = Graph(run.config)
         self._plan = Plan.read(run.folder)
+        for part in self._plan.flow.apart:
+            raise PlanError(
+                f"plan.pools: {part}: Snakemake makes a job of every stage, with simulators and "
+                f"policy; use rlinf run, or leave {part} out"
+            )
         self.report = str(run.folder / "report" / "report.html")
         self.profile = str(run.folder / "profile.json")
         self.plan_file = str(run.folder / PLAN)

@@ -99,6 +99,11 @@ def _placement(problem: Problem, plan: Plan, where: str) -> Placement:
             pool; or it is of a sort that is not predicted.
     """
     stages = [stage.name for stage in problem.stages]
+    for part in plan.flow.apart:
+        raise PlanError(
+            f"{where}: pools: {part}: the plan can be run, but what it takes is not predicted: a "
+            "profile has rollouts as a whole, not simulators and policy each"
+        )
     for i, pool in enumerate(plan.pools):
         if pool.helps_rollout:
             raise PlanError(f"{where}: pools[{i}].helps_rollout: what this brings is not predicted")
