@@ -1,10 +1,10 @@
-"""The two ends of a rollout whose policy is in another worker, in one process over real channels."""
+"""The two ends of a rollout whose policy is in another worker, over real channels."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,16 +20,13 @@ from stages import rollout
 from stages.activity import Activity
 from stages.board import Board
 from stages.collect import Acting
-from stages.context import Context
 from stages.layout import CHANNELS
 from stages.resident import Resident
-from stages.runner import Attempt
 from stages.turns import Turns
 from stages.worker import services
 from stages.worker.answers import Desk
 from stages.worker.asks import Askers, Asks
 from stages.worker.messages import Answer, Over, StageOrder
-from tests.pipeline.helpers import Compose
 
 PLACE = (3, 0, 0)
 
@@ -60,7 +57,8 @@ class Steps:
             asked = [self.sample, self.sample + 1]
             for sample in asked:
                 seen = np.full(1, 10.0 * sample + step, np.float32)
-                observations.put(Record(Identity(3, sample), {"sample": np.array([sample]), "seen": seen}))
+                columns = {"sample": np.array([sample]), "seen": seen}
+                observations.put(Record(Identity(3, sample), columns))
             replies = [actions.get() for _ in asked]
             found = {int(r.steps["sample"][0]): float(r.steps["action"][0]) for r in replies}
             assert found == {sample: 20.0 * sample + 2 * step for sample in asked}
@@ -139,3 +137,153 @@ class Simulators(threading.Thread):
         self.join(20)
         assert not self.is_alive()
         return self
+
+
+@pytest.fixture
+def sides(
+    tmp_path: Path, compose: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sides]:
+    made = Sides(tmp_path, validate(RunConfig, compose(experiment="cartpole_ppo")))
+    policy = Acting(cast(Any, made.engine), 0, "rollout")
+    monkeypatch.setattr(rollout, "acting", lambda ctx: policy)
+    yield made
+    made.desk.over(Over(node="rollout/3", reason="the test is over"))
+    made.desk.close()
+
+
+def until(there: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_each_gets_the_replies_to_its_own_requests_and_the_last_what_they_took(
+    sides: Sides,
+) -> None:
+    sides.answer("sim-r0", "sim-r1")
+    asking = [sides.simulators(f"sim-r{n}", Steps(4 * n)) for n in (0, 1)]
+    assert [len(one.ended().made) for one in asking] == [1, 1]
+    assert not any(one.error for one in asking)
+    told = [span["name"] for one in asking for span in one.spans]
+    assert told.count("generate") == 1
+    until(lambda: not sides.desk.busy)
+
+
+def test_who_asks_before_the_order_has_come_is_answered(sides: Sides) -> None:
+    sides.answer("other-r0", attempt="other")  # from now on it listens
+    one = sides.simulators("sim-r0", Steps(0))
+    time.sleep(0.3)
+    assert one.is_alive()
+    sides.desk.over(Over(node="rollout/3", reason="it has ended"))
+    sides.answer("sim-r0")
+    assert len(one.ended().made) == 1
+
+
+def test_later_stages_of_the_device_come_after_and_earlier_ones_do_not_wait_for_who_is_late(
+    sides: Sides,
+) -> None:
+    """A service keeps its turn while it answers, and only then."""
+    sides.answer("sim-r0", "sim-r1")
+    steps = Steps(0)
+    steps.go_on.clear()
+    first = sides.simulators("sim-r0", steps)
+    done: list[str] = []
+
+    def stage(name: str, place: tuple[int, int, int]) -> threading.Thread:
+        turn = sides.turns.enter(place)
+
+        def work() -> None:
+            with turn:
+                done.append(name)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
+
+    until(lambda: sides.turns.busy)
+    earlier, later = stage("evaluate", (3, 0, -1)), stage("train", (3, 0, 3))
+    time.sleep(0.3)
+    assert not done, "simulators are under way"
+    steps.go_on.set()
+    first.ended()
+    earlier.join(10)
+    assert done == ["evaluate"], "the other process has not asked yet, and train is after it"
+    sides.simulators("sim-r1", Steps(4)).ended()
+    later.join(10)
+    assert done == ["evaluate", "train"]
+
+
+def test_who_has_lost_its_turn_is_granted_the_policys_again(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither waits for the other with its own turn in hand."""
+    monkeypatch.setattr(services, "GRANT_S", 0.3)
+    turns = Turns()
+    one = sides.simulators("sim-r0", Steps(0), turns)
+    until(lambda: not turns.busy and one.is_alive())
+    time.sleep(0.2)  # it has opened, and waits
+    with turns.enter((2, 0, 0)):
+        sides.answer("sim-r0")
+        time.sleep(1.0)
+        assert one.is_alive()
+        sides_turn = sides.turns.enter((2, 0, 0))
+        with sides_turn:
+            assert one.is_alive(), "the policy's worker does something else meanwhile"
+    assert len(one.ended().made) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(InputError("the weights have diverged"), EXIT_BAD_INPUT), (ValueError("what"), 1)],
+)
+def test_what_fails_there_fails_the_stage_here_with_its_code(
+    sides: Sides, error: Exception, code: int
+) -> None:
+    sides.engine.fails = error
+    sides.answer("sim-r0")
+    one = sides.simulators("sim-r0", Steps(0)).ended()
+    assert one.error is not None
+    assert one.error.exit_code == code
+    assert str(error) in str(one.error)
+    assert "policy-r0, which has the policy" in str(one.error)
+    until(lambda: not sides.desk.busy)
+
+
+def test_an_attempt_that_is_over_is_answered_no_more_and_the_next_one_is(sides: Sides) -> None:
+    sides.answer("sim-r0")
+    steps = Steps(0)
+    steps.go_on.clear()
+    one = sides.simulators("sim-r0", steps)
+    until(lambda: sides.turns.busy)
+    sides.desk.over(Over(node="rollout/3", reason="the attempt that asked has ended"))
+    steps.go_on.set()
+    assert isinstance(one.ended().error, InputFailed)
+    sides.answer("sim-r0", attempt="second")
+    assert len(sides.simulators("sim-r0", Steps(0), attempt="second").ended().made) == 1
+    late = sides.simulators("sim-r0", Steps(0)).ended()
+    assert isinstance(late.error, InputFailed), "the first attempt once more"
+
+
+def test_simulators_give_up_when_the_driver_says_that_the_policy_is_gone(sides: Sides) -> None:
+    sides.answer("sim-r0")
+    steps = Steps(0, steps=1000)
+    one = sides.simulators("sim-r0", steps)
+    until(lambda: sides.turns.busy)
+    one.askers.over(Over(node="rollout/3", reason="its lease is over"))
+    assert isinstance(one.ended().error, InputFailed)
+    assert "its lease is over" in str(one.error)
+    until(lambda: not sides.desk.busy)
+
+
+def test_askers_of_another_lease_take_the_place_of_those_that_are_gone(sides: Sides) -> None:
+    """Whose driver is gone too, so that nobody says it."""
+    sides.answer("old-r0")
+    steps = Steps(0)
+    steps.go_on.clear()
+    old = sides.simulators("old-r0", steps)
+    until(lambda: sides.turns.busy)
+    sides.answer("new-r0", attempt="second")
+    assert len(sides.simulators("new-r0", Steps(0), attempt="second").ended().made) == 1
+    steps.go_on.set()
+    assert isinstance(old.ended().error, InputFailed)
