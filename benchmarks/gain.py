@@ -22,7 +22,7 @@ from pipeline.metrics import manifest_of
 from rlinf import tree
 from rlinf.channels.file import FileReader
 from stages.flow import EVALUATE
-from stages.layout import stage_folder
+from stages.layout import offline_folder, stage_folder
 
 RUNS = tree.ROOT / "runs"
 NORMAL_95 = 1.96
@@ -60,7 +60,7 @@ def scores(run: Results, version: int) -> np.ndarray:
 
     policy, policy_options = policy_class(run.config)
     task, options = environment_class(run.config)
-    warm = stage_folder(run.folder, "warm_start", 0)
+    warm = offline_folder(run.folder, "warm_start")
     manifest = json.loads((warm / "manifest.json").read_text())
     processor = policy.processor(warm / manifest["data"] / WEIGHTS, policy_options)
     out = stage_folder(run.folder, EVALUATE, version)

@@ -23,7 +23,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.weights.buckets import Layout
 from rlinf.weights.delta import Snapshot, diff
 from rlinf.weights.shared import SharedReader, SharedWriter
-from stages.layout import stage_folder
+from stages.layout import offline_folder, stage_folder
 
 WARM_START_STEPS = 200
 DEMO_ITERATIONS, SMALL_ITERATIONS = 12, 6
@@ -34,7 +34,7 @@ def measure() -> list[Row]:
     """Rows of this module."""
     with tempfile.TemporaryDirectory() as root:
         demo = run(Path(root), "demo", DEMO_ITERATIONS, f"warm_start.max_steps={WARM_START_STEPS}")
-        weights = weights_of(stage_folder(demo, "warm_start", 0))
+        weights = weights_of(offline_folder(demo, "warm_start"))
         small = run(
             Path(root),
             "small",
@@ -80,7 +80,7 @@ def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
 
 def delta_ratios(run: Path, iterations: int) -> list[float]:
     """Size of each update's delta over that of the full state, both as files in bfloat16."""
-    folders = [stage_folder(run, "warm_start", 0)]
+    folders = [offline_folder(run, "warm_start")]
     folders += [stage_folder(run, "sync", iteration) for iteration in range(iterations)]
     out = []
     with tempfile.TemporaryDirectory() as root:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rlinf.config import RunConfig
 from stages.flow import EVALUATE, flow_of
-from stages.layout import stage_folder
+from stages.layout import offline_folder, stage_folder
 
 
 class Node(NamedTuple):
@@ -83,4 +83,6 @@ class Graph:
 
     def folder(self, run: Path, node: Node) -> Path:
         """Output folder of a node."""
-        return run / node.stage if node.stage in self.flow.offline else stage_folder(run, *node)
+        if node.stage in self.flow.offline:
+            return offline_folder(run, node.stage)
+        return stage_folder(run, *node)

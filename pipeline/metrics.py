@@ -31,9 +31,14 @@ def iterations(run: Path) -> list[int]:
 
 
 def manifest_of(run: Path, stage: str, iteration: int) -> Manifest | None:
-    """The manifest of a stage instance; None when absent or damaged."""
+    """That of a stage of an iteration, or of an evaluation."""
+    return manifest_in(stage_folder(run, stage, iteration))
+
+
+def manifest_in(out: Path) -> Manifest | None:
+    """The manifest of an output folder; None when absent or damaged."""
     try:
-        return read_manifest(stage_folder(run, stage, iteration))
+        return read_manifest(out)
     except ArtifactError:
         return None
 

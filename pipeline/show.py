@@ -27,8 +27,11 @@ from pipeline.terminal import terminal
 from rlinf.artifacts import Manifest
 from rlinf.config import digest
 from rlinf.track import open_sinks
+from stages.flow import EVALUATE, flow_of
 from stages.layout import METRICS, TOLD
 
+FINE_TUNING = "stages.warm_start"
+"""Program of the stage that section ``warm_start`` is of."""
 SAY_S = 10.0
 """Seconds between two lines about how far a stage is, where there is no terminal."""
 WHERE = {
@@ -112,7 +115,7 @@ class Console:
 
     def node_started(self, node: Node) -> None:
         settings = self._run.config.warm_start
-        if node.stage == "warm_start" and settings.max_steps:
+        if self._fine_tunes(node) and settings.max_steps:
             if settings.scored:
                 log.info(
                     "warm start: fine-tuning until the held-out score is %g, %d steps at most",
@@ -126,11 +129,14 @@ class Console:
                 self._part, description=node.stage, completed=0, total=None, note="", visible=True
             )
 
+    def _fine_tunes(self, node: Node) -> bool:
+        return flow_of(self._run.config).program(node.stage) == FINE_TUNING
+
     def node_done(self, node: Node, manifest: Manifest) -> None:
-        if node.stage == "evaluate":
+        if node.stage == EVALUATE:
             self._score = manifest.metrics["score"]
             log.info("version %d: held-out score %.3f", node.iteration, self._score)
-        elif node.stage == "warm_start":
+        elif self._fine_tunes(node):
             for name, what in (("score", "score"), ("held_out_loss", "loss")):
                 if name in manifest.metrics:
                     log.info(
@@ -175,7 +181,7 @@ class Trackers:
     def node_started(self, node: Node) -> None: ...
 
     def node_done(self, node: Node, manifest: Manifest) -> None:
-        if node.stage == "evaluate":
+        if node.stage == EVALUATE:
             self._log(node.iteration, {"evaluate/score": manifest.metrics["score"]})
 
     def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None:

@@ -117,6 +117,17 @@ class Flow:
         return replace(self, apart={self.generates: part})
 
     @cached_property
+    def trains(self) -> str:
+        """The stage of whose state the published weights are."""
+        sources = (source.stage for source in self.stages[self.publishes].inputs.values())
+        return next((name for name in sources if name in self.stages), self.publishes)
+
+    def maker(self, channel: str) -> str | None:
+        """The stage of an iteration that makes the records of a channel; of several the last."""
+        makers = [name for name, stage in self.stages.items() if stage.streams == channel]
+        return makers[-1] if makers else None
+
+    @cached_property
     def streams(self) -> frozenset[str]:
         """Inputs that are records, by the name of their channel."""
         return frozenset(stage.streams for stage in self.stages.values() if stage.streams)

@@ -23,14 +23,17 @@ TOLD = "told.txt"
 """Digests of what trackers were told."""
 
 
-def stage_folder(run: Path, stage: str, iteration: int) -> Path:
-    """Output folder of a stage instance.
+def offline_folder(run: Path, stage: str) -> Path:
+    """Output folder of a stage that runs once, before the first iteration."""
+    return run / stage
 
-    ``iteration`` counts from 0; for ``evaluate`` it is the version of the weights: 0 after the warm
-    start, n after n iterations.
+
+def stage_folder(run: Path, stage: str, iteration: int) -> Path:
+    """Output folder of a stage of an iteration, or of an evaluation.
+
+    ``iteration`` counts from 0; for ``evaluate`` it is the version of the weights: 0 before the
+    first iteration, n after n iterations.
     """
     if stage == "evaluate":
         return run / stage / f"{iteration:04d}"
-    if stage == "warm_start":
-        return run / stage
     return run / "it" / f"{iteration:04d}" / stage

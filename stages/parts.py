@@ -31,6 +31,7 @@ from rlinf.trainers import trainers
 from rlinf.trainers.base import Trainer
 from stages.board import keep_newest
 from stages.context import Context
+from stages.flow import flow_of
 from stages.layout import ANSWERS, stage_folder
 from stages.resident import Evaluated, Trained
 
@@ -194,6 +195,7 @@ def held_engine(ctx: Context, name: str, version: int, newest: int | None = None
 def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int] | None]:
     """What a rollout's engine asks for weights that were committed since it began."""
     looked, states = 0.0, dict[int, str]()
+    publishes = flow_of(ctx.config).publishes
 
     def newer() -> tuple[Path, int] | None:
         nonlocal looked
@@ -203,7 +205,7 @@ def newer_weights(ctx: Context, engine: Engine) -> Callable[[], tuple[Path, int]
             return None
         looked = time.monotonic()
         for version in range(ctx.iteration, engine.version, -1):
-            folder = stage_folder(ctx.run, "sync", version - 1)
+            folder = stage_folder(ctx.run, publishes, version - 1)
             with contextlib.suppress(ArtifactError):  # who cannot do without them says so
                 manifest = read_manifest(folder)
                 if manifest is not None:

@@ -10,13 +10,13 @@ from pipeline.run import Run
 from rlinf.artifacts import is_pruned, read_manifest, verify
 from rlinf.checked import copy_file
 from rlinf.errors import InputError
-from stages.layout import stage_folder
+from stages.layout import offline_folder
 
 
 def versions(run: Path) -> dict[int, Path]:
-    """Versions of the weights still on disk: 0 after the warm start, n after n iterations."""
+    """Versions of the weights still on disk: 0 before the first iteration, n after n iterations."""
     found, flow = {}, flow_at(run)
-    if read_manifest(initial := stage_folder(run, flow.initial, 0)) is not None:
+    if read_manifest(initial := offline_folder(run, flow.initial)) is not None:
         found[0] = initial
     for folder in sorted((run / "it").glob(f"*/{flow.publishes}")):
         if read_manifest(folder) is not None and not is_pruned(folder):

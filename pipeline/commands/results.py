@@ -83,11 +83,11 @@ class Results:
             InputError: no stage of the run's flow makes such records; else as for trajectories.
             ArtifactError: they are damaged on disk.
         """
-        makers = [n for n, stage in flow_at(self.folder).stages.items() if stage.streams == channel]
-        if not makers:
-            known = sorted(flow_at(self.folder).streams)
+        flow = flow_at(self.folder)
+        if (maker := flow.maker(channel)) is None:
+            known = sorted(flow.streams)
             raise InputError(f"{channel}: no stage makes such records; there are {known}")
-        outputs = {i: stage_folder(self.folder, makers[-1], i) for i in iterations(self.folder)}
+        outputs = {i: stage_folder(self.folder, maker, i) for i in iterations(self.folder)}
         there = [i for i, out in outputs.items() if read_manifest(out) and not is_pruned(out)]
         if iteration is not None and iteration not in there:
             raise InputError(

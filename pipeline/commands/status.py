@@ -18,16 +18,16 @@ from pipeline.commands.driver_job import noted_job, submitted
 from pipeline.commands.export import versions
 from pipeline.flow import Graph, Node
 from pipeline.lock import LOCK, is_driven
-from pipeline.metrics import iterations, manifest_of
+from pipeline.metrics import iterations, manifest_in, manifest_of
 from pipeline.notices import notices
 from pipeline.pools.status import PoolsStatus, pool_table, read_pools
 from pipeline.run import Run
 from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
 from slurm.client import Queued, SlurmClient
-from stages.flow import flow_of
+from stages.flow import EVALUATE, flow_of
 from stages.identity import Kept, read_ledger
-from stages.layout import stage_folder
+from stages.layout import offline_folder, stage_folder
 from stages.runner import FELL
 
 REFRESH_S = 2.0
@@ -109,9 +109,10 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
     scores = [
         m.metrics["score"]
         for v in range(finished + 1)
-        if graph.evaluated(v) and (m := manifest_of(run.folder, "evaluate", v)) is not None
+        if graph.evaluated(v) and (m := manifest_of(run.folder, EVALUATE, v)) is not None
     ]
-    reward = manifest_of(run.folder, "reward", finished - 1) if finished else None
+    judges = graph.flow.maker("rewards")
+    reward = manifest_of(run.folder, judges, finished - 1) if judges and finished else None
     return RunStatus(
         name=run.folder.name,
         finished=finished,
@@ -194,12 +195,14 @@ def _fell(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
 
 
 def _current_stage(run: Run, iteration: int) -> str:
-    if manifest_of(run.folder, "warm_start", 0) is None:
-        return "warm_start"
-    for stage in flow_of(run.config).stages:
+    flow = flow_of(run.config)
+    for stage in flow.offline:
+        if manifest_in(offline_folder(run.folder, stage)) is None:
+            return stage
+    for stage in flow.stages:
         if manifest_of(run.folder, stage, iteration) is None:
             return f"{stage} of iteration {iteration}"
-    return "evaluate"
+    return EVALUATE
 
 
 def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
@@ -218,9 +221,10 @@ def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
 
 def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, str, str, str]]:
     """Jobs noted for unfinished outputs, with their state in the queue."""
-    folders = [stage_folder(run.folder, "warm_start", 0)]
-    folders += [stage_folder(run.folder, stage, finished) for stage in flow_of(run.config).stages]
-    folders += list((run.folder / "evaluate").glob("*"))
+    flow = flow_of(run.config)
+    folders = [offline_folder(run.folder, stage) for stage in flow.offline]
+    folders += [stage_folder(run.folder, stage, finished) for stage in flow.stages]
+    folders += list((run.folder / EVALUATE).glob("*"))
     notes = {}
     for folder in folders:
         if (folder / "manifest.json").exists():

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.metrics import iterations, manifest_of, named
+from pipeline.metrics import iterations, manifest_in, manifest_of, named
 from pipeline.pools.generators import claimed
 from pipeline.report.colours import colours
 from pipeline.report.idle import Piece, Span, pieces
 from pipeline.report.transcripts import Sample, kept, samples_of
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
-from stages.flow import flow_of
-from stages.layout import VIDEOS, stage_folder
+from stages.flow import EVALUATE, flow_of
+from stages.layout import VIDEOS, offline_folder, stage_folder
 
 FOLDER = "report"
 """Where the page of a run is, within it; links start there."""
@@ -96,10 +96,11 @@ def read(folder: Path) -> ReportData:
     """Collect what is there; missing, unfinished and pruned parts are left out."""
     run = Run.open(folder)
     data = ReportData(run)
-    warm = manifest_of(run.folder, "warm_start", 0)
-    if warm is not None:
-        data.warm_start = list(warm.extra.get("curve", []))
-        data.manifests.append(warm)
+    flow = flow_of(run.config)
+    for stage in flow.offline:
+        if (before := manifest_in(offline_folder(run.folder, stage))) is not None:
+            data.warm_start += before.extra.get("curve", [])
+            data.manifests.append(before)
     known = iterations(run.folder)
     for iteration in known:
         row = [manifest_of(run.folder, stage, iteration) for stage in data.stage_names]
@@ -107,19 +108,19 @@ def read(folder: Path) -> ReportData:
         values = named(iteration, row)
         if values is not None:
             data.rows.append(values)
-    for version in sorted(int(p.name) for p in (run.folder / "evaluate").glob("[0-9]*")):
-        manifest = manifest_of(run.folder, "evaluate", version)
+    for version in sorted(int(p.name) for p in (run.folder / EVALUATE).glob("[0-9]*")):
+        manifest = manifest_of(run.folder, EVALUATE, version)
         if manifest is not None:
             data.manifests.append(manifest)
             scores = {f"evaluate/{name}": value for name, value in manifest.metrics.items()}
             data.evaluated.append({"version": version, **scores})
-            folder = stage_folder(run.folder, "evaluate", version) / manifest.data / VIDEOS
+            folder = stage_folder(run.folder, EVALUATE, version) / manifest.data / VIDEOS
             if films := sorted(folder.glob("*.mp4")):
                 page = run.folder / FOLDER
                 data.videos[version] = [Path(os.path.relpath(film, page)) for film in films]
     generated = claimed(run.folder)
     for manifest in data.manifests:
-        more = generated[manifest.iteration] if manifest.stage == "rollout" else []
+        more = generated[manifest.iteration] if manifest.stage == flow.elastic else []
         spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *more]]
         data.spans += spans
         data.stages.append(

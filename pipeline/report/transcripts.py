@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.metrics import manifest_of
+from pipeline.metrics import flow_at, manifest_in
 from rlinf.artifacts import is_pruned
 from rlinf.channels.file import read_infos
 from rlinf.data.record import Scalar
@@ -18,6 +18,7 @@ MOST_ITERATIONS = 40
 """Whose trajectories are read, if retention has kept more: the first, the last, and between."""
 MOST_SAMPLES, MOST_CHARACTERS = 3000, 4_000_000
 """That one page carries."""
+CHANNELS = ("trajectories", "rewards")
 HEAD, TAIL = 6000, 3000
 """Of a longer text the page has so many characters from its beginning and its end."""
 
@@ -36,9 +37,9 @@ class Sample(NamedTuple):
 
 def kept(run: Path, known: Sequence[int]) -> list[int]:
     """Iterations with trajectories and rewards on disk; a spread of them where there are many."""
-    found = []
-    for iteration in known:
-        folders = [stage_folder(run, stage, iteration) for stage in ("rollout", "reward")]
+    found, makers = [], [flow_at(run).maker(channel) for channel in CHANNELS]
+    for iteration in known if all(makers) else ():
+        folders = [stage_folder(run, str(maker), iteration) for maker in makers]
         if all((out / "manifest.json").exists() and not is_pruned(out) for out in folders):
             found.append(iteration)
     if len(found) <= MOST_ITERATIONS:
@@ -50,8 +51,7 @@ def kept(run: Path, known: Sequence[int]) -> list[int]:
 def samples_of(run: Path, iteration: int) -> list[Sample]:
     """The scored samples of an iteration, by number; empty if a file is gone or cannot be read."""
     try:
-        made = _infos(run, "rollout", iteration, "trajectories")
-        scores = _infos(run, "reward", iteration, "rewards")
+        made, scores = (_infos(run, iteration, channel) for channel in CHANNELS)
         return [
             Sample(
                 number=number,
@@ -70,10 +70,10 @@ def samples_of(run: Path, iteration: int) -> list[Sample]:
 
 
 def _infos(
-    run: Path, stage: str, iteration: int, channel: str
+    run: Path, iteration: int, channel: str
 ) -> Mapping[int, tuple[int, Mapping[str, Scalar]]]:
-    folder, manifest = stage_folder(run, stage, iteration), manifest_of(run, stage, iteration)
-    if manifest is None:
+    folder = stage_folder(run, flow_at(run).maker(channel) or "", iteration)
+    if (manifest := manifest_in(folder)) is None:
         return {}
     paths = sorted((folder / manifest.data).glob(f"{channel}-r*.h5"))
     rows = [row for path in paths for row in read_infos(path)]

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.commands.experiment import compose, execute
+from pipeline.flow import Graph, Node
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
 from rlinf.channels.world import World
 from stages.board import Board
 from stages.context import Context, Input
-from stages.layout import stage_folder
 from stages.parts import (
     held_engine,
     held_policy,
@@ -54,7 +54,7 @@ def context(run: Run, resident: Resident, **inputs: tuple[str, int]) -> Context:
     """Of a stage whose inputs come late, when all else has left the device."""
     late = {}
     for name, of in inputs.items():
-        folder = stage_folder(run.folder, *of)
+        folder = Graph(run.config).folder(run.folder, Node(*of))
         manifest = read_manifest(folder)
         assert manifest is not None
         output = Board().output(str(folder))
@@ -77,7 +77,8 @@ def context(run: Run, resident: Resident, **inputs: tuple[str, int]) -> Context:
 
 
 def committed(run: Run, stage: str, iteration: int) -> dict[str, torch.Tensor]:
-    (path,) = stage_folder(run.folder, stage, iteration).glob("data-*/weights/model.safetensors")
+    folder = Graph(run.config).folder(run.folder, Node(stage, iteration))
+    (path,) = folder.glob("data-*/weights/model.safetensors")
     return load_file(path)
 
 

@@ -11,6 +11,7 @@ import pytest
 import stages.parts
 import stages.reward
 from pipeline.commands.experiment import execute
+from pipeline.flow import Graph, Node
 from pipeline.metrics import collect
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
@@ -81,7 +82,7 @@ class Length(Reward):
 def again(run: Run, data: Path, world: World) -> Context:
     """The reward stage of the first iteration, once more, by one process of several."""
     inputs = {
-        name: Input(stage_folder(run.folder, *of), None, None, lambda: False)
+        name: Input(Graph(run.config).folder(run.folder, Node(*of)), None, None, lambda: False)
         for name, of in {"trajectories": ("rollout", 0), "initial": ("warm_start", 0)}.items()
     }
     data.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from pipeline.commands.experiment import prepare
 from rlinf import tree
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested
-from stages.layout import CONFIG, stage_folder
+from stages.layout import CONFIG, offline_folder
 from stages.resident import Resident
 from stages.runner import StageCall, run_stage
 
@@ -27,7 +27,7 @@ Compose = Callable[..., dict[str, Any]]
 
 def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Path) -> None:
     run = prepare(compose("warm_start.max_steps=100000", "warm_start.stop_at=1.0"))
-    out = stage_folder(run.folder, "warm_start", 0)
+    out = offline_folder(run.folder, "warm_start")
     command = [sys.executable, "-m", "stages", "warm_start", "--config", str(run.folder / CONFIG)]
     log = (tmp_path / "log").open("w")
     stage = subprocess.Popen([*command, "--out", str(out)], cwd=tree.ROOT, stderr=log)
@@ -45,7 +45,7 @@ def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Pat
 def stopped_fine_tuning(compose: Compose) -> tuple[StageCall, int]:
     """A warm start of eight steps that was asked to stop, and how many it finished."""
     run = prepare(compose("warm_start.max_steps=8", "warm_start.evaluate_every=2"))
-    out = stage_folder(run.folder, "warm_start", 0)
+    out = offline_folder(run.folder, "warm_start")
     call = StageCall("warm_start", run.folder / CONFIG, out)
     looks = iter(range(100))
     with pytest.raises(RequeueRequested):

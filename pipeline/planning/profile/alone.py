@@ -22,8 +22,9 @@ from rlinf.artifacts import MANIFEST, commit, read_manifest
 from rlinf.config import EvaluateSection, RunSection
 from rlinf.errors import RequeueRequested
 from stages.code import Code
+from stages.flow import flow_of
 from stages.identity import stage_key
-from stages.layout import stage_folder
+from stages.layout import offline_folder
 
 log = logging.getLogger("rlinf")
 
@@ -99,8 +100,10 @@ def like(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
         }
     )
     made = create_run(config, plan.dump())
-    source, target = (stage_folder(one.folder, "warm_start", 0) for one in (run, made))
-    if not target.exists():
+    for stage in flow_of(config).offline:
+        source, target = (offline_folder(one.folder, stage) for one in (run, made))
+        if target.exists():
+            continue
         partly = target.with_name(f"{target.name}.part")
         shutil.rmtree(partly, ignore_errors=True)
         # The manifest must not be there before the files.
@@ -109,8 +112,8 @@ def like(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
         if manifest is not None:
             # It was evaluated on more samples, and is to count all the same.
             (partly / MANIFEST).unlink()
-            code = Code.of(made.config, "warm_start").digest("warm_start")
-            key = stage_key(made.config, "warm_start", 0, {}, code)
+            code = Code.of(made.config, stage).digest(stage)
+            key = stage_key(made.config, stage, 0, manifest.inputs, code)
             commit(partly, replace(manifest, key=key))
         partly.rename(target)
     return made

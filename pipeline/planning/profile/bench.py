@@ -197,9 +197,9 @@ class Bench:
         self.done += 1
 
     def folder(self, node: Node) -> Path:
-        """Where a node's output is: the warm start is the run's, all else is thrown away."""
+        """Where a node's output is: what is made once is the run's, all else is thrown away."""
         if node.stage in self.graph.flow.offline:
-            return self.task.initial
+            return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
 
     def record(
@@ -207,24 +207,24 @@ class Bench:
     ) -> float:
         """Add what a stage did to the trial; returns its seconds, loading and moving left out."""
         stage, folder = manifest.stage, stage_folder(self.scratch, manifest.stage, self.done)
-        parts = spans(manifest)
+        parts, flow = spans(manifest), self.graph.flow
         load = parts.pop("load", 0.0)
         # What it moves depends on who shares the device: a plan counts that by itself.
         moved = parts.pop("offload", 0.0) + parts.pop("onload", 0.0)
         seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load - moved)
-        if load and self.graph.flow.table[stage].loads == "engine":
+        if load and flow.table[stage].loads == "engine":
             self.overhead("weight_load" if stage in self.seen else "engine_load", load)
         elif load:
             self.overhead("trainer_load", load + self.connect_s)
             self.connect_s = 0.0
-        if stage == "rollout":
+        if stage == flow.maker("trajectories"):
             self.records = list(FileReader((folder / manifest.data).glob("trajectories-*.h5")))
             if samples == self.config.rollout.batch * self.config.rollout.group_size:
                 self.keep_lengths()
-        if stage == "reward":
+        if stage == flow.maker("rewards"):
             rewards = FileReader((folder / manifest.data).glob("rewards-*.h5"))
             self.kept = {record.identity.key for record in rewards if record.info["keep"]}
-        if stage == self.graph.flow.publishes:
+        if stage == flow.publishes:
             self.overhead("publish", parts["publish"])
             self.keep(weights_bytes=int(manifest.metrics["bytes"]))
         sample = Sample(
@@ -247,13 +247,14 @@ class Bench:
 
     def tokens(self, stage: str) -> int:
         """Steps of the responses, or positions the trainer evaluates."""
-        if stage in ("rollout", "reward"):
+        flow = self.graph.flow
+        if stage in (flow.maker("trajectories"), flow.maker("rewards")):
             return sum(len(record) for record in self.records)
         trainer = self._trainer()
         if not self.budgeted(stage) or trainer is None:
             return 0
         policy = trainer.policy
-        chosen = [r for r in self.records if stage != "train" or r.identity.key in self.kept]
+        chosen = [r for r in self.records if stage != flow.trains or r.identity.key in self.kept]
         return sum(policy.cost(record) for record in chosen)
 
     def keep_lengths(self) -> None:

@@ -39,8 +39,8 @@ from slurm.client import SlurmClient, default_partition
 from slurm.jobs import State
 from slurm.site import Site, load_site
 from slurm.waits import expected_wait_s, past_waits_s
-from stages.flow import flow_of
-from stages.layout import CONFIG, stage_folder
+from stages.flow import Flow, flow_of
+from stages.layout import CONFIG, offline_folder
 
 log = logging.getLogger("rlinf")
 
@@ -95,7 +95,7 @@ def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Pr
     if not on_slurm:
         cluster = cluster.model_copy(update={"launcher": "local"})
     plan = settled_plan(Plan.read(run.folder), cluster)
-    kinds = _kinds(cluster, plan, options.partitions)
+    kinds = _kinds(cluster, plan, flow_of(run.config), options.partitions)
     identity = Identity.of(run.config)
     warm_start(run)
     with run.driven():
@@ -115,7 +115,7 @@ def profile(run: Run, options: Options, warm_start: Callable[[Run], None]) -> Pr
     return work.result(kinds, between, mixed, SlurmClient(cluster.poll_s) if on_slurm else None)
 
 
-def _kinds(cluster: ClusterConfig, plan: Plan, wanted: Sequence[str]) -> list[Kind]:
+def _kinds(cluster: ClusterConfig, plan: Plan, flow: Flow, wanted: Sequence[str]) -> list[Kind]:
     """The kinds of the partitions asked for, else of those that the plan names, else of the
     cluster's default one."""
     if cluster.launcher != "slurm":
@@ -123,7 +123,7 @@ def _kinds(cluster: ClusterConfig, plan: Plan, wanted: Sequence[str]) -> list[Ki
     inventory = obtain(None, cluster.site)
     kinds = kinds_of(inventory, load_site(cluster.site) if cluster.site else Site())
     default = default_partition(inventory.partitions)
-    named = [plan.of(stage).partition or default for stage in ("rollout", "train")]
+    named = [plan.of(stage).partition or default for stage in (flow.acts, flow.trains) if stage]
     chosen = tuple(wanted) or tuple(dict.fromkeys(name for name in named if name))
     if not chosen:
         there = ", ".join(sorted({kind.partition for kind in kinds.values()}))
@@ -148,6 +148,11 @@ class Pass:
     """By kind."""
     alone: dict[str, list[Overhead]] = field(default_factory=dict)
     """By kind."""
+
+    @property
+    def flow(self) -> Flow:
+        """Of the run."""
+        return flow_of(self.run.config)
 
     def measure(self, kind: Kind, seconds: float) -> None:
         """Run jobs on a kind until all is settled or the time is used up."""
@@ -211,7 +216,7 @@ class Pass:
         """That of one job, with all cases."""
         return Task(
             config=self.run.folder / CONFIG,
-            initial=stage_folder(self.run.folder, "warm_start", 0),
+            initial=offline_folder(self.run.folder, self.flow.initial),
             key=folder.name,
             kinds=(kind.name,),
             folder=folder / f"{nodes}x{processes // nodes}",
@@ -255,7 +260,7 @@ class Pass:
 
     def stage_plan(self, kind: Kind, nodes: int, per_node: int, time_min: int) -> StagePlan:
         """Resources on a kind; what it does not settle is as the plan has it for training."""
-        train = self.plan.of("train")
+        train = self.plan.of(self.flow.trains)
         return StagePlan(
             partition=kind.partition or None,
             nodes=nodes,
@@ -350,7 +355,9 @@ class Pass:
         samples = self.run.config.rollout.batch * self.run.config.rollout.group_size
         one = [t for task in self.tasks[kind.name] if task.processes == 1 for t in [task.trial]]
         trials = [trial for path in one if (trial := load_trial(path)) is not None]
-        ran = [s for t in trials for s in t.samples if s.stage == "train" and not s.failure]
+        ran = [
+            s for t in trials for s in t.samples if s.stage == self.flow.trains and not s.failure
+        ]
         seconds = [s.seconds for s in ran if s.samples == samples and s.seconds > 0]
         return statistics.median(seconds) if seconds else None
 

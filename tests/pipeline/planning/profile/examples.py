@@ -16,7 +16,7 @@ from pipeline.planning.profile.schema import (
 )
 from pipeline.planning.profile.trial import Case, Task
 from pipeline.run import Run
-from stages.layout import CONFIG, stage_folder
+from stages.layout import CONFIG, offline_folder
 
 IDENTITY = Identity(model="m", config="c", code="0.1+1")
 
@@ -74,7 +74,7 @@ def task(run: Run, folder: Path, **more: object) -> Task:
     }
     return Task(
         config=run.folder / CONFIG,
-        initial=stage_folder(run.folder, "warm_start", 0),
+        initial=offline_folder(run.folder, "warm_start"),
         key="k",
         kinds=("local",),
         folder=folder,

@@ -17,7 +17,7 @@ from pipeline.planning.profile.bench import COPIES, adapted, measure, spans
 from pipeline.planning.profile.trial import Case, Task, load_trial
 from rlinf.artifacts import Manifest
 from rlinf.config import RunConfig, validate
-from stages.layout import CONFIG, stage_folder
+from stages.layout import CONFIG, offline_folder
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -71,7 +71,7 @@ def test_what_a_stage_moves_is_measured_apart_from_its_work(
     warm_start(run)
     task = Task(
         config=run.folder / CONFIG,
-        initial=stage_folder(run.folder, "warm_start", 0),
+        initial=offline_folder(run.folder, "warm_start"),
         key="key",
         kinds=("cpu",),
         folder=tmp_path / "task",
