@@ -55,8 +55,8 @@ def run(ctx: Context) -> None:
     output.close()
     if trajectories:
         scored = [score for score in scores if not np.isnan(score)]
-        if scored:
-            ctx.metric("score", float(np.mean(scored)), weight=len(scored))
+        # One that lost all of its share says nothing; if all did, there is no score to commit.
+        ctx.metric("score", float(np.mean(scored)) if scored else np.nan, weight=len(scored))
         lengths = [counted(trajectory).sum() for trajectory in trajectories]
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         for name, value in environment.measures(trajectories).items():
@@ -90,7 +90,7 @@ def held_out(
         filmed: see :class:`rlinf.envs.base.Episodes`.
 
     Raises:
-        StageError: none could be scored.
+        StageError: none could be scored, and there are no others elsewhere.
     """
     episodes = Episodes(
         seed=SEED,
@@ -111,7 +111,7 @@ def held_out(
             ctx.progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda record: record.identity)
     scores = environment.score(trajectories, counts)
-    if scores and np.isnan(scores).all():
+    if len(starts) == ctx.config.evaluate.samples and np.isnan(scores).all():
         raise StageError(
             f"none of {len(scores)} held-out episodes could be scored; the log says why each failed"
         )

@@ -183,7 +183,7 @@ def merged(parts: Sequence[Metric], means: Sequence[Metric] = ()) -> tuple[float
             w * (v**2 + (m[0] - mean) ** 2) for (v, w, _), m in zip(parts, means, strict=True)
         )
         return math.sqrt(sum(squares) / weight), weight
-    return sum(part[0] * part[1] for part in parts) / weight, weight
+    return sum(part[0] * part[1] for part in parts if part[1]) / weight, weight
 
 
 def merged_metrics(told: Sequence[Mapping[str, Metric]]) -> dict[str, tuple[float, float, How]]:

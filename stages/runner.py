@@ -326,7 +326,7 @@ class Attempt:
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            raise StageError(f"{call.stage}: metric {bad[0]} is not finite")
+            raise StageError(f"{call.stage}: metric {bad[0]} is not finite; the log says more")
         manifest = Manifest(
             stage=call.stage,
             iteration=call.iteration,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +110,25 @@ def test_files_that_take_long_to_read_are_waited_for(
     monkeypatch.setattr(artifacts, "checksum", slow)
     ends = [two.start(rank, writes) for rank in range(2)]
     assert [set(end.result(30).files) for end in ends] == [{"of-0", "of-1"}] * 2
+    two.close()
+
+
+def test_a_rank_whose_held_out_episodes_are_all_lost_costs_these_alone(two: Two) -> None:
+    """Eight samples on eight ranks: one simulator that dies is one episode."""
+
+    def lost(ctx: Context) -> None:
+        ctx.metric("score", np.nan, weight=0)
+
+    def scored(ctx: Context) -> None:
+        ctx.metric("score", 0.5, weight=3)
+
+    ends = [two.start(rank, work) for rank, work in enumerate((lost, scored))]
+    assert ends[0].result(30).metrics == {"score": 0.5}
+    assert ends[1].result(30).metrics == {"score": 0.5}
+    shutil.rmtree(two.out)
+    ends = [two.start(rank, lost, "b") for rank in range(2)]
+    with pytest.raises(StageError, match="train: metric score is not finite"):
+        ends[0].result(30)
     two.close()
 
 

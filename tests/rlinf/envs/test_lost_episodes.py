@@ -97,6 +97,10 @@ def test_an_evaluation_without_a_score_fails(tmp_path: Path) -> None:
         pytest.raises(StageError, match="none of 2 held-out episodes could be scored"),
     ):
         held_out(told, environment, engine, range(2), Counter())
+    with contextlib.closing(GymEnvironment(config, None)) as environment:
+        # Another process has the other episode.
+        _, scores = held_out(told, environment, engine, [1], Counter())
+        assert np.isnan(scores).tolist() == [True]
 
 
 def test_what_a_pictured_world_tells_is_kept(tmp_path: Path) -> None:
