@@ -103,7 +103,7 @@ def held_reward(ctx: Context) -> Reward:
     """The run's reward, with what it may use of this process; kept resident."""
     held, rank = ctx.resident, (ctx.world.data_rank, ctx.world.data_size)
     if held.reward is None or held.reward_rank != rank:
-        held.reward = None
+        held.drop_reward()
         cls, options = reward_class(ctx.config)
         resources = Resources(
             ctx.world, str(local_device("auto")), residency(ctx), ctx.run / ANSWERS

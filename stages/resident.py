@@ -65,6 +65,12 @@ class Resident:
         if held is not None:
             held.close()
 
+    def drop_reward(self) -> None:
+        """End the reward with its processes."""
+        held, self.reward = self.reward, None
+        if held is not None:
+            held.close()
+
     def drop_trainer(self) -> None:
         """Free the memory of the trainer."""
         held, self.trainer = self.trainer, None

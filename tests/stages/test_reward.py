@@ -25,6 +25,7 @@ from rlinf.models.sequence_classifier import load_tokenizer
 from rlinf.rewards.base import Reward
 from stages.context import Context, Input
 from stages.layout import stage_folder
+from stages.parts import held_reward
 from tests.rlinf.rewards.folders import write_reward_model
 
 Compose = Callable[..., dict[str, Any]]
@@ -99,6 +100,20 @@ def test_processes_that_share_the_reward_give_what_one_gives(
         sample: record.digest() for sample, record in records(tiny_run, "reward", "rewards").items()
     }
     assert len(found) == len({record.identity for record in found})
+
+
+def test_a_reward_ends_when_another_number_of_processes_judges(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = list[Reward]()
+    monkeypatch.setattr(stages.parts, "reward_class", lambda config: (Length, Section()))
+    monkeypatch.setattr(Length, "close", lambda reward: closed.append(reward))
+    ctx = again(Run.open(tiny_run), tmp_path / "data", World())
+    first = held_reward(ctx)
+    assert held_reward(ctx) is first
+    ctx.world = World(1, 2)
+    assert held_reward(ctx) is not first
+    assert closed == [first]
 
 
 def test_the_task_scores_only_for_a_reward_that_asks_for_it(
