@@ -55,7 +55,7 @@ from stages.resident import Resident
 from stages.usage import METER
 
 FELL = "read_from_disk"
-"""In a manifest: inputs that were to come by memory and did not."""
+"""In a manifest: inputs that were to come by memory and did not, to one rank at least."""
 MEND = "start the run with its first command and --keep, which writes the file anew"
 
 
@@ -213,7 +213,8 @@ class Attempt:
         self._call, self._began, self._start, self._gathers = call, began, start, gathers
         self.ranks = Ranks(call.out / f"{DATA}{name}", world)
         self._files: dict[str, FileEntry] = {}
-        """What other ranks said of theirs."""
+        self._fell: set[str] = set()
+        """What other ranks said of their files, and of their inputs."""
         self.ctx = Context(
             config=config,
             stage=call.stage,
@@ -266,11 +267,16 @@ class Attempt:
                     spans=ctx.spans,
                     usage=ctx.usage,
                     digests=ctx.live.digests if ctx.live else {},
+                    fell=self._fallen(),
                 )
                 if ctx.world.rank:
                     return self.ranks.committed(ctx.out, ctx.key)
                 self._merge_reports()
             return self._publish()
+
+    def _fallen(self) -> list[str]:
+        """Inputs that were to come to this process by memory, and were read from disk."""
+        return [name for name, entry in self.ctx.inputs.items() if entry.fell]
 
     def _merge_reports(self) -> None:
         """Wait for what all ranks tell, and put it together in their order."""
@@ -286,6 +292,7 @@ class Attempt:
         ctx.metrics = merged_metrics([report["metrics"] for report in told])
         for report in told:
             self._files |= report["files"]
+            self._fell.update(report["fell"])
 
     def _check_inputs(self) -> None:
         """What came from memory must be what was committed.
@@ -320,8 +327,8 @@ class Attempt:
         ctx, call = self.ctx, self._call
         if ctx.live is not None and ctx.live.digests:
             ctx.extra[STREAMS] = ctx.live.digests
-        if fell := sorted(name for name, entry in ctx.inputs.items() if entry.fell):
-            ctx.extra[FELL] = fell
+        if fell := self._fell.union(self._fallen()):
+            ctx.extra[FELL] = sorted(fell)
         files = describe_files(ctx.data, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]

@@ -20,6 +20,7 @@ from pipeline.flow import Graph, Node
 from pipeline.lock import LOCK, is_driven
 from pipeline.metrics import iterations, manifest_in, manifest_of
 from pipeline.notices import notices
+from pipeline.pools.generators import fallen
 from pipeline.pools.status import PoolsStatus, pool_table, read_pools
 from pipeline.run import Run
 from pipeline.terminal import terminal
@@ -57,7 +58,7 @@ class RunStatus:
     """Of a run of grain ``segment`` that goes on."""
     fell: dict[str, int] = field(default_factory=dict)
     """Of the newest iterations: how many inputs were to come by memory and were read from disk, by
-    edge."""
+    edge; of elastic generators by claim."""
     kept: tuple[Kept, ...] = ()
     """Results that count though configuration or code is another now."""
 
@@ -186,11 +187,15 @@ def table(status: RunStatus) -> Table:
 
 def _fell(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
     found: Counter[str] = Counter()
-    for node in (Node(stage, i) for i in iterations for stage in graph.flow.stages):
+    nodes = [Node(stage, i) for i in iterations for stage in graph.flow.stages]
+    for node in nodes + [Node(EVALUATE, i + 1) for i in iterations]:
         manifest = manifest_of(run.folder, *node)
         for name in manifest.extra.get(FELL, ()) if manifest is not None else ():
             source = graph.inputs(node).get(name)
             found[f"{source.stage if source else name} -> {node.stage}"] += 1
+    claims = fallen(run.folder)
+    if count := sum(claims[i] for i in iterations):
+        found[f"{graph.flow.publishes} -> {graph.flow.elastic}"] += count
     return dict(found)
 
 

@@ -16,7 +16,7 @@ import json
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -352,6 +352,7 @@ class Generators:
                 del kept[next(iter(kept))]
         about = {"node": node.name, "worker": worker, "host": said.host, "claim": claim.number}
         row = {**about, "starts": claim.starts, "rest": rest, "begun": given.begun, "spans": spans}
+        row["fell"] = said.fell
         with (self.run / POOLS / CLAIMS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
@@ -362,13 +363,8 @@ def claimed(run: Path) -> dict[int, list[dict[str, Any]]]:
     A line that is being written, or was damaged, is left out.
     """
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    try:
-        text = (run / POOLS / CLAIMS).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return found
-    for line in text.splitlines():
+    for row in _noted(run):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            row = json.loads(line)
             times = [time for _, *pair in row["spans"] for time in pair]
             worker = str(row["worker"])
             who = {"worker": worker, "rank": rank_of(worker), "host": row["host"]}
@@ -378,3 +374,22 @@ def claimed(run: Path) -> dict[int, list[dict[str, Any]]]:
                 {**who, "name": name, "start": start, "end": end} for name, start, end in spans
             ]
     return found
+
+
+def fallen(run: Path) -> Counter[int]:
+    """By iteration: claims whose weights were to come by memory, and were read from disk."""
+    found = Counter[int]()
+    for row in _noted(run):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            found[int(row["node"].partition("/")[2])] += bool(row.get("fell"))
+    return found
+
+
+def _noted(run: Path) -> Iterator[Any]:
+    try:
+        text = (run / POOLS / CLAIMS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

@@ -140,6 +140,7 @@ class Generator:
             rest=tuple(sorted({record.identity.sample // size for record in rest})),
             to=successor,
             samples=len(rest) if successor else 0,
+            fell=ctx.inputs["weights"].fell,
         )
 
     def _ended(self, claim: str, **said: Any) -> None:
@@ -214,6 +215,7 @@ class Generator:
                 entry.output = Output()
                 entry.output.bring(attempt, WEIGHTS, tensors)
                 return
+            entry.fell = order.attempt is not None
         if order.attempt not in (None, committed):
             raise InputFailed(f"weights of {folder} by {attempt} are neither here nor committed")
 

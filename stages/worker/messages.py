@@ -195,6 +195,8 @@ class ClaimEnded(Message):
     """The worker that has their samples and goes on with them, if one has."""
     samples: int = 0
     """How many it has."""
+    fell: bool = False
+    """Whether it read weights from disk that were to come by memory."""
 
 
 class InSegment(Message):

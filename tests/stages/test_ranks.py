@@ -18,17 +18,17 @@ import stages.ranks
 import stages.train
 from pipeline.commands.experiment import compose
 from rlinf import artifacts
-from rlinf.artifacts import Manifest, checksum
+from rlinf.artifacts import Manifest, checksum, content_digest
 from rlinf.channels.file import FileWriter
 from rlinf.channels.world import World
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
 from rlinf.errors import StageError
 from rlinf.trainers import shards
-from stages.context import Context
+from stages.context import Context, Input
 from stages.ranks import Ranks
 from stages.resident import Resident
-from stages.runner import Attempt, StageCall
+from stages.runner import FELL, Attempt, StageCall
 
 Work = Callable[[Context], None]
 TIMEOUT_S = 0.4
@@ -50,14 +50,14 @@ class Two:
         monkeypatch.setattr(stages.train, "run", lambda ctx: self.works[ctx.world.rank](ctx))
         self._threads = ThreadPoolExecutor(2)
 
-    def start(self, rank: int, work: Work, name: str = "a") -> Future[Manifest]:
+    def start(self, rank: int, work: Work, name: str = "a", **inputs: Input) -> Future[Manifest]:
         self.works[rank] = work
         now = time.time()
         attempt = Attempt(
             StageCall("train", self.run / "config.yaml", self.out),
             self.config,
             World(rank, 2),
-            {},
+            inputs,
             Resident(),
             lambda: False,
             began=now,
@@ -110,6 +110,20 @@ def test_files_that_take_long_to_read_are_waited_for(
     monkeypatch.setattr(artifacts, "checksum", slow)
     ends = [two.start(rank, writes) for rank in range(2)]
     assert [set(end.result(30).files) for end in ends] == [{"of-0", "of-1"}] * 2
+    two.close()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_any_rank_read_from_disk_is_said(two: Two, who: int, tmp_path: Path) -> None:
+    made = {"files": {}, "inputs": {}, "metrics": {}, "timing": {}, "host": "", "job": ""}
+    manifest = Manifest("sync", 0, "key", content_digest({}, {}), "data", **made)
+
+    def falls(ctx: Context) -> None:
+        ctx.inputs["weights"].fell = ctx.world.rank == who
+
+    inputs = [{n: Input(tmp_path, manifest) for n in ("weights", "initial")} for _ in range(2)]
+    ends = [two.start(rank, falls, **inputs[rank]) for rank in range(2)]
+    assert [end.result(30).extra[FELL] for end in ends] == [["weights"]] * 2
     two.close()
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 import pipeline.commands.status
-from pipeline.commands.status import Rarely
+from pipeline.commands.status import Rarely, read_status
+from rlinf.artifacts import MANIFEST, read_manifest
 from slurm.client import SlurmClient
+from stages.layout import POOLS
+from stages.runner import FELL
 
 
 def test_a_watched_run_asks_for_the_queue_every_half_minute(
@@ -20,3 +28,20 @@ def test_a_watched_run_asks_for_the_queue_every_half_minute(
         assert client.queue() == {}
         now[0] += 2.0
     assert asked == [100.0, 132.0, 164.0, 196.0]
+
+
+def test_what_was_read_from_disk_is_told_of_every_stage_and_of_claims(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    assert read_status(run).fell == {}
+    for out in ("it/0001/rollout", "evaluate/0002"):
+        manifest = read_manifest(run / out)
+        assert manifest is not None
+        fallen = replace(manifest, extra={FELL: ["weights"]})
+        (run / out / MANIFEST).write_text(fallen.to_json())
+    (run / POOLS).mkdir(exist_ok=True)
+    rows = [{"node": "rollout/1", "fell": fell} for fell in (True, False, True)]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (run / POOLS / "claims.jsonl").write_text(lines + '{"node"')
+    assert read_status(run).fell == {"sync -> rollout": 3, "sync -> evaluate": 1}

@@ -164,10 +164,22 @@ def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Benc
     bench.report()
     bench.weights(SYNC, "data-a")
     bench.claim("live", 0, iteration=1, weights=SYNC, attempt="data-a")
-    assert [name for name, *_ in bench.report().spans] == ["load", "generate"]
+    said = bench.report()
+    assert [name for name, *_ in said.spans] == ["load", "generate"]
+    assert not said.fell
     made_of(bench, "data-a")
     with pytest.raises(InputFailed):
         made_of(bench, "data-b")
+
+
+def test_a_claim_says_that_its_weights_were_lost_on_the_way(bench: Bench) -> None:
+    bench.claim("prepares")
+    assert not bench.report().fell, "the first ones always come from disk"
+    manifest = read_manifest(shutil.copytree(bench.run / "warm_start", bench.run / SYNC))
+    assert manifest is not None
+    bench.resident.engine_weights = "older ones"
+    bench.claim("lost", 0, iteration=1, weights=SYNC, attempt=manifest.data)
+    assert bench.report().fell
 
 
 def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench: Bench) -> None:

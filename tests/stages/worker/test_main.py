@@ -229,7 +229,7 @@ def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(
     goes_on.set()
     bench.ended("rollout/0")
     (sign.parent / "1.json").write_text(
-        '{"files": {}, "metrics": {}, "spans": [], "usage": [], "digests": {}}'
+        '{"files": {}, "metrics": {}, "spans": [], "usage": [], "digests": {}, "fell": []}'
     )
     bench.ended("rollout/1")
     assert not sign.parent.exists()
