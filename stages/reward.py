@@ -66,7 +66,10 @@ def judged(
     kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
     troubles["uncounted"] += int((~kept).sum())
     kept &= judged
-    kept[kept] = algorithm.keep(totals[kept], groups[kept])
+    # Whether a group teaches is asked of how well its samples did, not of a penalty beside it.
+    plain = [j.unshaped for j in judgements]
+    did = np.array([t if p is None else p for t, p in zip(totals, plain, strict=True)])
+    kept[kept] = algorithm.keep(did[kept], groups[kept])
     return Verdict(scores, rewards, totals, groups, kept, found, judged)
 
 

@@ -56,6 +56,9 @@ class Judgement:
     """False: it could not be judged, and takes no part in the update or its group's mean."""
     trouble: str = ""
     """Why it was not judged, one of :attr:`Reward.troubles`; empty: it was."""
+    unshaped: float | None = None
+    """What it is worth without a penalty or the like that shapes it: groups whose samples are alike
+    in this one teach nothing. None: the sum of its worth."""
 
 
 class Reward(Part, ABC):

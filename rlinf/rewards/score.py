@@ -16,7 +16,7 @@ from rlinf.config import Section
 from rlinf.data.counted import counted
 from rlinf.data.outcomes import episodes_judged
 from rlinf.data.record import Record
-from rlinf.rewards.base import Reward, Worth
+from rlinf.rewards.base import Judgement, Reward
 
 
 class ScoreConfig(Section):
@@ -47,21 +47,24 @@ class ScoreReward(Reward):
     Config = ScoreConfig
     config: ScoreConfig
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Worth]:
-        found: list[Worth] = []
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Judgement]:
+        found = []
         for trajectory, score in zip(trajectories, scores, strict=True):
             judged = episodes_judged(trajectory)
             if judged is None:
-                found.append(self._of(score, int(counted(trajectory).sum())))
+                length = int(counted(trajectory).sum())
+                worth, plain = self._of(score) - self._overlong(length), self._of(score)
+                found.append(Judgement(worth, unshaped=plain))
                 continue
-            worth = np.zeros(len(trajectory))
+            steps = np.zeros(len(trajectory))
             for last, own, length in judged:
-                worth[last] = self._of(own, length)
-            found.append(worth)
+                steps[last] = self._of(own) - self._overlong(length)
+            whole = sum(self._of(own) for _, own, _ in judged)
+            found.append(Judgement(steps, unshaped=whole))
         return found
 
-    def _of(self, score: float, length: int) -> float:
-        return self.config.scale * score + self.config.offset - self._overlong(length)
+    def _of(self, score: float) -> float:
+        return self.config.scale * score + self.config.offset
 
     def _overlong(self, length: int) -> float:
         start, stop = self.config.overlong_from, self.config.overlong_to

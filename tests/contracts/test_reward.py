@@ -104,7 +104,8 @@ def test_a_reward_for_the_whole_is_on_the_last_step_that_counts(reward: Reward) 
     given = trajectories()
     judged = reward.judge(given, scores(reward))
     placed = reward.rewards(given, scores(reward))
-    for trajectory, worth, steps in zip(given, judged, placed, strict=True):
+    for trajectory, said, steps in zip(given, judged, placed, strict=True):
+        worth = said.worth if isinstance(said, Judgement) else said
         assert float(steps.sum()) == pytest.approx(float(np.sum(worth)))
         if not np.ndim(worth):
             assert steps[np.flatnonzero(counted(trajectory))[-1]] == np.float32(worth)
