@@ -14,7 +14,8 @@ from rlinf.algorithms.groups import Relative, RelativeConfig
 
 class RLOOConfig(RelativeConfig):
     """Those of all that judge by groups; ``kl_reward`` is the divergence that the paper takes from
-    the reward."""
+    the reward, here with the estimate of each token within
+    :data:`rlinf.algorithms.losses.KL_BOUND`."""
 
 
 class RLOO(Relative):
