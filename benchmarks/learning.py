@@ -263,7 +263,7 @@ def matrix(known: Known) -> str:
 
 
 def cell(algorithm: str, column: str, known: Known) -> str:
-    """The last scores of the rows of a combination, mean over seeds, or that it runs."""
+    """What the rows of a combination reached, means over seeds, or that it runs."""
     said = gains(algorithm, column)
     for name, row in ROWS.items():
         if (row.algorithm, row.column) != (algorithm, column):
@@ -275,12 +275,41 @@ def cell(algorithm: str, column: str, known: Known) -> str:
             continue
         goal = goal_of(name, known)
         mean = np.mean([curve[-1]["score"] for curve in seeds])
+        best = np.mean([max(p["score"] for p in curve) for curve in seeds])
         reached = all(any(p["score"] >= goal for p in curve) for curve in seeds)
         if row.goal is None:  # a mean is compared with a mean
             reached = bool(mean >= goal)
-        word = "learns" if reached else "goal not reached"
-        said.append(f"{word}: {row.task} {mean:.4g}")
+        if reached and mean < goal:
+            text = f"goal reached, not held: {row.task} {best:.4g} at best, {mean:.4g} at the end"
+        else:
+            text = f"{'learns' if reached else 'goal not reached'}: {row.task} {mean:.4g}"
+        said.append(text + of_source(name, known))
     return "; ".join(said) or "runs"
+
+
+SOURCE_SHARE = 0.8
+"""Of what the policy that collected the data came to, what a method that has nothing but these data
+is to come to."""
+
+
+def of_source(name: str, known: Known) -> str:
+    """Of a row that learns from prior data alone, how far its seeds came from where they began (0)
+    to the last score of the policy that collected the data (1); nothing of others, or where one of
+    both was not measured."""
+    source = known.get(COLLECTED, {}).get("0", {}).get("ours")
+    if ROWS[name].counted != "train/steps" or source is None:
+        return ""
+    there, shares = source["curve"][-1]["score"], []
+    for _, found in sorted(known[name].items()):
+        curve = found.get("ours", {}).get("curve", [])
+        if len(curve) > 1:
+            begin = curve[0]["score"]
+            shares.append((curve[-1]["score"] - begin) / (there - begin))
+    if not shares:
+        return ""
+    word = "at least" if min(shares) >= SOURCE_SHARE else "not"
+    each = ", ".join(f"{share:.0%}" for share in shares)
+    return f" ({word} {SOURCE_SHARE:.0%} of its source policy: {each})"
 
 
 def gains(algorithm: str, column: str) -> list[str]:
