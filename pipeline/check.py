@@ -14,6 +14,7 @@ from pipeline.fitting import (
     check_replay,
     check_starts,
     check_turns,
+    check_tasks,
     check_values,
     warn_of_precision,
 )
@@ -71,6 +72,7 @@ def check(config: RunConfig) -> None:
     check_continues(config)
     check_starts(config, environment.alike(task_options))
     check_refills(config, algorithm)
+    check_tasks(config, environment.tasks(task_options))
     check_sampling(config, engine.needs)
     check_groups(config, policy.groups)
     algorithm.check(model_options)

@@ -179,6 +179,23 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
+def check_tasks(config: RunConfig, tasks: int) -> None:
+    """See that held-out scores are of all tasks alike.
+
+    Args:
+        tasks: among how many starts are shared out.
+
+    Raises:
+        ConfigError: some would have more held-out starts than others, or none.
+    """
+    if config.evaluate.samples % tasks:
+        nearest = max(config.evaluate.samples // tasks, 1) * tasks
+        raise ConfigError(
+            f"evaluate.samples: {config.evaluate.samples} starts are not as many of each of "
+            f"{tasks} tasks; set {nearest}"
+        )
+
+
 def check_replay(
     config: RunConfig, algorithm: Algorithm, trainer: type[Trainer], options: Any
 ) -> None:

@@ -57,6 +57,8 @@ def run(ctx: Context) -> None:
         scored = [score for score in scores if not np.isnan(score)]
         # One that lost all of its share says nothing; if all did, there is no score to commit.
         ctx.metric("score", float(np.mean(scored)) if scored else np.nan, weight=len(scored))
+        for task, own in _by_task(trajectories, scores).items():
+            ctx.metric(f"score/{task}", float(np.mean(own)), weight=len(own))
         lengths = [counted(trajectory).sum() for trajectory in trajectories]
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         for name, value in environment.measures(trajectories).items():
@@ -72,6 +74,15 @@ def acting(ctx: Context) -> Acting:
 def of_held_out(engine: Engine) -> Acting:
     """An engine as it is asked for held-out starts."""
     return Acting(engine, SEED, EVALUATE)
+
+
+def _by_task(trajectories: Sequence[Record], scores: Sequence[float]) -> dict[str, list[float]]:
+    """The scores that there are, where trajectories say of which task they are."""
+    found: dict[str, list[float]] = {}
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        if "task" in trajectory.info and not np.isnan(score):
+            found.setdefault(str(trajectory.info["task"]), []).append(score)
+    return found
 
 
 def held_out(

@@ -60,6 +60,14 @@ class Episodes:
         """How samples are drawn: for the ``info`` of requests."""
         return {"horizon": self.horizon, "temperature": self.temperature, **self.sampling}
 
+    def turns(self, starts: np.ndarray) -> np.ndarray:
+        """Running numbers of starts, by which the tasks of a run take turns: in training over all
+        iterations, so that each has its share also where a batch has fewer starts than there are
+        tasks. Where episodes go on over iterations, a start is of the same task in each."""
+        if self.split == "test" or self.open is not None:
+            return starts
+        return self.iteration * self.batch + starts
+
     def samples(self) -> np.ndarray:
         """The numbers of all samples to do, int64."""
         starts = np.asarray(self.starts, dtype=np.int64)[:, None]
@@ -129,6 +137,11 @@ class Environment(Part, ABC):
     def alike(cls, config: Any) -> bool:
         """Whether the samples of a start begin alike; asked before a run with groups of them."""
         return True
+
+    @classmethod
+    def tasks(cls, config: Any) -> int:
+        """Among how many tasks starts are shared out in turns, held-out ones too."""
+        return 1
 
     @classmethod
     def films(cls, config: Any) -> tuple[str, ...]:

@@ -56,10 +56,14 @@ class Batch:
         """Why episodes could not begin, by the numbers of their environments."""
 
     def reset(
-        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
     ) -> Arrays:
-        """As of :class:`Worlds`, less ``starts``: an environment that shows what is not finite is
-        reset once more, and its episode lost where it then does too.
+        """As of :class:`Worlds`, less ``starts`` and ``turns``: an environment that shows what is
+        not finite is reset once more, and its episode lost where it then does too.
 
         Raises:
             Spent: the world has raised, now or before.

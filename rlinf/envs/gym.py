@@ -27,7 +27,7 @@ from rlinf.envs.base import VIDEO, Environment, Episodes, Extent
 from rlinf.envs.expert import demonstrated
 from rlinf.envs.gym_config import GymConfig
 from rlinf.envs.loop import MEASURES, play
-from rlinf.envs.making import maker, refusal, says
+from rlinf.envs.making import maker, says, world_of
 from rlinf.envs.overlap import Part, overlapped
 from rlinf.envs.processes import Process, Processes
 from rlinf.envs.seen import NO_STATE, STATE, Refused
@@ -120,6 +120,20 @@ class GymEnvironment(Environment):
                 f"task.halves: {config.halves}, but {config.world} steps all environments "
                 "together; set 1"
             )
+        several = len(ids_of(config))
+        if needs.batched and (several > 1 or config.ignore_terminations):
+            key = "id" if several > 1 else "ignore_terminations"
+            raise ConfigError(
+                f"task.{key}: {config.world} steps all environments together, of one task, whose "
+                f"ends are its own; {'name one' if several > 1 else 'set it to false'}"
+            )
+        if config.one_hot and several == 1:
+            raise ConfigError("task.one_hot: there is one task; set it to false")
+        if several > 1 and not (config.one_hot or config.instruction or config.images):
+            raise ConfigError(
+                f"task.one_hot: there are {several} tasks, and nothing says to the policy which "
+                f"one it is in; set it to true, and task.observation to {several} more"
+            )
         if needs.single and (config.processes > 1 or config.halves > 1 or config.video):
             key = "video" if config.video else "halves" if config.halves > 1 else "processes"
             raise ConfigError(f"task.{key}: {config.world} has one world at a time; leave it out")
@@ -130,6 +144,10 @@ class GymEnvironment(Environment):
     @classmethod
     def alike(cls, config: GymConfig) -> bool:
         return not needs_of(config.world).unseeded
+
+    @classmethod
+    def tasks(cls, config: GymConfig) -> int:
+        return len(ids_of(config))
 
     @classmethod
     def row_bytes(cls, config: GymConfig) -> int:
@@ -233,6 +251,10 @@ class GymEnvironment(Environment):
             # The next stage may be another process, and there is one robot for all.
             self.close()
         observations.close()
+        ids = ids_of(self.config)
+        for record in records if len(ids) > 1 else ():
+            turn = episodes.turns(np.array(int(record.info["group"])))
+            record.info["task"] = ids[int(turn) % len(ids)]
         yield from records
 
     @property
@@ -320,6 +342,13 @@ class GymEnvironment(Environment):
         self._filming.close()
 
 
+def ids_of(config: GymConfig) -> list[str]:
+    """The tasks of a run: one, or several that starts are shared out among."""
+    if isinstance(config.id, list):
+        return config.id
+    return list(needs_of(config.world).sets.get(config.id, (config.id,)))
+
+
 def simulator_process(config: GymConfig) -> Process:
     """One that steps worlds of a configuration."""
     python = None if config.python is None else interpreter(config.python, "task.python")
@@ -331,12 +360,14 @@ def simulator_process(config: GymConfig) -> Process:
         config.images,
         config.renderer,
         CLOSES_S if needs_of(config.world).single else 0.0,
+        config.ignore_terminations,
     )
 
 
 def _here(config: GymConfig) -> Worlds:
     """Worlds in this process."""
-    return Worlds(functools.partial(make, config), once=needs_of(config.world).single)
+    once, endless = needs_of(config.world).single, config.ignore_terminations
+    return Worlds(functools.partial(make, config), once=once, endless=endless)
 
 
 def _apart(config: GymConfig) -> bool:
@@ -360,11 +391,9 @@ def make(config: GymConfig) -> Any:
                 f"task.processes: {config.processes}, but {config.world} steps many environments "
                 "in a process of its own; set 1"
             )
-        return make(**_values(config))
+        return world_of(make, _values(config), {})
     except Refused as error:
         raise ConfigError(str(error)) from None
-    except (ImportError, ValueError) as error:
-        raise ConfigError(refusal(error)) from None
 
 
 def _target(config: GymConfig) -> str:
@@ -379,7 +408,10 @@ def _target(config: GymConfig) -> str:
 
 
 def _values(config: GymConfig) -> dict[str, Any]:
-    return {"id": config.id, "kwargs": config.kwargs}
+    ids = ids_of(config)
+    if len(ids) == 1:
+        return {"id": ids[0], "kwargs": config.kwargs}
+    return {"id": ids, "kwargs": config.kwargs, "one_hot": config.one_hot}
 
 
 if __name__ == "__main__":

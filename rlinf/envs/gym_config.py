@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rlinf.config import Section
 from rlinf.envs.seen import Refused, encoded
+
+Id = Annotated[str, Field(min_length=1)]
 
 
 class ActionConfig(Section):
@@ -22,9 +24,13 @@ class GymConfig(Section):
 
     world: str = "gymnasium"
     """Which simulator: a name of :mod:`rlinf.envs.worlds`, or ``module:function`` of your own."""
-    id: str = Field(min_length=1)
+    id: Id | Annotated[list[Id], Field(min_length=1)]
     """Which of its environments. Of Gymnasium ``CartPole-v1``, or ``module:Name-v0`` to import the
-    module that registers it."""
+    module that registers it. Several tasks of a simulator, with the same spaces: a list, or a name
+    that it has for one (``MT10``); starts are shared out among them in turns."""
+    one_hot: bool = False
+    """Whether observations end with which of several tasks it is: as many numbers as there are
+    tasks, one of them 1, all others 0."""
     observation: int | None = Field(default=None, gt=0)
     """Length of an observation vector, of the state beside images."""
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
@@ -67,6 +73,9 @@ class GymConfig(Section):
     its horizon cut off goes on, with its return and length so far; if there is none, another one
     begins. So episodes may be longer than ``rollout.horizon``. False: every iteration begins all
     anew. Of worlds that say what state they are in (docs/simulators.md)."""
+    ignore_terminations: bool = False
+    """An episode goes on where the task says that it terminated, until the simulator's limit of
+    time or ``rollout.horizon`` cuts it off; whether it was solved is still counted."""
     halves: Literal[1, 2] = 1
     """2: one half of the environments is stepped while the policy answers the other."""
 

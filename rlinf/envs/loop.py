@@ -73,7 +73,8 @@ def play(
         if len(rows):
             # What is held out begins in the states that the simulator numbers, if it does.
             begin = made.starts[rows].tolist() if episodes.split == "test" else None
-            made.reset(rows, worlds.reset((first + rows).tolist(), made.seeds(rows), begin))
+            turns = episodes.turns(made.starts[rows]).tolist()
+            made.reset(rows, worlds.reset((first + rows).tolist(), made.seeds(rows), begin, turns))
 
     goes_on = np.isin(samples, list(episodes.open or ()))
     if goes_on.any():

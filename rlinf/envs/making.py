@@ -5,6 +5,7 @@ Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from .cameras import Pictured, quiet_mujoco
 from .seen import Images, Refused
+from .tasks import Tasks
 
 
 def maker(target: str) -> Callable[..., Any]:
@@ -60,10 +62,23 @@ def made(make: Callable[[], Any], images: Images) -> Any:
     try:
         world = make()
     except (ImportError, ValueError) as error:
-        raise Refused(f"{refusal(error)} ({sys.executable})") from None
+        raise Refused(f"{_refusal(error)} ({sys.executable})") from None
     return Pictured(world, images) if images else world
 
 
-def refusal(error: Exception) -> str:
+def world_of(make: Callable[..., Any], values: dict[str, Any], images: Images) -> Any:
+    """A world, of several tasks where ``id`` is a list; Refused as of :func:`made`.
+
+    Args:
+        values: the arguments of ``make``; of several tasks also ``one_hot``, see :class:`Tasks`.
+    """
+    if isinstance(values["id"], str):
+        return made(functools.partial(make, **values), images)
+    ids, kwargs = values["id"], values["kwargs"]
+    each = [functools.partial(make, id=id, kwargs=kwargs) for id in ids]
+    return Tasks([functools.partial(made, one, images) for one in each], ids, values["one_hot"])
+
+
+def _refusal(error: Exception) -> str:
     """What a maker refused, with the key that it is about."""
     return f"task.{error}" if str(error).startswith("kwargs.") else f"task.id: {error}"

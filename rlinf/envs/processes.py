@@ -66,18 +66,21 @@ class Process:
         images: Mapping[str, Sequence[int]] | None = None,
         renderer: str = "egl",
         closes_s: float = 0.0,
+        endless: bool = False,
     ) -> None:
         """
         Args:
             maker: what makes a world: ``module:attribute`` or ``FILE.py:attribute``.
-            values: its arguments, plain.
+            values: its arguments, plain; see :func:`rlinf.envs.making.world_of`.
             python: the interpreter; None: this one.
             timeout_s: for one answer, the first of which waits for the simulator to be imported.
             images: of cameras by name, with height and width.
             renderer: of MuJoCo, ``egl`` or ``osmesa``.
             closes_s: what it is given, at its end, to close its worlds.
+            endless: as of :class:`simulator.Worlds`.
         """
-        self._command = (maker, json.dumps(dict(values)), json.dumps(dict(images or {})))
+        options = {"images": dict(images or {}), "endless": endless}
+        self._command = (maker, json.dumps(dict(values)), json.dumps(options))
         self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
         self._python, self._timeout_s, self._closes_s = python, timeout_s, closes_s
         self._begun: dict[int, int] = {}
@@ -115,9 +118,13 @@ class Process:
         self._end = weakref.finalize(self, _end, self._process, memory, mine, self._closes_s)
 
     def reset(
-        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
     ) -> Arrays:
-        return finished(self.resetting(numbers, seeds, starts))
+        return finished(self.resetting(numbers, seeds, starts, turns))
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> Came:
         return finished(self.stepping(numbers, actions))
@@ -142,12 +149,16 @@ class Process:
             raise SimulatorError(str(death)) from None
 
     def resetting(
-        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
     ) -> Order[Arrays]:
         """:meth:`reset` in two parts, between which others can be asked."""
         self._least = max(*numbers, self._least - 1, -1) + 1
-        order = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds), "starts": starts}
-        order["least"] = self._least
+        order: dict[str, Any] = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
+        order |= {"starts": starts, "turns": turns, "least": self._least}
         _, seen = yield from self._beginning(numbers, order)
         return seen
 
@@ -280,11 +291,15 @@ class Processes:
         return [process.pid for _, process in sorted(self._processes.items())]
 
     def reset(
-        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
     ) -> Arrays:
         shares = self._shares(numbers)
         asked = [
-            p.resetting(own, [seeds[k] for k in rows], starts and [starts[k] for k in rows])
+            p.resetting(own, [seeds[k] for k in rows], _some(starts, rows), _some(turns, rows))
             for p, rows, own in shares
         ]
         return _joined(len(numbers), shares, _together(asked))
@@ -326,6 +341,10 @@ class Processes:
                 own = [numbers[row] // self._count for row in rows]
                 found.append((self._processes[place], rows, own))
         return found
+
+
+def _some(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None:
+    return None if values is None else [values[row] for row in rows]
 
 
 def finished(order: Order[T]) -> T:

@@ -35,7 +35,7 @@ if not __package__:
 
 from .batch import Batch
 from .link import Link
-from .making import made, maker, says
+from .making import maker, says, world_of
 from .seen import (
     ENDS,
     LOST,
@@ -43,7 +43,6 @@ from .seen import (
     NO_EXPERT,
     NO_STATE,
     Arrays,
-    Images,
     Look,
     Refused,
     Spent,
@@ -66,16 +65,15 @@ class Worlds:
     """Worlds of one kind by number. They are kept: a seeded reset leaves nothing of the past."""
 
     def __init__(
-        self, make: Callable[[], Any], images: Images | None = None, *, once: bool = False
+        self, make: Callable[[], Any], *, once: bool = False, endless: bool = False
     ) -> None:
         """
         Args:
-            images: what is rendered beside what the worlds show.
             once: a reset that fails is left to a person: a robot's arm that met something on its
                 way is not sent there again.
+            endless: episodes go on where worlds say that they terminated, until they are cut off.
         """
-        self._make = functools.partial(made, make, images or {})
-        self._once = once
+        self._make, self._once, self._endless = make, once, endless
         self._worlds: list[Any] = []
         self._looks: dict[int, Look] = {}
         """Of the open episodes."""
@@ -86,7 +84,11 @@ class Worlds:
         """Of what the first world showed first: shapes and types."""
 
     def reset(
-        self, numbers: Sequence[int], seeds: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
     ) -> Arrays:
         """Begin episodes; observations by name, ``[n, ...]``.
 
@@ -98,6 +100,7 @@ class Worlds:
         Args:
             starts: where episodes begin in worlds that have numbered states for that, counted
                 through again where there are fewer; by default the seeds choose.
+            turns: running numbers, by which tasks take turns where there are several.
         """
         if self._once and max(numbers, default=0):
             raise Refused(
@@ -107,8 +110,11 @@ class Worlds:
         self._have(numbers)
         for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
             start = None if starts is None else starts[row]
+            where = (start, None if turns is None else turns[row])
             try:
-                self._begin(number, seed, start)
+                self._begin(number, seed, *where)
+            except Refused:
+                raise
             except Exception as error:  # a simulator may raise anything
                 if self._once:
                     self.close()
@@ -117,7 +123,7 @@ class Worlds:
                         "resume the run"
                     ) from error
                 self._renew(number)
-                self._begin_again(number, seed, start)
+                self._begin_again(number, seed, *where)
         return stacked([self._seen[number] for number in numbers])
 
     def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
@@ -213,6 +219,7 @@ class Worlds:
                         column[row if single else (row, place)] = info[name]
                     success = succeeded(info)
                     solved = solved or success
+                    terminated = terminated and not self._endless
                     if terminated or truncated:
                         break
                 seen = self._look(number, observation)
@@ -275,10 +282,13 @@ class Worlds:
         while len(self._worlds) <= max(numbers, default=-1):
             self._worlds.append(self._make())
 
-    def _begin(self, number: int, seed: int, start: int | None) -> None:
+    def _begin(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
         world = self._worlds[number]
-        there = getattr(world, "starts", 0)
-        where = {"start": start % there} if start is not None and there else {}
+        if hasattr(world, "tasks"):
+            where = {"start": start, "turn": turn}
+        else:
+            there = getattr(world, "starts", 0)
+            where = {"start": start % there} if start is not None and there else {}
         observation = world.reset(seed=seed, **where)[0]
         self._looks[number] = Look(world)
         seen = self._look(number, observation)
@@ -286,9 +296,11 @@ class Worlds:
             raise ValueError(error)
         self._seen[number] = seen
 
-    def _begin_again(self, number: int, seed: int, start: int | None) -> None:
+    def _begin_again(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
         try:
-            self._begin(number, seed, start)
+            self._begin(number, seed, start, turn)
+        except Refused:
+            raise
         except Exception:  # a simulator may raise anything
             if not self._like:
                 raise
@@ -356,7 +368,8 @@ def work(link: Link, worlds: Worlds | Batch) -> None:
         elif order["do"] == "reset":
             if isinstance(worlds, Batch):
                 worlds.least = order["least"]
-            seen = worlds.reset(order["worlds"], order["seeds"], order["starts"])
+            asked = (order[name] for name in ("worlds", "seeds", "starts", "turns"))
+            seen = worlds.reset(*asked)
             link.put({"tells": list(worlds.tells)}, among(seen))
         elif order["do"] == "restore":
             states = [arrays[str(row)] for row in range(len(order["worlds"]))]
@@ -373,27 +386,28 @@ def work(link: Link, worlds: Worlds | Batch) -> None:
             link.put(worlds.spaces(), {})
 
 
-def main(end: int, own: int, other: int, target: str, values: str, images: str) -> None:
+def main(end: int, own: int, other: int, target: str, values: str, options: str) -> None:
     """Serve a stage.
 
     Args:
         end: the file descriptor of this end of a pair of sockets.
         own, other: those of files in memory; see :class:`Link`.
         target: as for :func:`maker`.
-        values, images: what it is called with, and what is rendered, as JSON.
+        values: what it is called with (:func:`world_of`), as JSON.
+        options: ``images``, what is rendered beside what worlds show, and ``endless``, as JSON.
     """
     for number in LEFT_TO_THE_STAGE:
         # Sent to a whole job: the stage may still want to finish what it does.
         signal.signal(number, signal.SIG_IGN)
-    link, worlds = Link(socket.socket(fileno=end), own, other), None
+    link = Link(socket.socket(fileno=end), own, other)
+    worlds: Worlds | Batch | None = None
     try:
-        found = maker(target)
-        make = functools.partial(found, **json.loads(values))
-        worlds = (
-            Batch(make, json.loads(images))
-            if says(found, "BATCHED")
-            else Worlds(make, json.loads(images), once=says(found, "SINGLE"))
-        )
+        found, told, how = maker(target), json.loads(values), json.loads(options)
+        if says(found, "BATCHED"):
+            worlds = Batch(functools.partial(found, **told), how["images"])
+        else:
+            make = functools.partial(world_of, found, told, how["images"])
+            worlds = Worlds(make, once=says(found, "SINGLE"), endless=how["endless"])
         work(link, worlds)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

@@ -36,9 +36,10 @@ them and returns what these show, ``[n, ...]``: an array, or ``state`` and pictu
 terminated, been truncated, and succeeded, ``[count]`` each; what is shown of one that ended is the
 last of its episode.
 
-Episodes that a reset begins with the same seed begin in the same state, which algorithms that compare
+Episodes that resets begin with the same seed begin in the same state, which algorithms that compare
 the samples of a start rely on. A module whose worlds do not keep that says ``UNSEEDED = True``, and
-is refused in runs with groups.
+is refused in runs with groups. ``SETS``, tuples of ids by name, are names for several tasks: a run
+has a world of each in turns, so they show and take the same.
 
 The module also says what the world needs (:mod:`rlinf.envs.worlds.needs`).
 """

@@ -191,11 +191,11 @@ class World:
         seen, _, _, info = self._desk.step(move)
         self._steps += 1
         solved = bool(self._oracle.get_task_info_for_set(self._begun, info, {self.subtask}))
+        solved = solved and self._done < len(self._chain.tasks)
         if solved:
             self._done, self._steps, self._begun = self._done + 1, 0, info
         over = self._done == len(self._chain.tasks)
-        cut = not over and self._steps >= self._most
-        return self._state(seen), float(solved), over, cut, {"success": over}
+        return self._state(seen), float(solved), over, self._steps >= self._most, {"success": over}
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
         """What a camera sees, uint8 ``[H, W, 3]``."""

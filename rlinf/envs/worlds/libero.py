@@ -22,6 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PACKAGES = ("libero", "robosuite")
+SETS = {
+    suite: tuple(f"{suite}/{number}" for number in range(90 if suite == "libero_90" else 10))
+    for suite in ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
+}
 OPTIONAL = {
     "assets": "the folder of LIBERO's meshes and textures: libero/libero/assets of "
     "github.com/Lifelong-Robot-Learning/LIBERO; left out, they are those that "
@@ -92,7 +96,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 def _find_assets(given: Any) -> None:
     """See that LIBERO finds its meshes and textures, in a folder where one is given: its modules
     ask for it when they are imported."""
-    paths = importlib.import_module("libero.libero")
+    paths: Any = importlib.import_module("libero.libero")
     if given is not None:
         folder = str(Path(str(given)).expanduser().resolve())
         root = str(Path(str(paths.__file__)).parent)
@@ -101,7 +105,9 @@ def _find_assets(given: Any) -> None:
     try:
         assets = Path(paths.get_libero_path("assets"))
     except ImportError as error:
-        raise ValueError(f"kwargs.assets: is not set, and {error}; give {OPTIONAL['assets']}") from None
+        raise ValueError(
+            f"kwargs.assets: is not set, and {error}; give {OPTIONAL['assets']}"
+        ) from None
     if given is not None and str(assets) != folder:
         raise ValueError(
             f"kwargs.assets: {given}, but the config.yaml of LIBERO_CONFIG_PATH says {assets}; "
@@ -170,8 +176,7 @@ class World:
         seen, *_ = self._env.step(np.asarray(action, np.float64))
         self._steps += 1
         solved = bool(self._env.check_success())
-        over = not solved and self._steps >= self._most
-        return _state(seen), float(solved), solved, over, {"success": solved}
+        return _state(seen), float(solved), solved, self._steps >= self._most, {"success": solved}
 
     def close(self) -> None:
         self._env.close()

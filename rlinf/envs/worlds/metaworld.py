@@ -17,6 +17,24 @@ import numpy as np
 from .states import attributes, layers, physics, put_attributes, put_physics
 
 PACKAGES = ("metaworld", "packaging")
+_MT10 = (
+    *("reach-v3", "push-v3", "pick-place-v3", "door-open-v3", "drawer-open-v3", "drawer-close-v3"),
+    *("button-press-topdown-v3", "peg-insert-side-v3", "window-open-v3", "window-close-v3"),
+)
+_MT50 = (
+    *("assembly", "basketball", "bin-picking", "box-close", "button-press-topdown"),
+    *("button-press-topdown-wall", "button-press", "button-press-wall", "coffee-button"),
+    *("coffee-pull", "coffee-push", "dial-turn", "disassemble", "door-close", "door-lock"),
+    *("door-open", "door-unlock", "hand-insert", "drawer-close", "drawer-open", "faucet-open"),
+    *("faucet-close", "hammer", "handle-press-side", "handle-press", "handle-pull-side"),
+    *("handle-pull", "lever-pull", "pick-place-wall", "pick-out-of-hole", "pick-place"),
+    *("plate-slide", "plate-slide-side", "plate-slide-back", "plate-slide-back-side"),
+    *("peg-insert-side", "peg-unplug-side", "soccer", "stick-push", "stick-pull", "push"),
+    *("push-wall", "push-back", "reach", "reach-wall", "shelf-place", "sweep-into", "sweep"),
+    *("window-open", "window-close"),
+)
+SETS = {"MT10": _MT10, "MT50": tuple(f"{name}-v3" for name in _MT50)}
+"""The package's own, in its order."""
 SAVES = True
 
 GOALS_SEED = 42

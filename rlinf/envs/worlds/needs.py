@@ -7,7 +7,7 @@ that no package brings, by their key of ``kwargs``, with what they are and where
 ``OPTIONAL``, likewise of keys that may be left out;
 ``BATCHED``, where a world steps many environments; ``SINGLE``, where there can be one world alone;
 ``SAVES``, where it can go on with an episode of another one; ``UNSEEDED``, where the seed of a
-reset does not say where an episode begins.
+reset does not say where an episode begins; ``SETS``, names for several tasks, with their ids.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Needs(NamedTuple):
     single: bool = False
     saves: bool = False
     unseeded: bool = False
+    sets: Mapping[str, tuple[str, ...]] = {}
 
     def missing_assets(self, kwargs: Mapping[str, Any]) -> list[str]:
         """Of each file or folder that is not there: its key, what it is, where it is had.

@@ -123,7 +123,7 @@ def test_assets_that_are_missing_are_told_by_their_key(
     with pytest.raises(ConfigError, match=rf"task\.kwargs\.assets: {assets} has no textures; give"):
         GymEnvironment.measured(config)
     said = {"kwargs": {"assets": str(assets / "none")}}
-    with pytest.raises(ConfigError, match=r"task\.kwargs\.assets: there is no .*none; give the fol"):
+    with pytest.raises(ConfigError, match=r"kwargs\.assets: there is no .*none; give the folder"):
         GymEnvironment.extent(config.model_copy(update=said), None)
     (assets / "config.yaml").write_text("assets: /elsewhere")
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(assets))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,26 @@ def process(made: None) -> Iterator[Process]:
     values = {"id": "reach-v3", "kwargs": {}}
     with contextlib.closing(Process(f"{maker.__file__}:make", values, python, 60)) as found:
         yield found
+
+
+def test_names_of_several_tasks_are_the_packages_and_observations_end_with_the_task() -> None:
+    program = (
+        "import json, metaworld.env_dict as d; "
+        "print(json.dumps({'MT10': list(d.MT10_V3), 'MT50': list(d.ALL_V3_ENVIRONMENTS)}))"
+    )
+    python = interpreter("metaworld", "task.python")
+    ran = subprocess.run([python, "-c", program], stdout=subprocess.PIPE, check=True)
+    assert json.loads(ran.stdout) == {name: list(ids) for name, ids in maker.SETS.items()}
+    several = {"id": "MT10", "one_hot": True, "observation": 49}
+    with contextlib.closing(
+        simulator_process(GymConfig.model_validate({**REACH, **several}))
+    ) as process:
+        seen = process.reset([0, 1], [5, 5], None, [0, 12])["state"]
+        assert seen[:, 39:].tolist() == np.eye(10)[[0, 2]].tolist()
+        moved, errors = process.step([0, 1], np.ones((2, 4)))
+        assert not errors
+        assert moved["seen.state"].shape == (2, 49)
+        assert (moved["seen.state"] != seen).any(1).all()
 
 
 def towards(seen: np.ndarray) -> np.ndarray:
