@@ -13,8 +13,8 @@ from pipeline.fitting import (
     check_fit,
     check_replay,
     check_starts,
-    check_turns,
     check_tasks,
+    check_turns,
     check_values,
     warn_of_precision,
 )
@@ -249,6 +249,10 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
                 raise ConfigError(
                     f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
                 )
+        if loads == "engine":
+            engine = engines.get(name)
+            options = config.engine.options(engine.Config, "engine")
+            engine.check_layout(options, policy_class(config)[1], layout, key)
         layout.check(size, key)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.channels.world import World
+from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import DataError
@@ -180,6 +180,21 @@ class Engine(Part, ABC):
         """Keys that name interpreters of processes of its own, with what they name and the packages
         that must be there."""
         return {}
+
+    @classmethod
+    def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
+        """See that processes can share a model so, without making it; of engines with
+        :attr:`layouts`.
+
+        Args:
+            policy: configuration of the policy.
+            layout: of the ways that the engine has.
+            key: of the layout, for errors.
+
+        Raises:
+            ConfigError: they cannot.
+            DataError: its checkpoint cannot be read.
+        """
 
     @classmethod
     def packages(cls, config: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,17 +39,32 @@ class Copy:
         dist.barrier(self._group)
 
 
-def check_heads(heads: int, size: int) -> None:
+def check_heads(settings: Any, size: int, key: str = "plan.stages.rollout.layout") -> None:
     """See that attention can be divided over so many processes.
+
+    Each has as many query heads. Heads of keys and values are divided too or, where there are fewer
+    of them than processes, are there several times: as often each.
+
+    Args:
+        settings: with the numbers of both, by the names that transformers has for them.
+        key: of the layout.
 
     Raises:
         ConfigError: it cannot; names the numbers that could.
     """
-    if heads % size:
-        able = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    if size == 1:
+        return
+    heads = settings.num_attention_heads
+    shared = getattr(settings, "num_key_value_heads", None) or heads
+
+    def able(size: int) -> bool:
+        return heads % size == 0 and (shared % size == 0 or size % shared == 0)
+
+    if not able(size):
+        numbers = ", ".join(str(n) for n in range(1, heads + 1) if able(n))
         raise ConfigError(
-            f"plan.stages.rollout.layout.tp: {size} does not divide the {heads} attention heads of "
-            f"the model; choose one of {able}"
+            f"{key}.tp: {size} processes cannot divide the {heads} attention heads of the model, "
+            f"{shared} of keys and values; choose one of {numbers}"
         )
 
 

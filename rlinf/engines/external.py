@@ -96,9 +96,8 @@ class ExternalEngine(Engine):
         """Learn of a network what requests and weights need; it takes no memory."""
         config = self._policy_config
         module = described_module(model, config)
-        text = read_settings(model)
-        self._settings: dict[str, Any] = {**text, **(text.get("text_config") or {})}
-        self._context = self._config.context or positions(text) or 4096
+        self._settings = module.config.get_text_config()
+        self._context = self._config.context or positions(read_settings(model)) or 4096
         self._tokenizer = load_tokenizer(model, config.trust_remote_code)
         ends = () if self._config.ignore_eos else stop_tokens(module, self._tokenizer)
         self.stops = frozenset(ends)

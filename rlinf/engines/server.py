@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from rlinf.channels.world import ParallelLayout
 from rlinf.checked import copy_file
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Hooks, Requests
@@ -31,7 +32,13 @@ from rlinf.engines.legs import Ask, Leg, Legs
 from rlinf.engines.process import Gone, ServerError, ServerProcess
 from rlinf.engines.replicas import Replicas
 from rlinf.interpreters import interpreter
-from rlinf.models.loading import WEIGHTS, companions, copy_companions, tensor_files
+from rlinf.models.loading import (
+    WEIGHTS,
+    companions,
+    copy_companions,
+    tensor_files,
+    text_settings,
+)
 from rlinf.residency import Size
 from rlinf.segments import SHM, segment_name
 from rlinf.tensors import State, save_tensors
@@ -82,6 +89,10 @@ class ServerEngine(ExternalEngine):
     @classmethod
     def interpreters(cls, config: Any) -> dict[str, tuple[str, tuple[str, ...]]]:
         return {"server_python": (config.server_python, (cls.package,))}
+
+    @classmethod
+    def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
+        check_heads(text_settings(policy), layout.tp, key)
 
     # What a subclass says.
 
@@ -244,7 +255,7 @@ class ServerEngine(ExternalEngine):
 
     def _known(self, model: Path) -> None:
         super()._known(model)
-        check_heads(self._settings["num_attention_heads"], self.world.layout.tp)
+        check_heads(self._settings, self.world.layout.tp)
 
     def _serve(self, version: int, *, update: bool) -> None:
         """Have the weights that are in the folder served.

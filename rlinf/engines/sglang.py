@@ -116,10 +116,10 @@ class SGLangEngine(ServerEngine):
         """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a
         head, for each token."""
         settings = self._settings
-        heads = settings["num_attention_heads"]
-        size = settings.get("head_dim") or settings["hidden_size"] // heads
-        there = max(1, settings.get("num_key_value_heads", heads) // self.world.layout.tp)
-        values = 2 * settings["num_hidden_layers"] * there
+        heads = settings.num_attention_heads
+        size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+        shared = getattr(settings, "num_key_value_heads", None) or heads
+        values = 2 * settings.num_hidden_layers * max(1, shared // self.world.layout.tp)
         width: int = getattr(torch, self._policy_config.dtype).itemsize
         return int(self._config.cache_tokens * values * size * width)
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,23 @@ def outline_new(config: CausalLMConfig) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(settings_of(config, vocabulary=2))  # type: ignore[no-untyped-call]
+
+
+def text_settings(config: CausalLMConfig) -> Any:
+    """What is known of a language model before it is made: of its checkpoint, or as configured.
+
+    By the names of transformers, whatever those of the family are.
+
+    Raises:
+        DataError: as :func:`load_module`.
+    """
+    if config.path is None:
+        return SimpleNamespace(
+            num_attention_heads=config.heads, num_key_value_heads=config.kv_heads
+        )
+    folder = config.path.expanduser()
+    with _reading(folder):
+        return _network(folder, config)[1].get_text_config()
 
 
 def described_module(folder: Path, config: CausalLMConfig) -> Any:

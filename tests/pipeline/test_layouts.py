@@ -20,6 +20,10 @@ Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 OWN = "tests.pipeline.own_parallel"
 PARTS = [f"engine.name={OWN}:ParallelEngine", f"trainer.name={OWN}:ParallelTrainer"]
+SERVER = [
+    "engine.name=tests.rlinf.engines.small_server:SmallEngine",
+    *("model.hidden=96", "model.heads=12", "model.kv_heads=4"),
+]
 STAGES = ["rollout", "reward", "inference", "train"]
 SHARED = {"processes": 2, "layout": {"tp": 2}}
 JOBS = {"stages": dict.fromkeys(("rollout", "evaluate", "inference", "train"), SHARED)}
@@ -118,6 +122,11 @@ def test_what_no_trainer_could_begin_is_refused_before_a_job_is(
             PARTS,
             POOLS | {"stages": {**POOLS["stages"], "inference": {"processes": 4, "layout": {}}}},
             r"inference\.layout: none, but warm_start, whose trainer .* has tp=2",
+        ),
+        (
+            SERVER,
+            {"stages": {"evaluate": {"processes": 6, "layout": {"tp": 6}}}},
+            r"stages\.evaluate\.layout\.tp: 6 .* 12 attention heads.*, 4 of keys.* 1, 2, 4, 12$",
         ),
     ],
 )

@@ -6,17 +6,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlinf.channels.local import LocalChannel
 from rlinf.channels.world import ParallelLayout, World
 from rlinf.engines.base import Hooks
 from rlinf.engines.divided import check_heads, own_gpus
-from rlinf.errors import ConfigError
-from rlinf.models.causal_lm import CausalLM
+from rlinf.errors import ConfigError, DataError
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.contracts.test_engine import TOKENS, Tried
 from tests.rlinf.engines.small_server import SmallConfig, SmallEngine
 
@@ -123,7 +125,45 @@ def test_each_server_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [own_gpus(rank, 0, 1, 1) for rank in range(3)] == ["7"] * 3
 
 
-def test_heads_that_cannot_be_divided_are_named() -> None:
-    check_heads(12, 4)
-    with pytest.raises(ConfigError, match=r"layout\.tp: 5 .* 12 attention heads.* 1, 2, 3, 4, 6"):
-        check_heads(12, 5)
+@pytest.mark.parametrize(
+    ("shared", "size", "able"),
+    [
+        (None, 4, None),
+        (None, 5, "1, 2, 3, 4, 6, 12"),
+        (4, 2, None),
+        (2, 4, None),  # each head of keys and values is at two processes
+        (4, 6, "1, 2, 4, 12"),
+        (3, 4, "1, 3, 6, 12"),
+    ],
+)
+def test_heads_that_cannot_be_divided_are_named(
+    shared: int | None, size: int, able: str | None
+) -> None:
+    settings = SimpleNamespace(num_attention_heads=12, num_key_value_heads=shared)
+    if able is None:
+        check_heads(settings, size)
+        return
+    with pytest.raises(ConfigError, match=rf"layout\.tp: {size} .* 12 attention heads.* {able}$"):
+        check_heads(settings, size)
+
+
+def test_sizes_go_by_any_name_that_a_family_has(tmp_path: Path) -> None:
+    """GPT-2's are n_head and n_positions."""
+    CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, tmp_path)
+    settings = GPT2Config(
+        vocab_size=16, n_embd=32, n_layer=1, n_head=4, n_positions=64, eos_token_id=1
+    )
+    GPT2LMHeadModel(settings).save_pretrained(tmp_path)
+    policy = CausalLM.load(tmp_path, TOKENS)
+    engine: Any = SmallEngine(SmallConfig(), CausalLM, TOKENS)
+    try:
+        engine.load(tmp_path, 3)
+        tried = Tried(engine, "tokens", tmp_path, policy)
+        assert len(tried.answers(tried.request(range(4)))) == 4
+        with pytest.raises(DataError, match="do not fit into 64"):
+            tried.answers(tried.request(range(1), horizon=80))
+    finally:
+        engine.close()
+    config = CausalLMConfig(path=tmp_path)
+    with pytest.raises(ConfigError, match=r"key\.tp: 3 .* 4 attention heads"):
+        SmallEngine.check_layout(SmallConfig(), config, ParallelLayout(tp=3), "key")
