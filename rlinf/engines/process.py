@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
+import math
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -24,7 +27,12 @@ from rlinf.engines.inside import start
 from rlinf.errors import DataError, RlinfError
 
 LOOK_S = 0.1
+WATCH_S = 10.0
+"""Without an answer after which it is asked whether it is alive, and then again and again."""
+PROBE_S = 30.0
+"""The longest that such a question waits. SGLang takes 20 s to say no."""
 LAST_LINES = 15
+log = logging.getLogger(__name__)
 
 
 class ServerError(RlinfError):
@@ -60,6 +68,8 @@ class ServerProcess:
         address: Path,
         log: Path,
         timeout_s: float,
+        pulse: str = "/health",
+        silent_s: float = math.inf,
     ) -> None:
         """
         Args:
@@ -69,8 +79,14 @@ class ServerProcess:
             address: the socket where it will listen.
             log: where what it prints is added.
             timeout_s: for one answer.
+            pulse: the route that answers while it is alive.
+            silent_s: one that is watched, and says nothing for so long, is ended.
         """
         self._address, self._log, self._timeout_s = address, log, timeout_s
+        self._pulse, self._silent_s = pulse, silent_s
+        self._watching = threading.Lock()
+        self._heard, self._silent = time.monotonic(), math.inf
+        """When it answered last, and since when it did not when it was asked."""
         self._own = threading.local()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._begin = log.stat().st_size if log.exists() else 0
@@ -103,7 +119,7 @@ class ServerProcess:
             if not self.alive:
                 self._fail(f"ended with exit code {self._process.returncode} before it was up")
             with contextlib.suppress(Gone):
-                self.get(route)
+                self.get(route, min(PROBE_S, max(LOOK_S, until - time.monotonic())))
                 return
             if time.monotonic() > until:
                 self.close()
@@ -115,18 +131,35 @@ class ServerProcess:
         """Whether its first process runs."""
         return self._process.poll() is None
 
-    def get(self, route: str) -> Any:
-        """What a route answers; raises as :meth:`post`."""
-        return self._ask("GET", route, None)
+    def get(self, route: str, timeout_s: float | None = None) -> Any:
+        """What a route answers; raises as :meth:`post`.
 
-    def post(self, route: str, body: Any = None) -> Any:
+        Args:
+            timeout_s: asked apart from all else, for so long; None: as ever.
+        """
+        if timeout_s is None:
+            return self._ask("GET", route, None, watched=False)
+        connection = _Local(self._address, timeout_s)
+        try:
+            connection.request("GET", route)
+            response = connection.getresponse()
+            return _said(route, response.status, response.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise Gone(f"{route}: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+
+    def post(self, route: str, body: Any = None, *, watched: bool = False) -> Any:
         """What a route answers to a JSON body.
+
+        Args:
+            watched: while it waits, one that has become silent is ended.
 
         Raises:
             DataError: it refused the request.
             Gone: no answer came.
         """
-        return self._ask("POST", route, body)
+        return self._ask("POST", route, body, watched=watched)
 
     def close(self) -> None:
         """Kill it with its group; again does no harm."""
@@ -146,7 +179,7 @@ class ServerProcess:
     def _fail(self, what: str) -> None:
         raise ServerError(f"the server {what}; the end of its log {self._log}:\n{self.tail()}")
 
-    def _ask(self, method: str, route: str, body: Any) -> Any:
+    def _ask(self, method: str, route: str, body: Any, *, watched: bool) -> Any:
         headers = {"Content-Type": "application/json"}
         text = None if body is None else json.dumps(body)
         connection, used = getattr(self._own, "connection", None), True
@@ -156,6 +189,8 @@ class ServerProcess:
         while True:
             try:
                 connection.request(method, route, text, headers)
+                if watched:
+                    self._await(connection.sock)
                 response = connection.getresponse()
                 answer = response.read()
                 break
@@ -165,15 +200,54 @@ class ServerProcess:
                 if not used or isinstance(error, TimeoutError):
                     raise Gone(f"{route}: {error or type(error).__name__}") from None
                 used = False
-        if response.status >= 500:
-            raise Gone(f"{route}: {response.status} {answer[:300].decode(errors='replace')}")
-        if response.status >= 400:
-            said = answer[:1000].decode(errors="replace")
-            raise DataError(f"the server refuses {route} ({response.status}): {said}")
+        self._heard, self._silent = time.monotonic(), math.inf
+        return _said(route, response.status, answer)
+
+    def _await(self, connection: socket.socket) -> None:
+        """Wait until an answer begins.
+
+        Raises:
+            TimeoutError: none came.
+        """
+        ready, until = select.poll(), time.monotonic() + self._timeout_s
+        ready.register(connection, select.POLLIN)
+        while not ready.poll(1000 * min(WATCH_S, self._timeout_s)):
+            if time.monotonic() > until:
+                raise TimeoutError(f"no answer within {self._timeout_s:g} s")
+            self._watch()
+
+    def _watch(self) -> None:
+        """Ask whether it is alive, once for all who wait. They hear it if it is ended."""
+        if not self._watching.acquire(blocking=False):
+            return
         try:
-            return json.loads(answer) if answer.strip() else None
-        except ValueError:
-            return answer.decode(errors="replace")
+            began = time.monotonic()
+            if began - self._heard < WATCH_S:
+                return
+            try:
+                self.get(self._pulse, min(PROBE_S, self._silent_s))
+            except Gone:
+                self._silent = min(self._silent, began)
+            else:
+                self._heard, self._silent = time.monotonic(), math.inf
+            if time.monotonic() - self._silent >= self._silent_s and self.alive:
+                log.warning("a server has said nothing for %g s, and is ended", self._silent_s)
+                self.close()
+        finally:
+            self._watching.release()
+
+
+def _said(route: str, status: int, answer: bytes) -> Any:
+    """What an answer says; raises as :meth:`ServerProcess.post`."""
+    if status >= 500:
+        raise Gone(f"{route}: {status} {answer[:300].decode(errors='replace')}")
+    if status >= 400:
+        said = answer[:1000].decode(errors="replace")
+        raise DataError(f"the server refuses {route} ({status}): {said}")
+    try:
+        return json.loads(answer) if answer.strip() else None
+    except ValueError:
+        return answer.decode(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes], pipe: int) -> None:

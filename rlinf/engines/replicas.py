@@ -75,7 +75,7 @@ class Replicas:
             process = self._up[number]
         held: Sequence[int] = ()
         try:
-            answer = process.post(route, body)
+            answer = process.post(route, body, watched=True)
             held = [*tokens, *read(answer)]
             return answer
         except Gone:

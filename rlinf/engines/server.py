@@ -61,6 +61,9 @@ class ServerConfig(ExternalConfig):
     """The longest that a server takes to come up."""
     answer_s: float = Field(default=3600.0, gt=0)
     """The longest that it takes to answer; then it counts as dead."""
+    silent_s: float = Field(default=300.0, gt=0)
+    """The longest that it may not even say that it is alive while samples are under way. A step,
+    of prompts say, must be through within it."""
 
 
 class ServerEngine(ExternalEngine):
@@ -72,6 +75,8 @@ class ServerEngine(ExternalEngine):
     """What its interpreter runs."""
     health: ClassVar[str] = "/health"
     """The route that answers once it is up."""
+    pulse: ClassVar[str] = "/health"
+    """The route that answers as long as it decodes, or could."""
     package: ClassVar[str]
     """What that interpreter must have."""
 
@@ -304,6 +309,8 @@ class ServerEngine(ExternalEngine):
             socket,
             logs / f"{type(self).__name__}-{os.uname().nodename}-{os.getpid()}{several}.log",
             config.answer_s,
+            self.pulse,
+            config.silent_s,
         )
 
     def _ready(self, process: ServerProcess) -> None:

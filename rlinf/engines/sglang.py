@@ -104,7 +104,7 @@ class SGLangEngine(ServerEngine):
         return Leg(values["output_ids"], logprobs, about["finish_reason"]["type"])
 
     def stop(self, process: ServerProcess) -> None:
-        process.post("/abort_request", {"abort_all": True})
+        process.post("/abort_request", {"abort_all": True}, watched=True)
 
     def sleep(self, process: ServerProcess) -> None:
         process.post("/release_memory_occupation", {"tags": PARTS})

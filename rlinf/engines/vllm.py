@@ -38,6 +38,7 @@ class VLLMEngine(ServerEngine):
     Config = VLLMConfig
     package = "vllm"
     module = "vllm.entrypoints.openai.api_server"
+    pulse = "/is_sleeping"  # asks the process that decodes, which /health does not
 
     def command(self, model: Path, context: int, socket: Path) -> list[str]:
         return [
@@ -57,7 +58,7 @@ class VLLMEngine(ServerEngine):
         return {**always, "TORCH_COMPILE_DISABLE": "1"}
 
     def started(self, process: ServerProcess) -> None:
-        _call(process, "rlinf_begin")
+        _call(process, "rlinf_begin", watched=True)
 
     def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
         body = {"token_ids": ask.tokens, "sampling_params": settings(ask, self.stops)}
@@ -71,7 +72,7 @@ class VLLMEngine(ServerEngine):
         return Leg(tokens, [entry["logprob"] for entry in content], end)
 
     def stop(self, process: ServerProcess) -> None:
-        process.post("/abort_requests", {"request_ids": []})
+        process.post("/abort_requests", {"request_ids": []}, watched=True)
 
     def sleep(self, process: ServerProcess) -> None:
         # The second level keeps no copy of the weights in the host's memory.
@@ -86,9 +87,10 @@ class VLLMEngine(ServerEngine):
         process.post("/update_weight_version", {"new_version": str(version)})
 
 
-def _call(process: ServerProcess, method: str, *arguments: str) -> None:
+def _call(process: ServerProcess, method: str, *arguments: str, watched: bool = False) -> None:
     """Run a method of the worker extension in every worker of a server."""
-    process.post("/collective_rpc", {"method": method, "args": list(arguments)})
+    body = {"method": method, "args": list(arguments)}
+    process.post("/collective_rpc", body, watched=watched)
 
 
 def arguments(engine: ExternalEngine, model: Path, context: int) -> list[str]:

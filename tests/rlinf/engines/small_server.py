@@ -54,7 +54,7 @@ class SmallEngine(ServerEngine):
         return Leg(values["tokens"], values["logprobs"], values["end"])
 
     def stop(self, process: ServerProcess) -> None:
-        process.post("/abort")
+        process.post("/abort", watched=True)
 
     @property
     def sleeps(self) -> bool:

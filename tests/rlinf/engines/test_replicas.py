@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ def started(folder: Path, **config: Any) -> Tried:
     """As ``tests.contracts.test_engine.new``, of servers that come up within seconds."""
     folder.mkdir(exist_ok=True)
     CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, folder)
-    engine = SmallEngine(SmallConfig(step_s=0.005, **config), CausalLM, TOKENS)
+    engine = SmallEngine(SmallConfig(**{"step_s": 0.005, **config}), CausalLM, TOKENS)
     engine.logs = folder.parent / "logs"
     engine.load(folder, 3)
     return Tried(engine, "tokens", folder, CausalLM.load(folder, TOKENS))
@@ -199,6 +200,47 @@ def test_one_that_does_not_come_up_again_is_done_without(
             engine.load(tried.folder, 3)
     engine.load(tried.folder, 3)
     assert_alike(tried.answers(request), whole, tried)
+
+
+def test_one_that_hangs_is_replaced_and_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlinf.engines.process.WATCH_S", 0.2)
+    tried = started(tmp_path / "policy", silent_s=2.0)
+    engine: Any = tried.engine
+    try:
+        request = grouped(tried, 2, 2, **LONG)
+        whole, asked = tried.answers(request), list[int]()
+        first = engine.processes[0].pid
+
+        def gives_up(left: int, of: int) -> bool:
+            asked.append(left)
+            if len(asked) == 2:
+                os.killpg(first, signal.SIGSTOP)
+            return False
+
+        began = time.monotonic()
+        got = tried.answers(request, hooks=Hooks(gives_up=gives_up))
+        assert time.monotonic() - began < 120
+        assert len(asked) > 1, "samples were under way"
+        assert engine.processes[0].pid != first
+        assert_alike(got, whole, tried)
+    finally:
+        engine.close()
+
+
+def test_one_that_is_only_slow_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlinf.engines.process.WATCH_S", 0.2)
+    tried = started(tmp_path / "policy", silent_s=8.0, step_s=1.0)
+    engine: Any = tried.engine
+    try:
+        first = engine.processes[0].pid
+        assert len(tried.answers(tried.request([0], horizon=10, min_tokens=10))) == 1
+        assert [process.pid for process in engine.processes] == [first]
+    finally:
+        engine.close()
 
 
 def test_servers_that_sleep_hold_nothing_and_wake_with_their_weights(tmp_path: Path) -> None:
