@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
@@ -15,7 +17,10 @@ class Span(NamedTuple):
 
 
 def balance(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    """Give every item to one of ``len(shares)`` workers, heaviest first, to who ends first.
+    """Give every item to one of ``len(shares)`` workers so that the last ends early.
+
+    Heaviest first, to who ends first (Graham 1969); of workers of one speed also by
+    :func:`differences`, if the last of them ends earlier by that.
 
     Args:
         costs: cost of each item.
@@ -37,7 +42,64 @@ def balance(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
         rank = ends.index(min(ends))
         workers[rank].append(item)
         loads[rank] += cost
+    least = max(-(-sum(costs) // len(shares)), max(costs, default=0))
+    if min(shares) == max(shares) and max(loads) > least:
+        apart = differences(costs, len(shares))
+        if max(sum(costs[item] for item in items) for items in apart) < max(loads):
+            workers = apart
     return [sorted(items) for items in workers]
+
+
+def differences(costs: Sequence[int], count: int) -> list[list[int]]:
+    """Items in parts of about one cost, by the largest differencing method.
+
+    Karmarkar and Karp, "The Differencing Method of Set Partitioning" (UC Berkeley, CSD-83-113,
+    1982), for several parts: each item begins as a partition whose other parts are empty; the two
+    partitions whose parts differ the most are made one, the largest part of one with the smallest
+    of the other, until one is left.
+
+    Returns:
+        Item numbers of each part, the dearest part first. Of costs in another order the parts cost
+        the same.
+    """
+    order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
+    if count == 1 or not order:
+        return [order, *([] for _ in range(count - 1))]
+    # Parts are trees of items, as joining lists would copy them. Costs count from a partition's
+    # least part, which changes no difference and keeps numbers small.
+    empty: list[tuple[int, Any]] = [(0, None)] * (count - 1)
+    heap = [(-costs[item], at, [(costs[item], item), *empty]) for at, item in enumerate(order)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heap[0]
+        pairs = zip(one, reversed(other), strict=True)
+        joined = [
+            (cost + more, mine if its is None else its if mine is None else (mine, its))
+            for (cost, mine), (more, its) in pairs
+        ]
+        joined.sort(key=_cost, reverse=True)
+        low = joined[-1][0]
+        joined = [(cost - low, items) for cost, items in joined]
+        heapq.heapreplace(heap, (-joined[0][0], number, joined))
+        number += 1
+    return [_items(tree) for _, tree in heap[0][2]]
+
+
+_cost = operator.itemgetter(0)
+
+
+def _items(tree: Any) -> list[int]:
+    """The leaves of a tree of pairs."""
+    found, stack = list[int](), [] if tree is None else [tree]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, tuple):
+            stack += top
+        else:
+            found.append(top)
+    return found
 
 
 def micro_batches(
