@@ -137,4 +137,4 @@ def gap_limit(config: RunConfig) -> float:
     names = [
         (part.model_extra or {}).get(key) for part in parts for key in ("dtype", "param_dtype")
     ]
-    return HALF_PRECISION_GAP_LIMIT if "bfloat16" in names else GAP_LIMIT
+    return GAP_LIMIT if {"bfloat16", "float16"}.isdisjoint(names) else HALF_PRECISION_GAP_LIMIT

@@ -149,13 +149,20 @@ class DeepSpeedTrainer(MinibatchTrainer):
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         import deepspeed
+        from deepspeed.accelerator import get_accelerator
 
+        if self.config.param_dtype == "float16" and not get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                "trainer.param_dtype: DeepSpeed computes in float16 on GPUs, and on CPUs that have "
+                "its instructions, which this one has not; set trainer.param_dtype=bfloat16, or "
+                "choose trainer=fsdp or trainer=megatron"
+            )
         # It serves inference on CPUs, and compiling it takes a minute or two.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
         )
-        half = self.config.param_dtype != "float32"
+        dtype = self.config.param_dtype
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         unit = min(UNITS, sum(p.numel() for p in self.policy.module.parameters()))
         zero: dict[str, Any] = {
@@ -176,7 +183,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": half},
+            "bf16": {"enabled": dtype == "bfloat16"},
+            # Losses are scaled before they come here.
+            "fp16": {"enabled": dtype == "float16", "loss_scale": 1.0},
             "communication_data_type": "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": zero,
@@ -393,7 +402,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
         named = (
             _named(self.policy.module) if self._adapters is None else self._adapters.parameters()
         )
-        return {"model": self._own(dict(named).items()), "optimizer": {"state": state}}
+        model = self._own(dict(named).items())
+        return {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
 
     def _release(self) -> None:
         self.optimizer.state.clear()

@@ -88,7 +88,9 @@ class FSDPTrainer(MinibatchTrainer):
             self.policy.module.train()
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         try:
-            found = self._backward(lambda: loss(self.policy, inputs), 1.0, last=True)
+            found = self._backward(
+                lambda: loss(self.policy, inputs), self._scaling.value, last=True
+            )
             joined_metrics(self._sums, found)
         except BaseException:
             self.discard()
@@ -178,13 +180,13 @@ class FSDPTrainer(MinibatchTrainer):
             for parameter in own.values():
                 begin(self.optimizer, parameter, self._moments)
             states = {name: self.optimizer.state[parameter] for name, parameter in own.items()}
-            return {"model": own, "optimizer": {"state": states}}
+            return {"model": own, "optimizer": {"state": states}, **self._scaling.state()}
         # Before the first step: torch would take one of its own, which counts.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 begin(self.optimizer, parameter, self._moments)
         model, optimizer = get_state_dict(self.policy.module, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer, **self._scaling.state()}
 
     def _shard(self, policy: Policy) -> None:
         # Imported by sharded trainers alone: it takes a second.

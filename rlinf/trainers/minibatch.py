@@ -34,6 +34,7 @@ from rlinf.trainers.base import LossFunction, Trainer, is_largest, joined_metric
 from rlinf.trainers.cuts import Cut, cut
 from rlinf.trainers.lanes import Lanes
 from rlinf.trainers.lora import Adapters, LoRASection, check_adapted
+from rlinf.trainers.loss_scale import LossScale
 from rlinf.trainers.optimizer import MOMENTS, choose, leave_out
 from rlinf.trainers.recompute import recompute_blocks
 
@@ -52,8 +53,13 @@ class MinibatchConfig(Section):
     python: str | None = None
     """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of parameters in forward and backward; those that are trained stay as they are."""
+    loss_scale: float = Field(default=65536.0, ge=1)
+    """What the loss is multiplied by at first, of float16 alone; see
+    :mod:`rlinf.trainers.loss_scale`. A power of two."""
+    loss_scale_steps: int = Field(default=2000, gt=0)
+    """Steps without overflow after which that is doubled."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the network's blocks for the backward pass and compute the rest
     again: less memory, a third more work."""
@@ -96,6 +102,9 @@ class MinibatchTrainer(Storages, Trainer):
         self._packs = policy.packs if config.packing is None else config.packing
         if self._packs:
             policy.use_packing(self.device, getattr(torch, config.param_dtype))
+        self._scaling = LossScale()
+        if config.param_dtype == "float16":
+            self._scaling = LossScale(config.loss_scale, config.loss_scale_steps)
         self._adapters = None if config.lora is None else Adapters(policy, config.lora)
 
     @classmethod
@@ -216,8 +225,15 @@ class MinibatchTrainer(Storages, Trainer):
         }
         if check is not None:
             check(totals)
-        norms = [scale * self._gradient_norm(groups) for groups, _ in self._clips]
+        totals |= {name: float(held[0]) for name, held in self._scaling.state().items()}
+        shrink = scale / self._scaling.value
+        norms = [shrink * self._gradient_norm(groups) for groups, _ in self._clips]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
+        if self._scaling.changes and math.isfinite(totals["loss"]):
+            totals["skipped_steps"] = 0.0 if math.isfinite(norm) else 1.0
+            if not math.isfinite(norm):
+                self._scaling.step_skipped()
+                return totals
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
                 f"loss {totals['loss']}, gradient norm {norm}: not finite; the previous weights "
@@ -226,9 +242,10 @@ class MinibatchTrainer(Storages, Trainer):
             )
         scales: dict[str, float] = {}
         for (groups, clip), own in zip(self._clips, norms, strict=True):
-            shrunk = scale * clip / (own + 1e-6) if own > clip else scale
+            shrunk = shrink * clip / (own + 1e-6) if own > clip else shrink
             scales |= dict.fromkeys(groups, shrunk)
         self._step(scales)
+        self._scaling.step_done()
         return {**totals, "grad_norm": norm}
 
     def _outputs(
@@ -249,7 +266,7 @@ class MinibatchTrainer(Storages, Trainer):
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
                 # Gradients are averaged over ranks; the loss is a sum over them.
-                counted * self.world.data_size,
+                counted * self.world.data_size * self._scaling.value,
                 last=number == len(cut.batches),
             )
             joined_metrics(sums, {name: part * counted for name, part in parts.items()})

@@ -30,6 +30,8 @@ from rlinf.sharded import is_shared, local, memory, rows_of
 from rlinf.tensors import TensorFile
 
 FORMAT = "rlinf-shards-2"
+OWN = {"loss_scale"}
+"""Of some trainers' states alone; of a state without them they stay as they are."""
 _NAME = re.compile(r"rank-0-of-(\d+)\.safetensors")
 
 
@@ -159,6 +161,8 @@ def read(folder: Path, state: Mapping[str, Any], places: Places | None = None) -
         with contextlib.ExitStack() as stack:
             files = _Files(folder, stack)
             for name, value in tensors(state):
+                if name in OWN and not files.has(name):
+                    continue
                 place = _place(value, (places or {}).get(name))
                 files.want(name, place or Place(tuple(value.shape), 0), local(value))
             name = ""
@@ -216,6 +220,10 @@ class _Files:
                 start, whole, *runs = table["parts"].get(name, (0, shape))
                 place = Place(tuple(whole), start, tuple(Run(*run) for run in (runs or [()])[0]))
                 self._parts.setdefault(name, []).append((rank, place))
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is there."""
+        return name in self._parts
 
     def want(self, name: str, place: Place, part: Tensor) -> None:
         """Have a part of a tensor filled by :meth:`fill`."""

@@ -162,7 +162,7 @@ class _Job:
         flow = flow_of(config)
         loads = {name: stage.loads for name, stage in flow.stages.items()}
         held = [name for name, what in loads.items() if what == "trainer"]
-        sized = {"float32": 4, "bfloat16": 2}
+        sized = {"float32": 4, "bfloat16": 2, "float16": 2}
         return cls(
             shape=shape,
             trained=trained,

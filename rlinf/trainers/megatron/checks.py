@@ -192,10 +192,10 @@ def check_adapters(
                 f"{key}: {target!r} is of one block, and every stage of a pipeline needs some to "
                 f"train; name it in all blocks: {kind}"
             )
-    if dtype == "float32" != config.param_dtype:
+    if config.param_dtype not in ("float32", dtype):
         raise ConfigError(
             "trainer.param_dtype: beside adapters trainer=megatron keeps weights as it computes "
-            "with them, rounded; set it to float32, or model.dtype to bfloat16"
+            "with them, rounded; set it to float32, or it and model.dtype to bfloat16"
         )
 
 

@@ -158,6 +158,7 @@ class MegatronTrainer(MinibatchTrainer):
             "params_dtype": dtype,
             "pipeline_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
         }
         if config.stage_layers and layout.pp > 1:
             stages = [["decoder"] * count for count in config.stage_layers]
@@ -235,7 +236,7 @@ class MegatronTrainer(MinibatchTrainer):
             value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
             counted = 1.0 if real else 0.0
             every = {"loss": value.detach(), **metrics}
-            value = value * (counted / self.world.layout.cp)
+            value = value * (counted * self._scaling.value / self.world.layout.cp)
             return value, {name: metric * counted for name, metric in every.items()}
 
         self._memory.want()
@@ -371,7 +372,7 @@ class MegatronTrainer(MinibatchTrainer):
         for name, first_name in self._first.items():
             if name != first_name and first_name in model:
                 model[name] = model[first_name]
-        return {"model": model, "optimizer": {"state": state}}
+        return {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -385,7 +386,8 @@ class MegatronTrainer(MinibatchTrainer):
             state[part.name] = {name: torch.empty(size) for name in self._moments}
             if counts:
                 state[part.name]["step"] = torch.zeros(())
-        shards.read(folder, {"model": model, "optimizer": {"state": state}}, self._places)
+        read = {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
+        shards.read(folder, read, self._places)
         weights, moments = self._kept()
         steps: dict[int, Tensor] = {}
         for part in self._held.trained:

@@ -52,7 +52,8 @@ def trainer(folder: Path, threads: int, budget: int = 40) -> FSDPTrainer:
 
 
 def step_loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
-    return -outputs.logprobs.sum() / 50, {"rows": torch.tensor(float(len(spans)))}
+    rows = torch.tensor(float(len(spans)), device=outputs.logprobs.device)
+    return -outputs.logprobs.sum() / 50, {"rows": rows}
 
 
 loss = of_steps(step_loss)

@@ -55,7 +55,7 @@ def _lora(*targets: str) -> dict[str, Any]:
         (
             "",
             {"lora": {"rank": 2}, "param_dtype": "bfloat16"},
-            r"^trainer\.param_dtype: beside adapters .* model\.dtype to bfloat16",
+            r"^trainer\.param_dtype: beside adapters .* it and model\.dtype to bfloat16",
         ),
     ],
 )
