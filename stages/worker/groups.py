@@ -130,14 +130,14 @@ class Groups:
             ready: told of what arrived whole: output, version, attempt, tensors.
 
         Raises:
-            ValueError: it makes no sense.
+            TransferError: it makes no sense.
         """
         name = message.group
         if isinstance(message, GroupForms):
             members = message.members.split(",")
+            if not NAME.fullmatch(name) or self._outbox.name not in members:
+                raise TransferError(f"no group of this worker: {name!r}")
             rank = members.index(self._outbox.name)
-            if not NAME.fullmatch(name):
-                raise ValueError(f"no name of a group: {name!r}")
             with self._lock:
                 if not self._closed:
                     form = (message.backend, self._pointer(name), rank, len(members))

@@ -11,9 +11,10 @@ only what arrived whole is served.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -196,6 +197,32 @@ class _Coming:
     flat: Tensor
     sums: dict[int, int] = field(default_factory=dict)
 
+    def place(self, bucket: int) -> Tensor:
+        """Where it belongs; empty: there is no such bucket."""
+        there = 0 <= bucket < self.layout.buckets
+        return self.flat[self.layout.span(bucket)] if there else self.flat[:0]
+
+
+def _data(record: Record) -> np.ndarray:
+    """The bytes that a record about weights brings, uint8.
+
+    Raises:
+        TransferError: it brings none.
+    """
+    data = record.context.get(DATA)
+    if data is None or data.dtype != np.uint8:
+        raise TransferError("a message that is to bring weights brings none")
+    return data
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    """Torch says by a ``RuntimeError`` that there is no memory for a tensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(f"no room for weights ({error})") from None
+
 
 class Arrivals:
     """Puts the weights that arrive whole on the board; called by the inbox alone.
@@ -227,11 +254,11 @@ class Arrivals:
         """Groups bring weights in threads of their own."""
 
     def take(self, out: str, record: Record) -> None:
-        """A record about the weights of an output; damage is logged and forgets the version."""
+        """A record about an output's weights; damage and want of room are logged and forget it."""
         try:
             with self._lock:
                 self._take(out, record)
-        except (RlinfError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
+        except (RlinfError, OSError) as error:
             self._coming.pop(out, None)
             log.warning("weights of %s: %s; waiting for its commit", out, error)
 
@@ -258,9 +285,10 @@ class Arrivals:
                 self._publisher.groups.take(out, number, message, self._ready)
 
     def _begin(self, out: str, number: int, attempt: str, record: Record) -> None:
-        text = record.context[DATA].tobytes()
+        text = _data(record).tobytes()
         layout = Layout.from_json(text)
-        flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+        with _room():
+            flat = torch.empty(layout.nbytes, dtype=torch.uint8)
         self._coming[out] = _Coming(attempt, number, text, layout, flat)
         self._others[out] = [*self._others.get(out, ()), *self._publisher.apart(out)]
         keep_newest(self._others, TOLD)
@@ -270,17 +298,16 @@ class Arrivals:
         number, others = coming.number, self._others.get(out, ())
         if isinstance(message, Bucket):
             bucket = record.identity.sample
-            part = torch.from_numpy(np.array(record.context[DATA], np.uint8))
+            part, here = torch.from_numpy(_data(record).copy()), coming.place(bucket)
             coming.sums[bucket] = int(checksum(part))
-            if f"{coming.sums[bucket]:x}" != message.checksum:
+            if f"{coming.sums[bucket]:x}" != message.checksum or part.shape != here.shape:
                 raise TransferError(f"bucket {bucket} of version {number} arrived damaged")
-            here = coming.flat[coming.layout.span(bucket)]
             here.copy_(part)
             # What waits to be sent on takes no memory of its own.
             record = replace(record, context={DATA: here.numpy()})
             self._publisher.forward(out, others, record)
             return
-        sums = [coming.sums[bucket] for bucket in range(coming.layout.buckets)]
+        sums = [sum for _, sum in sorted(coming.sums.items())]
         if digest(number, coming.text, sums) != message.digest:
             raise TransferError(f"version {number} is not what was sent")
         del self._coming[out]
@@ -300,7 +327,8 @@ class Arrivals:
             if view.version != number:
                 raise TransferError(f"version {number} was replaced by {view.version}")
             # Copied: the engine may be busy for longer than the sender can spare the memory.
-            copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
+            with _room():
+                copies = {id(tensor): tensor.clone() for tensor in view.tensors.values()}
             return {name: copies[id(tensor)] for name, tensor in view.tensors.items()}
 
     def _ready(self, out: str, number: int, attempt: str, tensors: dict[str, Tensor]) -> None:

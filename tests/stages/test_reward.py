@@ -106,8 +106,12 @@ def test_a_reward_ends_when_another_number_of_processes_judges(
     tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = list[Reward]()
-    monkeypatch.setattr(stages.parts, "reward_class", lambda config: (Length, Section()))
-    monkeypatch.setattr(Length, "close", lambda reward: closed.append(reward))
+
+    class Closing(Length):
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(stages.parts, "reward_class", lambda config: (Closing, Section()))
     ctx = again(Run.open(tiny_run), tmp_path / "data", World())
     first = held_reward(ctx)
     assert held_reward(ctx) is first

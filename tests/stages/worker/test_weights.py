@@ -16,11 +16,13 @@ from torch import Tensor
 from rlinf.artifacts import Manifest, commit, content_digest
 from rlinf.data.record import Identity, Record
 from rlinf.errors import RequeueRequested
+from rlinf.weights.buckets import Entry, Layout, checksum
 from stages.board import Board
 from stages.context import Input
 from stages.parts import WEIGHTS
 from stages.worker.groups import DATA
 from stages.worker.inbox import TO, Inbox, Outbox
+from stages.worker.messages import GroupForms
 from stages.worker.weights import Arrivals, Publisher
 
 OUT = "it/0003/sync"
@@ -222,6 +224,40 @@ def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
             taker.take(OUT, record)
         assert not board.output(OUT).objects
     assert records[-1].info["what"] == "ends"
+
+
+def test_messages_that_make_no_sense_are_dropped() -> None:
+    """Of a program of another version."""
+    records = sent("socket")
+    without = replace(records[0], context={})
+    number = replace(records[1], identity=Identity(3, 10_000))
+    short = replace(records[1], context={DATA: records[1].context[DATA][:8]})
+    checksums = f"{int(checksum(torch.from_numpy(short.context[DATA].copy()))):x}"
+    short = replace(short, info={**short.info, "checksum": checksums})
+    huge = Layout((Entry("w", "float32", (1 << 50,), 0),), {}, 1 << 20).to_json()
+    large = replace(records[0], context={DATA: np.frombuffer(huge.encode(), np.uint8)})
+    for odd in (without, number, short, large):
+        board = Board()
+        taker = arrivals(board)
+        taker.take(OUT, records[0])
+        taker.take(OUT, odd)
+        for record in records[1:]:
+            taker.take(OUT, record)
+        assert not board.output(OUT).objects
+    group = GroupForms(group="../x", backend="gloo", members="w,v")
+    arrivals(Board()).take(OUT, replace(records[0], info=group.packed(), context={}))
+
+
+def test_a_fault_of_the_program_is_no_damage() -> None:
+    """Weights that wait for their commit would hide it for ever."""
+
+    def tell(*_: object) -> None:
+        raise TypeError("a fault of the program")
+
+    taker = Arrivals(Board(), Publisher(Wire()), tell=tell)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a fault of the program"):
+        for record in sent("socket"):
+            taker.take(OUT, record)
 
 
 def test_damage_in_shared_memory_is_found_and_not_served() -> None:
