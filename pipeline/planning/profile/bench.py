@@ -30,6 +30,7 @@ from rlinf.artifacts import MANIFEST, Manifest, read_manifest, write_atomic
 from rlinf.channels.file import FileReader
 from rlinf.channels.world import World
 from rlinf.config import RunConfig
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.errors import RequeueRequested
 from rlinf.models.device import local_device
@@ -246,10 +247,10 @@ class Bench:
         return spec.device and spec.loads == "trainer"
 
     def tokens(self, stage: str) -> int:
-        """Steps of the responses, or positions the trainer evaluates."""
+        """Steps of the responses that count, or positions the trainer evaluates."""
         flow = self.graph.flow
         if stage in (flow.maker("trajectories"), flow.maker("rewards")):
-            return sum(len(record) for record in self.records)
+            return sum(self.lengths())
         trainer = self._trainer()
         if not self.budgeted(stage) or trainer is None:
             return 0
@@ -257,11 +258,15 @@ class Bench:
         chosen = [r for r in self.records if stage != flow.trains or r.identity.key in self.kept]
         return sum(policy.cost(record) for record in chosen)
 
+    def lengths(self) -> list[int]:
+        """Steps that count of each response of the last rollout; what tools said is none."""
+        return [int(counted(record).sum()) for record in self.records]
+
     def keep_lengths(self) -> None:
         """Remember the response lengths of the last rollout."""
         if len(self.trial.lengths) < LENGTHS:
             cut = sum(record.info["stop_reason"] == "length" for record in self.records)
-            lengths = tuple(sorted(len(record) for record in self.records))
+            lengths = tuple(sorted(self.lengths()))
             self.keep(lengths=(*self.trial.lengths, lengths), truncated=self.trial.truncated + cut)
 
     def measure_links(self) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.check import check
 from pipeline.commands.experiment import prepare, warm_start
-from pipeline.planning.profile.bench import COPIES, adapted, measure, spans
-from pipeline.planning.profile.trial import Case, Task, load_trial
+from pipeline.planning.profile.bench import COPIES, Bench, adapted, measure, spans
+from pipeline.planning.profile.trial import Case, Task, Trial, load_trial
 from rlinf.artifacts import Manifest
+from rlinf.channels.world import World
 from rlinf.config import RunConfig, validate
+from rlinf.data.record import Identity, Record
+from stages.flow import on_policy
 from stages.layout import CONFIG, offline_folder
 
 Compose = Callable[..., dict[str, Any]]
@@ -92,3 +97,17 @@ def test_what_a_stage_moves_is_measured_apart_from_its_work(
     parts = {name for sample in trial.samples for name in sample.parts_s}
     assert parts >= {"generate", "update"}
     assert not parts & {"offload", "onload"}
+
+
+def test_what_a_tool_said_is_no_part_of_a_response() -> None:
+    mask = np.array([1, 1, 0, 0, 0, 1], np.int8)
+    records = [
+        Record(Identity(0, 0), {"mask": mask}, info={"stop_reason": "length"}),
+        Record(Identity(0, 1), {"actions": np.zeros(4)}, info={"stop_reason": "end"}),
+    ]
+    bench: Any = object.__new__(Bench)
+    bench.graph, bench.records, bench.world = SimpleNamespace(flow=on_policy), records, World(1, 2)
+    bench.trial = Trial(key="key", nodes=1, processes=2)
+    assert bench.tokens("rollout") == bench.tokens("reward") == 7
+    bench.keep_lengths()
+    assert (bench.trial.lengths, bench.trial.truncated) == (((3, 4),), 1)
