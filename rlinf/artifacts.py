@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -375,18 +375,6 @@ def quarantine(manifest: Path, data: str | None = None) -> Path | None:
     except FileNotFoundError:
         return None
     return target
-
-
-@contextlib.contextmanager
-def attempt_folder(out: Path, attempt: str) -> Iterator[Path]:
-    """A private data folder for one attempt; removed again if the attempt fails."""
-    folder = out / f"{DATA}{attempt}"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def sweep(out: Path, keep: set[str]) -> None:

@@ -296,11 +296,6 @@ _RULES = (
 )
 
 
-def _few(names: list[str], most: int = 8) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return "none"

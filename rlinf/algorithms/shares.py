@@ -31,12 +31,3 @@ def step_shares(
     if aggregation == "seq_mean_token_mean":
         return mask / lengths.clamp(min=1), sequences
     return mask if length is None else mask / length, sequences
-
-
-def step_weights(mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """Weight of each step so that ``(weights * loss).sum()`` is the aggregated loss.
-
-    Of a whole minibatch; see :func:`step_shares`.
-    """
-    weights, divisor = step_shares(mask, aggregation)
-    return weights / max(1.0, divisor)

@@ -93,13 +93,8 @@ def read(text: str) -> Answer:
     return _parse(numbers[-1])
 
 
-def final_answer(text: str) -> str:
-    """What is marked as the answer by the last ``\\boxed{}`` or ``####``, or the whole text."""
-    marked = _marked(text)
-    return text.strip() if marked is None else marked.strip()
-
-
 def _marked(text: str) -> str | None:
+    """What is marked as the answer by the last ``\\boxed{}`` or ``####``; None: nothing is."""
     boxes = list(_BOX.finditer(text))
     final = next((mark for mark in reversed([*_FINAL.finditer(text)]) if _marks(mark)), None)
     if boxes and (final is None or boxes[-1].start() > final.start()):

@@ -18,7 +18,6 @@ from rlinf.artifacts import (
     UNSEALED,
     FileEntry,
     Manifest,
-    attempt_folder,
     commit,
     content_digest,
     describe_files,
@@ -35,9 +34,10 @@ from rlinf.errors import ArtifactError, OtherWorkError
 
 
 def make(out: Path, attempt: str = "a", text: str = "content", key: str = "k") -> Manifest:
-    with attempt_folder(out, attempt) as data:
-        (data / "file.bin").write_text(text)
-        files = describe_files(data)
+    data = out / f"data-{attempt}"
+    data.mkdir(parents=True)
+    (data / "file.bin").write_text(text)
+    files = describe_files(data)
     return Manifest(
         stage="rollout",
         iteration=0,
@@ -78,13 +78,6 @@ def test_a_result_of_other_work_is_never_replaced(tmp_path: Path) -> None:
 def test_a_damaged_winner_is_replaced(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(b"\xff\x00")
     assert commit(tmp_path, make(tmp_path)) == read_manifest(tmp_path)
-
-
-def test_a_failed_attempt_leaves_no_files(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), attempt_folder(tmp_path, "a") as data:
-        (data / "x").write_text("partial")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
@@ -207,11 +200,11 @@ def test_what_is_derived_from_an_output_is_no_part_of_its_content_and_may_be_los
     tmp_path: Path,
 ) -> None:
     plain = make(tmp_path / "plain", "p")
-    with attempt_folder(tmp_path / "out", "a") as data:
-        (data / "file.bin").write_text("content")
-        (data / DERIVED).mkdir()
-        (data / DERIVED / "short.bin").write_text("short")
-        files = describe_files(data)
+    data = tmp_path / "out" / "data-a"
+    (data / DERIVED).mkdir(parents=True)
+    (data / "file.bin").write_text("content")
+    (data / DERIVED / "short.bin").write_text("short")
+    files = describe_files(data)
     manifest = replace(plain, data=data.name, files=files)
     assert content_digest(files, {}) == plain.content
     commit(tmp_path / "out", manifest)

@@ -141,12 +141,6 @@ class ModelShape:
         ends = self.embeddings * self.embedding_parameters + self.head_parameters
         return ends + layers + self.hidden
 
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token meets."""
-        visited = int(self.sparse.sum()) * self.active_experts * self.expert_size
-        return self.parameters - int(self.expert_parameters.sum()) + visited
-
     @functools.cached_property
     def layer_flops(self) -> Array:
         """FLOPs of each layer's matrix products per token, forward, float64 ``[layers]``.

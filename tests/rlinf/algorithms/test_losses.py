@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from rlinf.algorithms.losses import (
 )
 from rlinf.algorithms.policy_gradient import PolicyGradientConfig, policy_terms
 from rlinf.algorithms.ppo import PPOConfig
-from rlinf.algorithms.shares import step_shares, step_weights
+from rlinf.algorithms.shares import Aggregation, step_shares
 from rlinf.config import OptimizerSection
 from rlinf.models.base import StepOutputs
 from tests.contracts.test_algorithm import batch_of, outputs_of
@@ -75,10 +75,10 @@ def test_a_value_far_from_the_old_one_earns_nothing() -> None:
 def test_aggregations_are_the_means_they_are_called() -> None:
     mask = torch.tensor([[1.0, 1, 1, 1], [1.0, 0, 0, 0]])
     loss = torch.tensor([[1.0, 1, 1, 1], [5.0, 9, 9, 9]])
-    got = {
-        mode: float((step_weights(mask, mode) * loss).sum())
-        for mode in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
-    }
+    got = {}
+    for mode in get_args(Aggregation):
+        weights, divisor = step_shares(mask, mode)
+        got[mode] = float((weights * loss).sum()) / divisor
     assert got == pytest.approx(
         {"token_mean": 9 / 5, "seq_mean_token_mean": 3.0, "seq_mean_token_sum": 4.5}
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlinf.rewards.math import grade_one
-from rlinf.rewards.math_answers import final_answer, read
+from rlinf.rewards.math_answers import read
 from rlinf.rewards.math_spelling import UnreadError
 from rlinf.rewards.math_workers import MathGrader
 from tests.rlinf.rewards.labelled import Labelled, agreement, gsm8k_answers, math_pairs
@@ -113,10 +113,12 @@ def test_headings_and_answers_on_a_line_of_their_own(response: str, answer: str)
     assert not grade_one(response, "2")
 
 
-def test_final_answers() -> None:
-    assert final_answer("a #### 12\n") == "12"
-    assert final_answer("\\boxed{3} and \\boxed{\\frac{1}{2}}.") == r"\frac{1}{2}"
-    assert final_answer("(1, 2)") == "(1, 2)"
+def test_the_last_mark_is_the_answer_and_without_one_the_whole_text() -> None:
+    assert grade_one("a #### 12\n", "12")
+    boxes = "\\boxed{3} and \\boxed{\\frac{1}{2}}."
+    assert grade_one(boxes, "1/2")
+    assert not grade_one(boxes, "3")
+    assert grade_one("(1, 2)", "(1, 2)")
 
 
 @pytest.fixture(scope="module")
