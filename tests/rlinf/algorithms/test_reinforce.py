@@ -86,6 +86,15 @@ def test_a_baseline_of_whole_rewards_goes_with_no_discount() -> None:
         validate(config, {"gamma": 0.9}, "algorithm")
 
 
+def test_without_whitening_a_response_has_its_reward_for_its_advantage() -> None:
+    batch = text(
+        [[0, 0, 3.0], [1.0, 0, 0], [0, -2.0, 0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]], [0] * 3
+    )
+    algorithm = ReinforcePlusPlus(ReinforcePlusPlusConfig(whiten_advantages=False))
+    found = algorithm.judged(batch).require("advantages")
+    assert found.tolist() == [[3, 3, 3], [1, 0, 0], [-2, -2, 0]]
+
+
 def test_with_a_baseline_it_is_relative_to_the_group_first() -> None:
     batch = text([[0, 1.0], [3.0, 0], [0, 5.0]], [[1, 1], [1, 0], [1, 1]], [4, 4, 9])
     algorithm = ReinforcePlusPlusBaseline(ReinforcePlusPlusBaselineConfig())
