@@ -57,6 +57,7 @@ worlds = Registry(
         "isaaclab": "rlinf.envs.worlds.isaaclab:make",
         "libero": "rlinf.envs.worlds.libero:make",
         "maniskill": "rlinf.envs.worlds.maniskill:make",
+        "maniskill_gpu": "rlinf.envs.worlds.maniskill_gpu:make",
         "metaworld": "rlinf.envs.worlds.metaworld:make",
         "robosuite": "rlinf.envs.worlds.robosuite:make",
         "robotwin": "rlinf.envs.worlds.robotwin:make",

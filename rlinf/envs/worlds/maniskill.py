@@ -30,9 +30,19 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     Raises:
         ImportError, ValueError: see the package.
     """
+    from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
+
+    return World(CPUGymWrapper(task(id, kwargs)))
+
+
+def task(id: str, kwargs: dict[str, Any]) -> Any:
+    """One of ManiSkill's environments, by its name and arguments, as it makes them itself.
+
+    Raises:
+        ImportError, ValueError: see the package.
+    """
     import gymnasium
     from mani_skill.utils.registration import REGISTERED_ENVS
-    from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
     if id not in REGISTERED_ENVS:
         near = difflib.get_close_matches(id, REGISTERED_ENVS, 3, 0.3)
@@ -40,7 +50,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
             f"ManiSkill has no task {id!r}; near it: {', '.join(near) or 'PickCube-v1'}"
         )
     try:
-        env = gymnasium.make(id, **{**OPTIONS, **kwargs})
+        return gymnasium.make(id, **{**OPTIONS, **kwargs})
     except EOFError:
         raise ValueError(
             f"the assets of {id} are not there; fetch them with python -m "
@@ -53,7 +63,6 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
             f"SAPIEN finds no Vulkan device ({error}): it needs a GPU with its driver, or Mesa's "
             "lavapipe of 24.3 or newer, which make vulkan unpacks, in VK_ICD_FILENAMES"
         ) from None
-    return World(CPUGymWrapper(env))
 
 
 class World:
@@ -75,18 +84,26 @@ class World:
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
         """What a camera sees, uint8 ``[H, W, 3]``."""
-        bare = self._env.unwrapped
-        bare.scene.update_render()
-        sensor = bare.scene.sensors[camera]
-        sensor.capture()
-        picture = sensor.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"]
-        found = np.asarray(picture[0].cpu().numpy(), np.uint8)
-        if found.shape != (height, width, 3):
-            raise ValueError(
-                f"{camera} makes pictures of {found.shape[:2]}; set task.kwargs.sensor_configs: "
-                f"{{height: {height}, width: {width}}}"
-            )
-        return found
+        return pictures(self._env.unwrapped, camera, height, width)[0]
 
     def close(self) -> None:
         self._env.close()
+
+
+def pictures(bare: Any, camera: str, height: int, width: int) -> np.ndarray:
+    """What a camera sees in each environment of a task, uint8 ``[n, H, W, 3]``.
+
+    Raises:
+        ValueError: its pictures are of another size.
+    """
+    bare.scene.update_render()
+    sensor = bare.scene.sensors[camera]
+    sensor.capture()
+    seen = sensor.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"]
+    found = np.asarray(seen.cpu().numpy(), np.uint8)
+    if found.shape[1:] != (height, width, 3):
+        raise ValueError(
+            f"{camera} makes pictures of {found.shape[1:3]}; set task.kwargs.sensor_configs: "
+            f"{{height: {height}, width: {width}}}"
+        )
+    return found

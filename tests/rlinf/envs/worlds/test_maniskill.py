@@ -91,6 +91,34 @@ def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
         GymEnvironment.measured(GymConfig.model_validate({**CUBE, **changed}))
 
 
+def test_environments_that_are_stepped_together_play_the_same_episodes(process: Process) -> None:
+    """One of them, for a CPU has no more: by the calls that many of them on a GPU take too."""
+    kwargs = {**CUBE["kwargs"], "sim_backend": "physx_cpu", "render_backend": "cpu"}
+    kwargs["max_episode_steps"] = 4
+    task = {**CUBE, "world": "maniskill_gpu", "kwargs": kwargs}
+    random = np.random.default_rng(2)
+    actions = random.uniform(-1, 1, (3, 1, 8))
+    with contextlib.closing(simulator_process(GymConfig.model_validate(task))) as together:
+        for seed in (3, 4):
+            wanted, seen = (p.reset([0], [seed]) for p in (process, together))
+            for name, column in wanted.items():
+                np.testing.assert_array_equal(seen[name], column, err_msg=name)
+            for action in actions:
+                wanted, came = (p.step([0], action)[0] for p in (process, together))
+                for name in ("reward", "truncated", "terminated", "success", "seen.state"):
+                    np.testing.assert_allclose(came[name], wanted[name], rtol=1e-6, err_msg=name)
+        came, errors = together.step([0], np.zeros((1, 8)))
+        assert not errors
+        assert came["truncated"].tolist() == [1]
+
+
+def test_physics_on_a_gpu_are_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    task = {**CUBE, "world": "maniskill_gpu"}
+    with pytest.raises(ConfigError, match=r"sim_backend: physx_cuda needs .* task=maniskill"):
+        GymEnvironment.measured(GymConfig.model_validate(task))
+
+
 def test_without_a_vulkan_device_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VK_ICD_FILENAMES", "/none.json")
     with pytest.raises(ConfigError, match=r"no Vulkan device .* which make vulkan unpacks"):
