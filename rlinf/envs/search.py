@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -32,6 +32,7 @@ from rlinf.envs.corpus import (
     read_questions,
 )
 from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnvironment
+from rlinf.envs.manual import manual
 from rlinf.errors import ConfigError, DataError, require
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.base import Spec
@@ -59,8 +60,11 @@ class SearchConfig(DialogueConfig):
     """Texts that a search finds."""
     result_tokens: int = Field(default=256, ge=16)
     """Most tokens of what a search finds; the rest is cut off, the closing tag is not."""
+    corpus: Literal["countries", "manual"] = "countries"
+    """Where there are no files: sentences made of tables about countries, or real text, the manual
+    of Python."""
     documents: Path | None = None
-    """JSON-lines file of texts; null: facts about countries (and no ``train`` and ``test``)."""
+    """JSON-lines file of texts; null: ``corpus`` (and no ``train`` and ``test``)."""
     train: Path | None = None
     """JSON-lines file of training questions."""
     test: Path | None = None
@@ -88,6 +92,8 @@ class SearchConfig(DialogueConfig):
         given = {name: getattr(self, name) for name in ("documents", "train", "test")}
         if any(given.values()) and (lacks := next((n for n, v in given.items() if not v), None)):
             raise ValueError(f"{lacks} is not set; documents, train and test are set together")
+        if self.documents is not None and "corpus" in self.model_fields_set:
+            raise ValueError("corpus and documents are both set; leave one of them out")
         return self
 
 
@@ -261,7 +267,7 @@ def texts(config: SearchConfig) -> tuple[Document, ...]:
         MissingPackageError: the facts about countries are not installed.
     """
     if config.documents is None:
-        return countries()[0]
+        return _corpus(config)[0]
     return read_documents(config.documents, config.document_field)
 
 
@@ -274,7 +280,7 @@ def questions(config: SearchConfig) -> tuple[tuple[Question, ...], tuple[Questio
         MissingPackageError: the facts about countries are not installed.
     """
     if config.train is None or config.test is None:
-        _, train, test = countries()
+        _, train, test = _corpus(config)
     else:
         fields = config.question_field, config.answer_field
         train = read_questions(config.train, "task.train", *fields)
@@ -284,6 +290,12 @@ def questions(config: SearchConfig) -> tuple[tuple[Question, ...], tuple[Questio
     if {question.text for question in train} == {question.text for question in test}:
         raise DataError("task.test: the same questions as task.train; held-out ones must be others")
     return train, test
+
+
+def _corpus(
+    config: SearchConfig,
+) -> tuple[tuple[Document, ...], tuple[Question, ...], tuple[Question, ...]]:
+    return manual() if config.corpus == "manual" else countries()
 
 
 def _shown(numbered: tuple[int, Document]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.envs.corpus import Document, Index, countries
+from rlinf.envs.manual import manual
 from rlinf.errors import DataError
 
 pytest.importorskip("bm25s", reason="the extra 'search' is not installed")
@@ -51,3 +52,20 @@ def test_nearly_every_fact_about_a_country_is_found(tmp_path: Path) -> None:
         for question in asked
     ]
     assert sum(found) > 0.98 * len(asked)
+
+
+def test_every_sentence_of_the_manual_is_found_and_its_gap_is_not_told(tmp_path: Path) -> None:
+    documents, train, test = manual()
+    assert len(documents) > 1000
+    assert len(train) > 200
+    assert len(test) > 20
+    assert not {q.text for q in train} & {q.text for q in test}
+    index, asked, first = Index(documents, tmp_path), [*train, *test], 0
+    for question in asked:
+        (name,), (query,) = question.answers, question.queries
+        assert name.lower() not in question.text.lower()
+        assert name.lower() not in query.lower()
+        found = [name in text.text for text in index.find(query, 3)]
+        assert any(found), question
+        first += found[0]
+    assert first > 0.95 * len(asked)

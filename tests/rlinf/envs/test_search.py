@@ -378,6 +378,9 @@ def test_files_that_cannot_be_used_are_refused(
 def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="train is not set"):
         SearchConfig(documents=tmp_path)
+    files = dict.fromkeys(("documents", "train", "test"), tmp_path)
+    with pytest.raises(ValueError, match="corpus and documents are both set"):
+        SearchConfig(corpus="manual", **files)
     (tmp_path / "file").touch()
     task = SearchEnvironment(SearchConfig(index=tmp_path / "file"), load_tokenizer(folder))
     with pytest.raises(ConfigError, match=r"task\.index: .* cannot be written"):
@@ -390,3 +393,15 @@ def test_countries_are_held_out_whole(folder: Path) -> None:
     assert asked["train"].info["answer"] != asked["test"].info["answer"]
     named = [{q.text.rpartition(" of ")[2] for q in part} for part in (task._train, task._test)]
     assert not named[0] & named[1]
+
+
+def test_the_manual_is_searched_like_any_texts(folder: Path, tmp_path: Path) -> None:
+    config = SearchConfig(corpus="manual", index=tmp_path)
+    assert '"' in SearchEnvironment.describe(config)["alphabet"]
+    task = SearchEnvironment(config, load_tokenizer(folder))
+    question = task._test[0]
+    one = Search(question, [], config, task._find)
+    told, _, done = one.step(f"<search>{question.queries[0]}</search>")
+    assert not done
+    assert question.answers[0] in told[0]["content"]
+    assert one.step(f"<answer>{question.answers[0]}</answer>")[1:] == (1.0, True)
