@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.config import semantic, validate
 from rlinf.channels.world import World
+from rlinf.config import semantic, validate
 from rlinf.data.record import Identity, Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.rewards.base import Resources
@@ -28,6 +28,7 @@ from rlinf.rewards.judge import JudgeConfig, JudgeReward, VerdictConfig, filled
 from tests.environments import need_environment
 from tests.rlinf.rewards.chat_server import ChatServer, Reply, chat_server
 
+ALONE = World()
 PROMPT = "Q: {prompt} A: {answer} R: {response} {unit} {not a field} {{"
 
 
@@ -50,7 +51,7 @@ def trajectories(*texts: str) -> list[Record]:
 
 
 def judge(
-    server: ChatServer, folder: Path | None = None, world: World = World(), **config: Any
+    server: ChatServer, folder: Path | None = None, world: World = ALONE, **config: Any
 ) -> JudgeReward:
     endpoint = {"url": server.url, "backoff_s": 0.01, "retries": 1, **config.pop("endpoint", {})}
     values = {"endpoint": endpoint, "model": "tiny", "prompt": PROMPT, **config}
