@@ -1,7 +1,7 @@
 """A server process of an engine: started, asked over a socket of its own, ended with its group.
 
-It listens on a socket of the file system, in a private folder: no other user of the node reaches
-it, while a port would be open to all, with a guard that covers some of a server's routes.
+It takes requests at a socket of the file system, in a private folder, where no other user of the
+node reaches it: a port would be open to all, with a guard that covers some of a server's routes.
 """
 
 from __future__ import annotations

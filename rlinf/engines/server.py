@@ -303,6 +303,7 @@ class ServerEngine(ExternalEngine):
                 "PYTHONPATH": str(INSIDE),
                 "OMP_NUM_THREADS": str(config.threads),
                 "HF_HUB_OFFLINE": "1",
+                "GLOO_SOCKET_IFNAME": "lo",  # all of its processes are on this node
                 **own,
                 **self.variables(socket),
             },

@@ -3,7 +3,7 @@
 Its processes are spawned and import this file again, so that what is changed here is changed in all
 of them. Under SGLang's interpreter: torch, uvicorn and SGLang, nothing of this package.
 
-- It listens on the socket of the file system that ``RLINF_SOCKET`` names, and on no port.
+- It takes requests at the socket of the file system that ``RLINF_SOCKET`` names, and at no port.
 - A request's seed counts without SGLang's deterministic mode, which wants attention of other kinds.
 - Log-probabilities are those of softmax(z / temperature) before anything is cut off or forbidden.
 - top_k, top_p and min_p cut one after the other, and go with a seed; a token takes one number,

@@ -74,6 +74,22 @@ def test_one_that_slept_answers_as_before(tried: Tried) -> None:
 
 
 @pytest.mark.slow
+def test_no_other_node_reaches_it(tried: Tried) -> None:
+    """What its processes open for each other is at the loopback device, the rest at files."""
+    engine: Any = tried.engine
+    pid = engine.processes[0].pid
+    group = [process for process in psutil.process_iter() if _group(process.pid) == pid]
+    assert len(group) > 1
+    heard = [
+        connection.laddr.ip
+        for process in group
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(heard) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_ends_with_the_process_that_started_it(name: str, tmp_path: Path) -> None:
     """Whose death runs none of its code; nothing stays in memory."""
