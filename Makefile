@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-slow test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-slow test-gpu test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ test: install browser renderer vulkan envs  ## The suite, on a real Slurm brough
 
 test-slow: install renderer envs  ## What the suite leaves out: minutes each, or variants of what it has
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
+
+test-gpu: install  ## What needs a CUDA device; with a torch for CUDA in .venv
+	$(PYTEST) tests -m gpu $(ARGS)
 
 chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
 	RLINF_REQUIRE_SLURM=1 RLINF_DEVCLUSTER_MODE=net $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)

@@ -16,7 +16,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from benchmarks.row import Row
+from rlinf.errors import ConfigError
 
+GPU = "gpu_training"
+"""What needs one: without, it is measured by its name alone, and says so."""
 RESULTS = Path(__file__).parent / "results.json"
 ROWS = {
     "grpo_vs_trl": "grpo_vs_trl",
@@ -109,6 +112,8 @@ ROWS = {
     "fsdp2_scaling": "scaling",
     "zero2_scaling": "scaling",
     "megatron_tp2_scaling": "scaling",
+    "gpu_train_tokens_per_s": GPU,
+    "gpu_train_mfu": GPU,
     "packing_speedup": "packing",
     "packing_vs_sorted": "packing",
     "shared_prefix_speedup": "packing",
@@ -166,12 +171,18 @@ def main() -> int:
     parser.add_argument("--name", choices=sorted(ROWS), help="one row (and those beside it)")
     wanted = parser.parse_args().name
     modules = [ROWS[wanted]] if wanted else list(dict.fromkeys(ROWS.values()))
+    if not wanted and not torch.cuda.is_available():
+        modules.remove(GPU)
     console = Console()
     here = machine()
     for module in modules:
         console.print(f"measuring {module} ...")
         start = time.monotonic()
-        rows: list[Row] = importlib.import_module(f"benchmarks.{module}").measure()
+        try:
+            rows: list[Row] = importlib.import_module(f"benchmarks.{module}").measure()
+        except ConfigError as error:  # what this machine cannot measure
+            console.print(str(error))
+            return error.exit_code
         console.print(f"  {time.monotonic() - start:.0f} s")
         # Written as they come: a later row that fails must not lose the earlier ones.
         kept = keep({row.name: {**asdict(row), "machine": here} for row in rows})

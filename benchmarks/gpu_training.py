@@ -1,0 +1,138 @@
+"""Tokens per second of training on a GPU, and their share of the matrix rate measured beside them.
+
+A Qwen2.5 of 1.5 billion parameters with random weights, FSDP2 on one device, computed in bfloat16;
+weights, gradients and moments in float32. FLOPs are those of :mod:`pipeline.planning.cost.model`:
+of matrix products and causal attention, three times those of a forward pass; nothing is counted for
+computing anything again, nor for the head of tokens that are not predicted. The matrix rate is that
+of a product of two square matrices of bfloat16, which no training step reaches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.row import Row, median_row
+from pipeline.planning.cost.model import ModelShape, from_hf_config
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.data.packing import Span
+from rlinf.data.record import Identity, Record
+from rlinf.errors import ConfigError
+from rlinf.models.base import StepOutputs
+from rlinf.models.causal_lm import CausalLM
+from rlinf.trainers.base import Loss, of_steps
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+
+ROUNDS, WARM = 5, 2
+PROMPT, ANSWER, ROWS, BUDGET = 512, 1536, 32, 16384
+"""Tokens of a prompt and of an answer, sequences of a step, and tokens of a micro-batch."""
+SIDE, PRODUCTS = 8192, 50
+"""Of the square matrices, and how many products are timed together."""
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+"""Sizes of the published Qwen2.5-1.5B."""
+
+
+def training_flops(shape: ModelShape, prompts: Sequence[int], answers: Sequence[int]) -> float:
+    """FLOPs of forward and backward passes over sequences: a prompt and its answer each.
+
+    Of a sequence of ``L`` tokens the network reads the first ``L - 1``, each of which sees half of
+    those on average, and predicts those of the answer.
+    """
+    read = np.asarray(prompts, np.float64) + np.asarray(answers, np.float64) - 1
+    layers = float(shape.layer_flops.sum()) + shape.layers * np.asarray(shape.score_flops(read / 2))
+    return 3.0 * (float((read * layers).sum()) + shape.head_flops * float(np.sum(answers)))
+
+
+def measure() -> list[Row]:
+    """Both rows.
+
+    Raises:
+        ConfigError: torch sees no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "gpu_train_mfu: torch sees no CUDA device here; run it on a machine with a GPU and a "
+            "torch for CUDA"
+        )
+    shape = from_hf_config(QWEN)
+    data = records(np.random.default_rng(0), QWEN["vocab_size"])
+    learner = trainer()
+    flops = training_flops(shape, [PROMPT] * ROWS, [ANSWER] * ROWS)
+    tokens, shares, speeds = ROWS * (PROMPT + ANSWER), list[float](), list[float]()
+    for number in range(WARM + ROUNDS):
+        rate = matrix_rate()
+        took = timed(lambda: learner.step(data, of_steps(loss), lr=1e-6))
+        print(f"  {tokens / took:.0f} tokens/s, products at {rate / 1e12:.0f} TFLOP/s")
+        if number >= WARM:
+            speeds.append(tokens / took)
+            shares.append(flops / took / rate)
+    return [
+        median_row("gpu_train_tokens_per_s", speeds, "tokens/s", None, "higher"),
+        median_row("gpu_train_mfu", shares, "", 0.45, "higher"),
+    ]
+
+
+def trainer() -> FSDPTrainer:
+    """Of one process, with weights that are nobody's."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    options = {name: value for name, value in QWEN.items() if name != "model_type"}
+    with torch.device("cuda"):
+        module = AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.float32)
+    config = FSDPConfig(device="cuda", param_dtype="bfloat16", token_budget=BUDGET)
+    return FSDPTrainer(CausalLM(module, Path()), config, OptimizerSection(lr=1e-6), World())
+
+
+def records(random: np.random.Generator, vocabulary: int) -> list[Record]:
+    """Sequences of random tokens, no two of one prompt."""
+    return [
+        Record(
+            Identity(0, row),
+            {"actions": random.integers(0, vocabulary, ANSWER)},
+            {"prompt": random.integers(0, vocabulary, PROMPT)},
+        )
+        for row in range(ROWS)
+    ]
+
+
+def loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
+    """Any: its work is that of the network."""
+    rows = torch.tensor(float(len(spans)), device=outputs.logprobs.device)
+    return -outputs.logprobs.mean(), {"rows": rows}
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a product of two square matrices of bfloat16, as it is now."""
+    one, other = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            one @ other
+
+    timed(products)
+    return 2.0 * SIDE**3 * PRODUCTS / timed(products)
+
+
+def timed(work: Any) -> float:
+    """Seconds until the GPU has done it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
