@@ -16,6 +16,7 @@ from pipeline.report.plots import plots
 from pipeline.run import Run
 from rlinf.artifacts import Manifest, read_manifest
 from tests.conftest import TINY
+from tests.environments import need_environment
 
 Compose = Callable[..., dict[str, Any]]
 DATA = Path(__file__).parents[2] / "docs/examples/chat"
@@ -96,21 +97,39 @@ def test_held_out_loss_falls_and_is_that_of_the_saved_weights(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_two_processes_end_as_one_does(compose: Compose, tmp_path: Path) -> None:
-    run, alone = tuned(compose, "warm_start.max_steps=4", "warm_start.evaluate_every=4")
+@pytest.mark.parametrize(
+    ("trainer", "layout", "words"),
+    [
+        ("fsdp", {}, ()),
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+            for case in (
+                ("deepspeed", {}, ()),
+                ("deepspeed", {}, (ADAPTERS,)),
+                ("megatron", {"tp": 2}, ()),
+                ("megatron", {"tp": 2}, (ADAPTERS,)),
+            )
+        ),
+    ],
+)
+def test_two_processes_end_as_one_does(
+    trainer: str, layout: dict[str, int], words: tuple[str, ...], compose: Compose, tmp_path: Path
+) -> None:
+    there = [f"trainer={trainer}"]
+    if trainer != "fsdp":
+        need_environment(trainer)
+        there.append(f"trainer.python={trainer}")
+    steps = ["warm_start.max_steps=4", "warm_start.evaluate_every=4", "model.kv_heads=2", *words]
+    run, alone = tuned(compose, *steps)
     run.folder.rename(tmp_path / "alone")
-    plan = {"stages": {"warm_start": {"processes": 2}}}
-    both = tuned(
-        compose,
-        "cluster=local",
-        "warm_start.max_steps=4",
-        "warm_start.evaluate_every=4",
-        plan=plan,
-    )[1]
+    plan = {"stages": {"warm_start": {"processes": 2, "layout": layout}}}
+    run, both = tuned(compose, *steps, *there, "cluster=local", plan=plan)
     assert both.world == 2
     for one, other in zip(alone.extra["curve"], both.extra["curve"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
     assert both.metrics["held_out_loss"] == pytest.approx(alone.metrics["held_out_loss"], abs=1e-4)
+    said = reckoned(weights(run, both), 12)
+    assert said == pytest.approx(both.metrics["held_out_loss"], abs=1e-5)
 
 
 def test_reinforcement_learning_goes_on_from_it(compose: Compose) -> None:
