@@ -110,16 +110,34 @@ def read_statistics(path: Path, dataset: str | None, where: str) -> tuple[str, d
     """
     try:
         known = json.loads(read_text(path))
+    except (OSError, ValueError) as error:
+        raise _malformed(where, str(path), error) from None
+    return choose_statistics(known, dataset, where, str(path))
+
+
+def choose_statistics(
+    known: Any, dataset: str | None, where: str, place: str
+) -> tuple[str, dict[str, Any]]:
+    """The same of what such a file holds; ``place``: where it stood.
+
+    Raises:
+        DataError: it is malformed, or has not this one.
+    """
+    try:
         names = sorted(known)
         name = names[0] if dataset is None and len(names) == 1 else dataset
         if name not in known:
             raise DataError(
-                f"model.dataset: {path} has the data sets {', '.join(names)}; choose one of them"
+                f"model.dataset: {place} has the data sets {', '.join(names)}; choose one of them"
             )
         ActionBins.of(known[name]["action"], 0, 2)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{where}: {path} is no {STATISTICS} ({error}); it has of each data set the quantiles "
-            "q01 and q99 of its action, a list each"
-        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _malformed(where, place, error) from None
     return str(name), known[name]
+
+
+def _malformed(where: str, place: str, error: Exception) -> DataError:
+    return DataError(
+        f"{where}: {place} is no {STATISTICS} ({error}); it has of each data set the quantiles q01 "
+        "and q99 of its action, a list each"
+    )

@@ -5,10 +5,12 @@ The network is that of OpenVLA (arXiv 2406.09246) with the decoding of OpenVLA-O
 prompt; behind it stand places, one for each number of each action of the chunk (empty ones in the
 paper; here what they hold is learned); all see all, and one pass gives the probabilities of every
 place, each over the tokens of actions alone (:mod:`rlinf.models.action_bins`). As a language
-model's head predicts the next token, a place's are those at the one before it.
+model's head predicts the next token, a place's are those at the one before it. With OpenVLA's two
+vision towers (``fused``) all is laid out as there, and places are empty.
 
-Its folder is one of Hugging Face's format: ``config.json``, weights in safetensors, a tokenizer,
-and ``dataset_statistics.json``, which says what the bins are and belongs to the weights.
+Its folder (:mod:`rlinf.models.vla_folder`) is one of Hugging Face's format: ``config.json``,
+weights in safetensors, a tokenizer, and statistics of actions, which say what the bins are and
+belong to the weights.
 """
 
 from __future__ import annotations
@@ -36,16 +38,26 @@ from rlinf.models.action_bins import STATISTICS, ActionBins, read_statistics
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.chunks import chunks_of
 from rlinf.models.cnn import PICTURE
-from rlinf.models.fit import check_fit
-from rlinf.models.headers import check_headers
+from rlinf.models.fit import stored_shapes
+from rlinf.models.headers import check_headers, read_settings
+from rlinf.models.images import PREPROCESSOR
 from rlinf.models.instructed import Prompts, Rows, instructions_of
 from rlinf.models.loading import WEIGHTS, copy_companions, read_weights, weight_files
 from rlinf.models.tokenizer import ALPHABET, read_tokenizer, write_character_tokenizer
-from rlinf.models.vla_folder import VLAConfig, check_task, dataset_of, new_settings, vla_settings
+from rlinf.models.vla_folder import (
+    VLAConfig,
+    asked,
+    check_task,
+    check_weights,
+    new_preprocessor,
+    new_settings,
+    outline,
+    statistics_in,
+    vla_settings,
+)
 from rlinf.models.vla_network import VLANetwork
 
-OWN = ("value_head.", "proprio_projector.")
-"""What a folder may lack, and begins anew then."""
+CONFIG = "config.json"
 
 
 class VLAPolicy(Policy):
@@ -80,21 +92,21 @@ class VLAPolicy(Policy):
                 "choose model.name=cnn"
             )
         if config.path is not None:
-            settings = vla_settings(config.path.expanduser())
-            read_statistics(
-                config.path.expanduser() / STATISTICS, dataset_of(settings, config), "model.path"
-            )
-            check_headers(config.path.expanduser())
+            source = config.path.expanduser()
+            settings = vla_settings(source, asked(source, config, spec))
+            statistics_in(source, settings, config)
+            check_headers(source)
+            read_tokenizer(source)
+            check_task(settings, spec)
+            check_weights(source, stored_shapes(source), outline(source, settings))
         else:
-            settings = new_settings(config, spec, 256)
-            if config.statistics is not None:
-                found = read_statistics(config.statistics, config.dataset, "model.statistics")[1]
-                if len(found["action"]["q01"]) != action["size"]:
-                    raise ConfigError(
-                        f"model.statistics: of {len(found['action']['q01'])} numbers; an action of "
-                        f"this task has {action['size']}"
-                    )
-        check_task(settings, spec)
+            name, found = cls._statistics(config, spec)
+            if len(found["action"]["q01"]) != action["size"]:
+                raise ConfigError(
+                    f"model.statistics: of {len(found['action']['q01'])} numbers; an action of "
+                    f"this task has {action['size']}"
+                )
+            check_task(new_settings(config, spec, 256, name, found), spec)
 
     @classmethod
     def create(cls, config: VLAConfig, spec: Spec, seed: int, folder: Path) -> None:
@@ -102,21 +114,31 @@ class VLAPolicy(Policy):
         if config.path is not None:
             source = config.path.expanduser().resolve()
             copy_companions(source, folder)
+            if more := asked(source, config, spec):
+                said = {**read_settings(source), **more}
+                (folder / CONFIG).write_text(json.dumps(said, indent=1))
             for path in weight_files(source):
                 shutil.copyfile(path, folder / path.name)
             return
         vocabulary = write_character_tokenizer(ALPHABET, folder)
-        settings = new_settings(config, spec, len(vocabulary))
-        size = spec["action"]["size"]
-        name, found = "actions", {"action": {"q01": [-1.0] * size, "q99": [1.0] * size}}
-        if config.statistics is not None:
-            name, found = read_statistics(config.statistics, config.dataset, "model.statistics")
+        name, found = cls._statistics(config, spec)
+        settings = new_settings(config, spec, len(vocabulary), name, found)
         (folder / STATISTICS).write_text(json.dumps({name: found}, indent=1))
-        (folder / "config.json").write_text(json.dumps({**settings, "unnorm_key": name}, indent=1))
+        (folder / CONFIG).write_text(json.dumps(settings, indent=1))
+        if config.fused:
+            (folder / PREPROCESSOR).write_text(json.dumps(new_preprocessor(settings), indent=1))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = VLANetwork(settings)
+            module = VLANetwork(vla_settings(folder))
         save_file(module.state_dict(), folder / WEIGHTS, {"format": "pt"})
+
+    @staticmethod
+    def _statistics(config: VLAConfig, spec: Spec) -> tuple[str, dict[str, Any]]:
+        """Those that the bins of a new network lie between, and of which data set."""
+        if config.statistics is not None:
+            return read_statistics(config.statistics, config.dataset, "model.statistics")
+        size = spec["action"]["size"]
+        return "actions", {"action": {"q01": [-1.0] * size, "q99": [1.0] * size}}
 
     @classmethod
     def load(cls, folder: Path, config: VLAConfig) -> Self:
@@ -126,19 +148,17 @@ class VLAPolicy(Policy):
             DataError: files are missing, damaged, or do not belong together.
         """
         settings = vla_settings(folder)
-        found = read_statistics(folder / STATISTICS, dataset_of(settings, config), "model.path")[1]
+        found = statistics_in(folder, settings, config)[1]
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 module = VLANetwork(settings)
             tensors = read_weights(folder)
-            for name, tensor in module.state_dict().items():
-                if name.startswith(OWN):
-                    tensors.setdefault(name, tensor)
-            # OpenVLA-OFT's places are empty.
-            tensors.setdefault("places", torch.zeros_like(module.places))
-            check_fit(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
-            module.load_state_dict(tensors)
+            check_weights(folder, {n: t.shape for n, t in tensors.items()}, module)
+            if module.places is not None and "places" not in tensors:
+                # OpenVLA-OFT's places are empty.
+                tensors["places"] = torch.zeros_like(module.places)
+            module.load_state_dict({**module.state_dict(), **tensors})
             bins = ActionBins.of(found["action"], module.first, module.bins)
             tokenizer = read_tokenizer(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -228,8 +248,7 @@ class VLAPolicy(Policy):
         return max(1, len(record)) * (self.module.positions + len(self._prompt))
 
     def blocks(self) -> list[nn.Module]:
-        tower: Any = self.module.vision_backbone["featurizer"]
-        return [*tower.blocks, *self.module.language_model.model.layers]
+        return self.module.blocks
 
     def _said(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """What the network says of rows ``[n, ...]``."""

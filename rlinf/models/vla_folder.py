@@ -1,27 +1,71 @@
-"""The ``config.json`` of a folder of :mod:`rlinf.models.vla`: made, read, held against a task."""
+"""The folder of :mod:`rlinf.models.vla`: made, read, held against a task.
+
+Two kinds of ``config.json``. One of ours says all sizes. Those that were published with OpenVLA and
+OpenVLA-OFT name the two vision towers (``timm_model_ids``), have the statistics of actions inside
+(``norm_stats``) unless ``dataset_statistics.json`` stands beside them, and leave to code what the
+policy is asked for: a policy folder made of one says it (:func:`asked`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
+from torch import nn
 
 from rlinf.config import Section
 from rlinf.errors import ConfigError, DataError
+from rlinf.models.action_bins import STATISTICS, choose_statistics, read_statistics
 from rlinf.models.base import Spec
-from rlinf.models.headers import read_settings
-from rlinf.models.loading import check_checkpoint
+from rlinf.models.fit import Shapes, check_fit
+from rlinf.models.headers import read_object, read_settings
+from rlinf.models.images import PREPROCESSOR
+from rlinf.models.loading import check_checkpoint, tensor_files
+from rlinf.models.vla_network import TOWERS, VLANetwork
 
 FAMILY = "openvla"
+PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
+KNOWN: dict[str, dict[str, int | None]] = {
+    "vit_large_patch14_reg4_dinov2": {
+        "patch_size": 14,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "registers": 4,
+    },
+    "vit_so400m_patch14_siglip_224": {
+        "patch_size": 14,
+        "hidden_size": 1152,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "intermediate_size": 4304,
+        "registers": None,
+    },
+}
+"""Towers of published folders by timm's names of them, in the order of :data:`TOWERS`."""
+LLAMA = {"hidden_size": 4096, "num_attention_heads": 32}
+"""Transformers' Llama, where a published folder says nothing else."""
+SCALING = {
+    "featurizer": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
+    "fused_featurizer": {"mean": [0.5] * 3, "std": [0.5] * 3},
+}
+"""Of colours between 0 and 1, of new towers: ImageNet's for DINOv2."""
+OWN = ("value_head.", "proprio_projector.", "places")
+"""Tensors that a folder may lack."""
 
 
 class VLAConfig(Section):
     """``path`` to a folder, or the sizes of a new network."""
 
     path: Path | None = None
-    """A folder of this format; its sizes, chunk and prompt are its own."""
+    """A folder of this format. Its sizes are its own; so are chunk, state and prompt, unless it was
+    published without them."""
+    fused: bool = False
+    """A new network has OpenVLA's two towers, of these sizes each, and all else of its folders."""
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=3, gt=0)
     heads: int = Field(default=4, gt=0)
@@ -37,8 +81,8 @@ class VLAConfig(Section):
     proprio: int = Field(default=0, ge=0)
     """So many leading numbers of the state are seen as a token; 0: pictures and the instruction
     alone."""
-    prompt: str = "In: What action should the robot take to {instruction}?\nOut:"
-    """What the language model reads, of an instruction in small letters."""
+    prompt: str | None = None
+    """What the language model reads, of an instruction in small letters; null: OpenVLA's."""
     bins: int = Field(default=256, ge=2)
     """Tokens of a number of an action."""
     statistics: Path | None = None
@@ -48,22 +92,33 @@ class VLAConfig(Section):
     """Which data set of the statistics; of a file that has one, that one."""
 
 
-def new_settings(config: VLAConfig, spec: Spec, vocabulary: int) -> dict[str, Any]:
-    """The ``config.json`` of a new network with so many tokens beside those of actions."""
-    sizes = list(spec["images"].values())
+def new_settings(
+    config: VLAConfig, spec: Spec, vocabulary: int, dataset: str, statistics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ``config.json`` of a new network with so many tokens beside those of actions, whose bins
+    lie between the statistics of a data set."""
+    size = next(iter(spec["images"].values()))
+    tower = {
+        "image_size": size,
+        "patch_size": config.patch,
+        "hidden_size": config.vision_hidden,
+        "num_hidden_layers": config.vision_layers,
+        "num_attention_heads": config.vision_heads,
+        "intermediate_size": 4 * config.vision_hidden,
+    }
+    fused = {
+        "norm_stats": {dataset: statistics},
+        "vision_config": {
+            name: {**tower, "registers": known["registers"]}
+            for name, known in zip(TOWERS, KNOWN.values(), strict=True)
+        },
+    }
     return {
         "model_type": FAMILY,
         "architectures": ["OpenVLAForActionPrediction"],
-        "use_fused_vision_backbone": False,
-        "image_sizes": sizes[0],
-        "vision_config": {
-            "image_size": sizes[0],
-            "patch_size": config.patch,
-            "hidden_size": config.vision_hidden,
-            "num_hidden_layers": config.vision_layers,
-            "num_attention_heads": config.vision_heads,
-            "intermediate_size": 4 * config.vision_hidden,
-        },
+        "use_fused_vision_backbone": config.fused,
+        "image_sizes": size,
+        "vision_config": tower,
         "text_config": {
             "model_type": "llama",
             "vocab_size": vocabulary + config.bins,
@@ -83,37 +138,183 @@ def new_settings(config: VLAConfig, spec: Spec, vocabulary: int) -> dict[str, An
         "action_dim": spec["action"]["size"],
         "proprio_dim": config.proprio,
         "cameras": list(spec["images"]),
-        "prompt": config.prompt,
+        "prompt": PROMPT if config.prompt is None else config.prompt,
+        **(fused if config.fused else {}),
+        "unnorm_key": dataset,
     }
 
 
-def vla_settings(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder of this format.
+def new_preprocessor(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``preprocessor_config.json`` of a new network of two towers."""
+    sizes = [settings["vision_config"][tower]["image_size"] for tower in TOWERS]
+    return {
+        "image_resize_strategy": "resize-naive",
+        "input_sizes": [[3, *size] for size in sizes],
+        "tvf_normalize_params": [SCALING[tower] for tower in TOWERS],
+    }
+
+
+def vla_settings(folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a folder says of its network: its ``config.json``, with sizes and scaling of towers that
+    are named there.
+
+    Args:
+        more: what it leaves out (:func:`asked`).
 
     Raises:
-        DataError: it is missing, or of another model.
+        DataError: a file is missing, of another model, or lacks something; names it.
     """
-    check_checkpoint(folder, False)
-    settings = read_settings(folder)
+    # Code that came with it is not run: all of it is here.
+    check_checkpoint(folder, True)
+    settings = {**read_settings(folder), **(more or {})}
+    where = f"model.path: {folder}/config.json"
     if settings["model_type"] != FAMILY:
         raise DataError(
             f"model.path: {folder} is a {settings['model_type']!r} model; model.name=vla takes "
             f"folders of the type {FAMILY!r}"
         )
-    needed = ("vision_config", "text_config", "n_action_bins", "num_actions_chunk", "action_dim")
+    fused = settings.setdefault("use_fused_vision_backbone", False)
+    named = fused and "vision_config" not in settings
+    needed = ["text_config", "n_action_bins", "num_actions_chunk", "action_dim"]
+    needed += ["timm_model_ids", "image_sizes"] if named else ["vision_config"]
     lacking = [name for name in (*needed, "cameras", "prompt") if name not in settings]
+    if "vision_config" in settings:
+        lacking += _lacking(settings["vision_config"], fused=fused)
     if lacking:
         raise DataError(
-            f"model.path: {folder}/config.json has no {', '.join(lacking)}; folders that were "
-            "published with code of their own say these things there, and have two vision towers, "
-            "which model.name=vla has not"
+            f"{where} has no {', '.join(lacking)}; model.name=vla reads folders of its own, and "
+            "published ones of two vision towers (use_fused_vision_backbone)"
+        )
+    if named:
+        settings["vision_config"] = _known_towers(where, settings)
+    if fused:
+        settings["vision_config"] = _scaled(folder, settings["vision_config"])
+    if (kind := settings["text_config"].get("model_type", "llama")) != "llama":
+        raise DataError(f"{where}: text_config.model_type: {kind!r}; model.name=vla has a Llama")
+    if parts := sorted(path.name for path in folder.glob("*_checkpoint.pt")):
+        raise DataError(
+            f"model.path: {folder} has {', '.join(parts)}: parts beside the language model, which "
+            "model.name=vla has not. A head of its own for actions gives no probabilities; take a "
+            "checkpoint that acts by tokens"
         )
     return settings
 
 
-def dataset_of(settings: Mapping[str, Any], config: VLAConfig) -> str | None:
-    """Which data set's statistics a folder's bins have."""
-    return config.dataset or settings.get("unnorm_key")
+def _lacking(vision: Any, *, fused: bool) -> list[str]:
+    """Keys that a ``vision_config`` is without."""
+    sizes = {"image_size", *next(iter(KNOWN.values()))} - (set() if fused else {"registers"})
+    towers = {f"vision_config.{t}": vision.get(t, {}) for t in TOWERS} if fused else {}
+    return [
+        f"{place}.{name}"
+        for place, tower in (towers or {"vision_config": vision}).items()
+        for name in sorted(sizes - tower.keys())
+    ]
+
+
+def _known_towers(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the towers that a published folder names."""
+    ids, sides = settings["timm_model_ids"], settings["image_sizes"]
+    if [str(name).partition(".")[0] for name in ids] != list(KNOWN):
+        raise DataError(
+            f"{where}: timm_model_ids: {ids}; the towers that model.name=vla knows are "
+            f"{', '.join(KNOWN)}, in this order"
+        )
+    sizes = [[side, side] if isinstance(side, int) else list(side) for side in sides]
+    if len(sizes) != len(TOWERS) or sizes[0] != sizes[1]:
+        raise DataError(f"{where}: image_sizes: {sides}; both towers see pictures of one size")
+    return {
+        tower: {**known, "image_size": size}
+        for tower, known, size in zip(TOWERS, KNOWN.values(), sizes, strict=True)
+    }
+
+
+def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
+    """Towers with the colours that they take, as the folder's preprocessor says."""
+    key = "tvf_normalize_params"
+    given: Any = read_object(folder / PREPROCESSOR).get(key)
+    try:
+        found = [{name: list(map(float, one[name])) for name in ("mean", "std")} for one in given]
+        if len(found) != len(TOWERS) or any(len(row) != 3 for one in found for row in one.values()):
+            raise ValueError("not three numbers of each for each of two towers")
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(
+            f"model.path: {folder / PREPROCESSOR}: {key}: it has mean and std of the three colours "
+            f"for each of the two towers ({error!r}); fetch it again"
+        ) from None
+    return {
+        tower: {**towers[tower], **scaling} for tower, scaling in zip(TOWERS, found, strict=True)
+    }
+
+
+def asked(folder: Path, config: VLAConfig, spec: Spec) -> dict[str, Any]:
+    """What the ``config.json`` of a folder leaves to code, for this task; nothing of one of ours.
+
+    Raises:
+        DataError: it is unreadable, or has no statistics of the data set.
+    """
+    check_checkpoint(folder, True)
+    settings = read_settings(folder)
+    if not settings.get("use_fused_vision_backbone") or "cameras" in settings:
+        return {}
+    name, found = statistics_in(folder, settings, config)
+    # The empty token behind it is what tokens of actions followed in training.
+    return {
+        "num_actions_chunk": config.chunk,
+        "action_dim": len(found["action"]["q01"]),
+        "proprio_dim": config.proprio,
+        "cameras": list(spec["images"]),
+        "prompt": f"{PROMPT} " if config.prompt is None else config.prompt,
+        "unnorm_key": name,
+    }
+
+
+def statistics_in(
+    folder: Path, settings: Mapping[str, Any], config: VLAConfig
+) -> tuple[str, dict[str, Any]]:
+    """The data set whose statistics a folder's bins have, and they: of its
+    ``dataset_statistics.json``, or else of its ``config.json``.
+
+    Raises:
+        DataError: they are nowhere, or malformed, or of several data sets.
+    """
+    dataset = config.dataset or settings.get("unnorm_key")
+    if "norm_stats" not in settings or (folder / STATISTICS).exists():
+        return read_statistics(folder / STATISTICS, dataset, "model.path")
+    place = f"norm_stats in {folder}/config.json"
+    return choose_statistics(settings["norm_stats"], dataset, "model.path", place)
+
+
+def check_weights(folder: Path, shapes: Shapes, module: nn.Module) -> None:
+    """See that stored tensors are a network's but for those that may lack.
+
+    Args:
+        shapes: of the tensors in the folder.
+        module: may be on the meta device.
+
+    Raises:
+        DataError: they are not; names files and tensors.
+    """
+    own = {name: t.shape for name, t in module.state_dict().items() if name.startswith(OWN)}
+    files = ", ".join(path.name for path in tensor_files(folder))
+    check_fit(f"model.path: {folder}: {files}", {**own, **shapes}, module)
+
+
+def outline(folder: Path, settings: Mapping[str, Any]) -> VLANetwork:
+    """The network of a folder, without memory.
+
+    Raises:
+        DataError: its settings describe none.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    malformed = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+    try:
+        with torch.device("meta"):
+            return VLANetwork(settings)
+    except (*malformed, StrictDataclassError) as error:
+        raise DataError(
+            f"model.path: {folder}/config.json describes no network ({error!r}); fetch it again"
+        ) from None
 
 
 def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
@@ -122,7 +323,8 @@ def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
     Raises:
         ConfigError: it does not.
     """
-    images, vision = spec["images"], settings["vision_config"]
+    images, towers = spec["images"], towers_of(settings)
+    vision = towers[0]
     if sorted(settings["cameras"]) != sorted(images):
         raise ConfigError(
             f"task.images: the model sees {', '.join(settings['cameras'])}, the task shows "
@@ -149,16 +351,29 @@ def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
             f"model.proprio: {settings['proprio_dim']} numbers, and the state has "
             f"{spec['observation']}"
         )
-    for part, key in (("text_config", "heads"), ("vision_config", "vision_heads")):
-        width, heads = settings[part]["hidden_size"], settings[part]["num_attention_heads"]
-        if width % heads:
-            raise ConfigError(f"model.{key}: a width of {width} is not {heads} heads of one size")
-    text = settings["text_config"]
-    heads, shared = text["num_attention_heads"], text["num_key_value_heads"]
+    text = {**LLAMA, **settings["text_config"]}
+    heads, width = text["num_attention_heads"], text["hidden_size"]
+    shared = text.get("num_key_value_heads", heads)
+    widths = [("heads", width, heads)]
+    widths += [("vision_heads", t["hidden_size"], t["num_attention_heads"]) for t in towers]
+    for key, whole, parts in widths:
+        if whole % parts:
+            raise ConfigError(f"model.{key}: a width of {whole} is not {parts} heads of one size")
     if heads % shared:
         raise ConfigError(f"model.kv_heads: {shared} cannot be shared by model.heads {heads}")
-    if text["hidden_size"] // heads % 2:
+    if width // heads % 2:
         raise ConfigError(
-            f"model.heads: a width of {text['hidden_size']} in {heads} heads gives an odd size; "
+            f"model.heads: a width of {width} in {heads} heads gives an odd size; "
             "rotary positions need an even one"
         )
+    if settings["use_fused_vision_backbone"] and vision["num_hidden_layers"] < 2:
+        raise ConfigError(
+            "model.vision_layers: of two towers (model.fused) the last layer is not run; give 2 or "
+            "more"
+        )
+
+
+def towers_of(settings: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Settings of each tower."""
+    vision = settings["vision_config"]
+    return [vision[t] for t in TOWERS] if settings["use_fused_vision_backbone"] else [vision]

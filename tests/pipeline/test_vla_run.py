@@ -49,9 +49,12 @@ SMALL = [
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Compose) -> None:
+@pytest.mark.parametrize("fused", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
+    compose: Compose, fused: str
+) -> None:
     need_environment("metaworld")
-    values = compose(*SMALL, experiment="metaworld_vla")
+    values = compose(*SMALL, f"model.fused={fused}", experiment="metaworld_vla")
     execute(values)
     run = Path(values["run"]["root"]) / "vla"
     curve = output(run, "warm_start")[0].extra["curve"]

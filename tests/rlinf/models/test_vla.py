@@ -165,6 +165,15 @@ def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
     assert all(torch.equal(t, loaded[n]) for n, t in first.module.state_dict().items())
 
 
+def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) -> None:
+    made(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["projector.fc2.bias"], tensors["places"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"model\.safetensors: .*\nmissing: projector\.fc2\.bias\n"):
+        VLAPolicy.check(VLAConfig(path=tmp_path), SPEC)
+
+
 @pytest.mark.parametrize(
     ("options", "changes", "said"),
     [
