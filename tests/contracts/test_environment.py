@@ -184,8 +184,7 @@ def test_a_crash_costs_one_episode(
 ) -> None:
     """Of what others do beside the policy: tasks of one prompt and one response have no such."""
     environment, play = made
-    name = type(environment).__name__
-    if name == "GymEnvironment":
+    if OBSERVATIONS in environment.offers:
         whole, worlds = play(), environment._worlds._worlds  # type: ignore[attr-defined]
         step, calls = worlds[2].step, iter(range(99))
 
