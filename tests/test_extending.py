@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ COMMANDS = [
 ]
 HERE = [words for words in COMMANDS if "cluster=slurm" not in words]
 JOBS = [words for words in COMMANDS if "cluster=slurm" in words]
+BRIEF = next(words for words in HERE if "reward.name=mylab.reward:Brief" in words)
 ACTING = ["rollout.batch=4", "rollout.horizon=16", "evaluate.samples=2"]
 WRITING = [
     word.removeprefix("++")
@@ -68,9 +70,14 @@ def clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-@pytest.mark.slow
+def _cases() -> list[Any]:
+    """One of them, the quickest, in the usual suite."""
+    slow = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(w, marks=slow[w is not BRIEF], id=" ".join(w)) for w in HERE]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("words", HERE, ids=" ".join)
+@pytest.mark.parametrize("words", _cases())
 def test_a_command_of_the_page_runs_with_the_wheel(
     installed: Installed, mine: Path, words: list[str]
 ) -> None:
@@ -98,7 +105,7 @@ def test_the_example_of_a_notebook_runs_with_the_wheel(installed: Installed, min
 def test_an_edited_class_does_not_go_on_with_stale_results(
     installed: Installed, mine: Path
 ) -> None:
-    words = next(words for words in HERE if "reward.name=mylab.reward:Brief" in words)
+    words = BRIEF
     call(installed.rlinf, *shortened(words), cwd=mine, env=clean())
     reward = mine / "mylab/reward.py"
     reward.write_text(reward.read_text().replace("s - self", "s - 2 * self"))
