@@ -13,7 +13,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Storm:
     logs: Path
     """Where the driver's words go."""
     struck: list[str] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+    """Also those that found nothing to strike."""
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -54,15 +56,15 @@ class Storm:
         self._log = self.logs / f"{self.root.name}.log"
         self._driver = start_driver(self.words, self._log)
 
-    def strike(self, faults: int, kinds: list[str]) -> None:
-        """Let ``faults`` of some kinds happen, or as many as the run leaves time for."""
+    def strike(self, faults: int, kinds: Iterator[str]) -> None:
+        """Let the next ``faults`` of some kinds happen, or as many as the run leaves time for."""
         while len(self.struck) < faults:
             time.sleep(self.rng.uniform(*PAUSE_S))
             if self._ended():
                 return
-            kind = self.rng.choice(kinds)
-            if FAULTS[kind](self):
-                self.struck.append(kind)
+            self.drawn.append(next(kinds))
+            if FAULTS[self.drawn[-1]](self):
+                self.struck.append(self.drawn[-1])
 
     def settle(self) -> None:
         """Wait for the run's end.
@@ -120,6 +122,12 @@ class Storm:
         assert self.restarts < 20 + len(self.struck), self.log
         self._driver = start_driver(self.words, self._log)
         return False
+
+
+def rounds(rng: random.Random, kinds: Sequence[str]) -> Iterator[str]:
+    """Kinds of faults without end: each once in a round, every round in an order of its own."""
+    while True:
+        yield from rng.sample(kinds, len(kinds))
 
 
 def kill_stage(storm: Storm) -> bool:
