@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlinf.data.batch import join
-from rlinf.data.transitions import concatenated, transitions_of
+from rlinf.data.transitions import ENDS, concatenated, transitions_of
 from rlinf.replay.buffer import SPARE, ReplayBuffer
 from stages.context import Context
 from stages.parts import WEIGHTS, make_algorithm, policy_class
@@ -30,7 +30,7 @@ def run(ctx: Context) -> None:
     for samples in ctx.parts():
         pairs = join(ctx.records("trajectories", samples), ctx.records("rewards", samples))
         parts += [
-            transitions_of(trajectory, reward.steps["rewards"])
+            transitions_of(trajectory, reward.steps["rewards"], reward.steps.get(ENDS))
             for trajectory, reward in pairs
             if reward.info["keep"]
         ]

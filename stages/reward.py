@@ -12,6 +12,7 @@ import numpy as np
 from rlinf.algorithms.base import Algorithm
 from rlinf.data.counted import counted
 from rlinf.data.record import Record, Scalar
+from rlinf.data.transitions import ENDS
 from rlinf.envs.base import Environment
 from rlinf.rewards.base import Reward
 from stages.context import Context
@@ -23,8 +24,8 @@ class Verdict(NamedTuple):
 
     scores: list[float]
     """The task's, where the reward needs them."""
-    rewards: list[np.ndarray]
-    """Of the steps of each."""
+    rewards: list[dict[str, np.ndarray]]
+    """Of the steps of each: ``rewards``, and :data:`ENDS` where it says so."""
     totals: np.ndarray
     """``[N]`` their sums."""
     groups: np.ndarray
@@ -55,13 +56,18 @@ def judged(
         scores = environment.score(trajectories, troubles)
     # One that could not be taken is of a trajectory of which no step counts.
     judgements = reward.judgements(trajectories, np.nan_to_num(scores).tolist())
-    rewards = [np.asarray(judgement.worth, np.float32) for judgement in judgements]
+    rewards = []
+    for judgement in judgements:
+        steps = {"rewards": np.asarray(judgement.worth, np.float32)}
+        if judgement.ends is not None:
+            steps[ENDS] = np.asarray(judgement.ends, np.uint8)
+        rewards.append(steps)
     found = [judgement.trouble for judgement in judgements]
     troubles.update(dict.fromkeys(reward.troubles, 0))
     troubles.update(filter(None, found))
     judged = np.array([judgement.kept for judgement in judgements])
     groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
-    totals = np.array([steps.sum(dtype=np.float64) for steps in rewards])
+    totals = np.array([steps["rewards"].sum(dtype=np.float64) for steps in rewards])
     # One without a step that counts has no gradient, and no place in its group's mean.
     kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
     troubles["uncounted"] += int((~kept).sum())
@@ -110,7 +116,7 @@ def run(ctx: Context) -> None:
             }
             if reward.troubles:
                 info["trouble"] = trouble
-            output.put(Record(trajectory.identity, {"rewards": steps}, info=info))
+            output.put(Record(trajectory.identity, steps, info=info))
         scores += [score for score in part if not np.isnan(score)]
         # What nobody judged is no part of the mean.
         totals.append(total[judged_ones])

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlinf.data.batch import Sample
 from rlinf.data.record import Record
-from rlinf.data.transitions import Held, Transitions, concatenated, row_type, transitions_of
+from rlinf.data.transitions import ENDS, Held, Transitions, concatenated, row_type, transitions_of
 from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.replay import prior
 from rlinf.seeding import generator
@@ -146,7 +146,9 @@ class Learner:
     def transitions(self, parts: Iterable[list[Sample]]) -> Transitions:
         """What the flow has to replay; without a buffer the steps of the batch."""
         rows = [
-            transitions_of(sample.trajectory, sample.reward.steps["rewards"])
+            transitions_of(
+                sample.trajectory, sample.reward.steps["rewards"], sample.reward.steps.get(ENDS)
+            )
             for part in parts
             for sample in part
             if sample.kept and sample.reward is not None

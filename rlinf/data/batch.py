@@ -14,7 +14,7 @@ from rlinf.data.counted import counted
 from rlinf.data.packing import Span
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
-from rlinf.data.transitions import INTERVENED
+from rlinf.data.transitions import ENDS, INTERVENED
 from rlinf.errors import InputError
 
 
@@ -45,7 +45,7 @@ class StepBatch:
     """``[N, T]`` of the policy before the update. Where a step is several choices, this and other
     log-probabilities have more dimensions; see :mod:`rlinf.algorithms.levels`."""
     terminated: Tensor
-    """``[N, T]`` 1 where the episode ended by itself."""
+    """``[N, T]`` 1 where the episode ended by itself, or was judged as a whole."""
     truncated: Tensor
     """``[N, T]`` 1 where it was cut off."""
     bootstrap: Tensor
@@ -183,7 +183,7 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         rollout_logprobs=column(0, "logprobs"),
         turns=column(0, "turns"),
         submask=column(0, "submask"),
-        terminated=optional(0, "terminated"),
+        terminated=torch.maximum(optional(0, "terminated"), optional(1, ENDS)),
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),
         values=column(2, "values") if values is None else values,

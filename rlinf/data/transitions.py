@@ -23,6 +23,9 @@ INTERVENED, PERFORMED = "intervened", "performed"
 """Step columns of a trajectory in which a person may have acted in the place of the policy: where
 that was so, uint8 ``[T]`` (of chunks ``[T, H]``), and the actions that were carried out.
 ``actions`` are always the policy's, to which its log-probabilities belong."""
+ENDS = "ends"
+"""Step column of rewards, uint8 ``[T]``: 1 at the end of an episode that was judged as a whole,
+also where it was cut off: nothing follows."""
 FIELDS = ("observations", "actions", "rewards", "next_observations", "terminated", "truncated")
 
 
@@ -99,7 +102,9 @@ def carried_out(trajectory: Record) -> np.ndarray:
     return np.where(acted, trajectory.steps[PERFORMED], actions).astype(actions.dtype)
 
 
-def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
+def transitions_of(
+    trajectory: Record, rewards: np.ndarray, ends: np.ndarray | None = None
+) -> np.ndarray:
     """The steps of a trajectory that count, with what was done and what was seen after each.
 
     Args:
@@ -107,6 +112,7 @@ def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
             ``terminated``; context :data:`CUT_STEPS` and :data:`CUT_OBSERVATIONS`. After any other
             step that did not end its episode comes the next one's observation.
         rewards: ``[T]``.
+        ends: ``[T]`` 1 where nothing follows though the episode was cut off; None: nowhere.
 
     Returns:
         Rows of :func:`row_type`; ``truncated`` is 1 wherever the trajectory was cut off, by the
@@ -133,11 +139,14 @@ def transitions_of(trajectory: Record, rewards: np.ndarray) -> np.ndarray:
     rows = np.zeros(length, row_type(seen.shape[1], actions.shape[1]))
     rows["observations"], rows["actions"], rows["rewards"] = seen, actions, rewards
     rows["terminated"] = steps["terminated"]
+    if ends is not None:
+        rows["terminated"] |= np.asarray(ends, np.uint8)
     rows["next_observations"][:-1] = seen[1:]
     cut = context[CUT_STEPS]
     rows["next_observations"][cut] = context[CUT_OBSERVATIONS]
     rows["truncated"][cut] = 1
     ended = rows["terminated"] == 1
+    rows["truncated"][ended] = 0
     if length and not (ended[-1] or rows["truncated"][-1]):
         raise InputError(
             f"{trajectory.identity}: it does not say what was seen after its last step"

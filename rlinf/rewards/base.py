@@ -59,6 +59,10 @@ class Judgement:
     unshaped: float | None = None
     """What it is worth without a penalty or the like that shapes it: groups whose samples are alike
     in this one teach nothing. None: the sum of its worth."""
+    ends: np.ndarray | None = None
+    """Of a simulator's episodes that are judged as a whole: bool ``[T]``, true at the last step of
+    each. Nothing comes after it, also where the episode was cut off: what a critic says of the
+    state there would be the same outcome again. None: episodes end where the simulator says."""
 
 
 class Reward(Part, ABC):

@@ -56,11 +56,11 @@ class ScoreReward(Reward):
                 worth, plain = self._of(score) - self._overlong(length), self._of(score)
                 found.append(Judgement(worth, unshaped=plain))
                 continue
-            steps = np.zeros(len(trajectory))
+            steps, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
             for last, own, length in judged:
-                steps[last] = self._of(own) - self._overlong(length)
+                steps[last], ends[last] = self._of(own) - self._overlong(length), True
             whole = sum(self._of(own) for _, own, _ in judged)
-            found.append(Judgement(steps, unshaped=whole))
+            found.append(Judgement(steps, unshaped=whole, ends=ends))
         return found
 
     def _of(self, score: float) -> float:

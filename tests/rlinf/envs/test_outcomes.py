@@ -20,7 +20,7 @@ from rlinf.data.batch import Sample, StepBatch, assemble
 from rlinf.data.counted import counted
 from rlinf.data.outcomes import OUTCOME_STEPS, OUTCOMES
 from rlinf.data.record import Record
-from rlinf.data.transitions import transitions_of
+from rlinf.data.transitions import ENDS, transitions_of
 from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.envs.processes import SimulatorError
@@ -51,9 +51,15 @@ def judged(record: Record, **settings: Any) -> np.ndarray:
 
 
 def batch_of(record: Record, **settings: Any) -> StepBatch:
-    steps = {"rewards": judged(record, **settings)}
-    said = Record(record.identity, steps, info={"keep": 1})
-    return assemble([Sample(record, said)])
+    return assemble([Sample(record, said_of(record, **settings))])
+
+
+def said_of(record: Record, **settings: Any) -> Record:
+    """What the reward stage says of it."""
+    reward = ScoreReward(ScoreConfig(**settings), Resources())
+    (one,) = reward.judgements([record], [float("inf")])
+    steps = {"rewards": np.asarray(one.worth), ENDS: np.asarray(one.ends, np.uint8)}
+    return Record(record.identity, steps, info={"keep": 1})
 
 
 @pytest.mark.parametrize(("success", "each"), [(True, 1.0), (False, 4.0)])
@@ -87,6 +93,22 @@ def test_transitions_have_the_reward_of_their_own_episode(tmp_path: Path) -> Non
     (record,) = played(tmp_path, success=True)
     rows = transitions_of(record, judged(record))
     assert rows["rewards"].tolist() == rows["terminated"].tolist() == [0, 0, 0, 1] * 2 + [0, 0]
+
+
+def test_nothing_comes_after_an_episode_that_was_judged(tmp_path: Path) -> None:
+    """A critic's word for the state in which it was cut off would be its outcome again, and again
+    in the values of the next update."""
+    (record,) = played(tmp_path, horizon=3)
+    assert record.steps["bootstrap"][-1] != 0
+    plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
+    _, returns = plain.advantages(batch_of(record))
+    assert returns.tolist() == [[pytest.approx(3.0)] * 3]
+    said = said_of(record)
+    rows = transitions_of(record, said.steps["rewards"], said.steps[ENDS])
+    assert rows["terminated"].tolist() == [0, 0, 1]
+    assert rows["truncated"].tolist() == [0, 0, 0]
+    (record,) = played(tmp_path)
+    assert batch_of(record).terminated.tolist() == [[0, 0, 0, 1] * 2 + [0, 0]], "the third goes on"
 
 
 def test_a_sample_of_one_open_episode_is_judged_as_far_as_it_came(tmp_path: Path) -> None:
