@@ -21,7 +21,7 @@ from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.data.batch import StepBatch
 from rlinf.errors import InputError
 from rlinf.models.base import StepOutputs
-from tests.contracts.test_algorithm import Update, alike, batch_of, judged, outputs_of, seeds
+from tests.contracts.test_algorithm import Update, alike, batch_of, outputs_of, seeds
 
 PLAIN: dict[str, Any] = {"value_coefficient": 0.0}
 
@@ -59,7 +59,7 @@ def test_the_loss_is_the_decoupled_objective(outside: Any, seed: int, cap: float
     algorithm = AsyncPPO(AsyncPPOConfig(clip_low=0.1, clip_high=0.15, **settings, **PLAIN))
     batch, random = batch_of(seed), torch.Generator().manual_seed(seed)
     far = batch.old_logprobs + 0.5 * torch.randn(batch.mask.shape, generator=random)
-    batch = judged(algorithm, replace(batch, rollout_logprobs=far))
+    batch = algorithm.judged(replace(batch, rollout_logprobs=far))
     said = outputs_of(batch, seed)
     loss, metrics = algorithm.loss(said, batch, batch.mask)
     (gradient,) = torch.autograd.grad(loss, said.logprobs)
@@ -173,7 +173,7 @@ def test_where_all_is_fresh_it_is_ppo() -> None:
     batch = batch_of(7)
     batch = replace(batch, rollout_logprobs=batch.old_logprobs)
     algorithm = AsyncPPO(AsyncPPOConfig())
-    batch = judged(algorithm, batch)
+    batch = algorithm.judged(batch)
     said = outputs_of(batch, 7)
     ours, _ = algorithm.loss(said, batch, batch.mask)
     plain, _ = PPO(PPOConfig()).loss(said, batch, batch.mask)

@@ -24,7 +24,7 @@ from rlinf.algorithms.behaviour import (
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.algorithms.policy_gradient import PolicyGradientConfig
 from rlinf.models.base import StepOutputs
-from tests.contracts.test_algorithm import Update, alike, batch_of, judged, outputs_of, seeds
+from tests.contracts.test_algorithm import Update, alike, batch_of, outputs_of, seeds
 
 levels = pytest.mark.parametrize("level", get_args(WeightLevel))
 ways = pytest.mark.parametrize("outside", get_args(Outside))
@@ -81,7 +81,7 @@ def test_where_engine_and_trainer_agree_nothing_changes_by_a_bit(
     found = []
     for algorithm in (GRPO(GRPOConfig()), weighed):
         said = outputs_of(batch, seed)
-        loss, metrics = algorithm.loss(said, judged(algorithm, batch), batch.mask)
+        loss, metrics = algorithm.loss(said, algorithm.judged(batch), batch.mask)
         (gradient,) = torch.autograd.grad(loss, said.logprobs)
         found.append((loss, gradient, metrics))
     (plain, own, told), (other, its, more) = found
@@ -98,7 +98,7 @@ def test_the_weight_has_no_gradient_of_its_own(level: WeightLevel, seed: int) ->
     batch = batch_of(seed)
     config = GRPOConfig(behaviour_weight_cap=1.05, behaviour_weight_level=level)
     algorithm = GRPO(config)
-    batch = judged(algorithm, batch)
+    batch = algorithm.judged(batch)
     logprobs = outputs_of(batch, seed).logprobs
     said, own = StepOutputs(logprobs), replace(batch, old_logprobs=logprobs)
     weights, _ = behaviour_weights(
