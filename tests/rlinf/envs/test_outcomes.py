@@ -84,7 +84,7 @@ def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
     batch.values[:], batch.bootstrap[:] = 0, 0  # type: ignore[index]
     plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
     assert plain.advantages(batch)[0].tolist() == [[1.0] * 4 + [0.0] * 6]
-    relative, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages(batch)
+    relative = ReinforcePlusPlus(ReinforcePlusPlusConfig()).judged(batch).require("advantages")
     assert (relative[0, :4] > 0).all()
     assert (relative[0, 4:] < 0).all()
 
