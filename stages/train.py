@@ -25,7 +25,7 @@ from stages.parts import (
     on_device,
     trainer_moved,
 )
-from stages.replay import replay_buffer
+from stages.replay import FOLDER, HELPED, replay_buffer
 
 CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Inputs that a sample is made of; a flow may have the first alone."""
@@ -104,6 +104,13 @@ class StageLearner(Learner):
         reward = held_reward(self._ctx)
         # There are no scores: a reward that looks at them is refused, for it is not finite.
         return prior.load(path, lambda record: reward.rewards([record], [math.nan])[0])
+
+    def helped(self) -> Transitions:
+        there = "replay" in self._ctx.inputs and (self._ctx.run / FOLDER / HELPED).exists()
+        if not there:
+            return super().helped()
+        with self._ctx.span("verify"):
+            return replay_buffer(self._ctx, self.policy.rows, HELPED).view(self.iteration)
 
     def changing(self) -> None:
         super().changing()

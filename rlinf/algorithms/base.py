@@ -75,6 +75,12 @@ class Algorithm(Part, ABC):
         """Most transitions, the newest, that a buffer keeps for it."""
         return 0
 
+    @property
+    def draws_prior(self) -> bool:
+        """Whether a share of its batches is of transitions that were there before; those in which
+        a person acted are then kept apart too."""
+        return False
+
     def keep(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Which samples take part in the update: bool ``[N]`` from scores and group numbers."""
         return np.ones(len(scores), dtype=bool)

@@ -164,6 +164,10 @@ class Learner:
         """
         return prior.load(path)
 
+    def helped(self) -> Transitions:
+        """Those of the run in which a person acted, where the flow keeps them; else none."""
+        return Held(np.zeros(0, row_type(0, 0)))
+
     def changing(self) -> None:
         """To be called before weights or buffers change in another way than by :meth:`update`."""
         self._ready()

@@ -17,7 +17,7 @@ from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
 from rlinf.config import Section
 from rlinf.data.batch import Sample
-from rlinf.data.transitions import FIELDS, Held, Transitions, misfit
+from rlinf.data.transitions import FIELDS, Held, Joined, Transitions, misfit
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import ACTION_VALUES, REPLAY, REPLAYS
 from rlinf.models.base import Batch
@@ -82,6 +82,10 @@ class OffPolicy(Algorithm):
     @property
     def capacity(self) -> int:
         return self.config.capacity
+
+    @property
+    def draws_prior(self) -> bool:
+        return self.config.prior_share > 0
 
     @property
     def learning(self) -> tuple[str, ...]:
@@ -155,16 +159,18 @@ class OffPolicy(Algorithm):
         return (count - 1 - number) % self.config.policy_every == 0
 
     def _sources(self, learner: Learner, online: Transitions) -> tuple[Transitions, Transitions]:
-        """What was collected, and what was there before.
+        """What was collected; and what was there before, with what a person did since (they are
+        demonstrations as well, as of HIL-SERL, arXiv 2410.21845).
 
         Raises:
             DataError: one is of another type than the policy learns from.
         """
         path, policy = self.config.prior, learner.policy
         before = Held(np.zeros(0, policy.rows)) if path is None else learner.prior(path)
+        helped = learner.helped()
         fitting(policy, online, "trajectories")
         fitting(policy, before, f"algorithm.prior: {path}")
-        return online, before
+        return online, Joined(before, helped) if len(helped) else before
 
     def _shares(self, sources: tuple[Transitions, Transitions]) -> tuple[int, int]:
         """Transitions of a batch from each source."""

@@ -59,6 +59,23 @@ class Held(Transitions):
         return self._rows[numbers]
 
 
+class Joined(Transitions):
+    """Some transitions, and then others of the same type."""
+
+    def __init__(self, first: Transitions, second: Transitions) -> None:
+        self._first, self._second = first, second
+        self.dtype, self.new = first.dtype, first.new + second.new
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        rows, later = np.empty(len(numbers), self.dtype), numbers >= len(self._first)
+        rows[~later] = self._first.take(numbers[~later])
+        rows[later] = self._second.take(numbers[later] - len(self._first))
+        return rows
+
+
 def row_type(observation: int, action: int) -> np.dtype:
     """The type of a row for observations ``[observation]`` and actions ``[action]``."""
     return np.dtype(
@@ -100,6 +117,13 @@ def carried_out(trajectory: Record) -> np.ndarray:
     acted = np.asarray(trajectory.steps[INTERVENED]) != 0
     acted = acted.reshape(*acted.shape, *[1] * (actions.ndim - acted.ndim))
     return np.where(acted, trajectory.steps[PERFORMED], actions).astype(actions.dtype)
+
+
+def acted_in(trajectory: Record) -> np.ndarray:
+    """In which of the rows of :func:`transitions_of` a person acted, bool ``[n]``."""
+    counts = counted(trajectory)
+    acted = np.asarray(trajectory.steps.get(INTERVENED, np.zeros(len(trajectory)))) != 0
+    return acted[counts]
 
 
 def transitions_of(

@@ -17,11 +17,12 @@ from pipeline.metrics import collect
 from rlinf.algorithms.off_policy import OffPolicy
 from rlinf.channels.file import FileReader
 from rlinf.config import RunConfig, validate
+from rlinf.data.transitions import row_type
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.mlp_q import MLPQPolicy
 from rlinf.replay import prior
 from rlinf.trainers.fsdp import FSDPTrainer
-from stages.replay import FOLDER
+from stages.replay import FOLDER, HELPED
 from tests.pipeline.helpers import contents
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
@@ -131,6 +132,39 @@ def test_the_buffer_holds_what_was_collected(compose: Compose, tmp_path: Path) -
     record = FileReader(folder.glob("*.h5")).get()
     assert np.abs(record.steps["actions"]).max() <= 2
     assert np.abs(record.steps["actions"]).max() > 1
+
+
+def test_what_a_person_does_in_a_run_is_drawn_like_demonstrations(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """Beside those that were there before, and the same where the run goes on."""
+    import h5py
+
+    with h5py.File(tmp_path / "prior.hdf5", "w") as file:
+        for name, size in (("observations", 1), ("next_observations", 1), ("actions", 2)):
+            file[name] = np.zeros((5, size))
+        file["rewards"], file["terminated"] = np.zeros(5), np.ones(5)
+    words = [
+        *("task.world=tests.rlinf.envs.helped_worlds:make", "task.id=helped", "algorithm=rlpd"),
+        *("task.observation=1", "task.action={kind: box, size: 2}", "model=mlp_rlpd"),
+        *(f"algorithm.prior={tmp_path / 'prior.hdf5'}", "algorithm.policy_every=5"),
+        "evaluate.every=1",
+    ]
+    execute(sac(compose, "whole", "iterations=3", *words))
+    rows, run = collect(tmp_path / "whole"), tmp_path / "whole"
+    acted = [
+        record.steps["intervened"] != 0
+        for file in sorted(run.glob("it/*/rollout/data-*/trajectories-*.h5"))
+        for record in FileReader([file])
+    ]
+    total = sum(int(steps.sum()) for steps in acted)
+    assert rows[-1]["replay/helped"] == total > 0
+    every = np.frombuffer(rows_of(run), row_type(1, 2))[: 3 * 60]
+    helped = (run / FOLDER / HELPED / "transitions.bin").read_bytes()
+    assert helped.startswith(every[np.concatenate(acted)].tobytes())
+    execute(sac(compose, "parts", "iterations=1", *words))
+    execute(sac(compose, "parts", "iterations=3", *words))
+    assert contents(tmp_path / "parts") == contents(run)
 
 
 @pytest.mark.parametrize("name", ["crossq", "rlpd"])

@@ -17,7 +17,7 @@ from rlinf.channels.world import World
 from rlinf.config import OptimizerSection, validate
 from rlinf.data.batch import Sample
 from rlinf.data.record import Identity, Record
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
+from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS, Held, Joined
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.mlp_q import MLPQConfig, MLPQPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
@@ -144,6 +144,20 @@ def test_crossq_normalises_what_was_done_and_what_follows_together(tmp_path: Pat
     assert not torch.allclose(values, again(done)), "alone it has other statistics"
     assert values.requires_grad
     assert not later.requires_grad
+
+
+def test_what_a_person_did_is_among_the_demonstrations(tmp_path: Path) -> None:
+    policy: Any = policy_of(tmp_path, **OPTIONS["rlpd"])
+    rows = np.zeros(5, policy.rows)
+    rows["rewards"] = np.arange(5)
+    none, some = Held(rows[:0]), Held(rows[3:])
+    algorithm = made("rlpd")
+    online, before = algorithm._sources(policy, Held(rows[:3]), some)
+    assert (len(online), len(before)) == (3, 2)
+    assert before.take(np.array([1, 0, 1]))["rewards"].tolist() == [4, 3, 4]
+    assert len(algorithm._sources(policy, online, none)[1]) == 0
+    both = Joined(Held(rows[:3]), some)
+    assert both.take(np.array([4, 0, 3, 2]))["rewards"].tolist() == [4, 0, 3, 2]
 
 
 def test_rlpd_takes_the_least_of_the_chosen_critics_and_no_entropy(tmp_path: Path) -> None:
