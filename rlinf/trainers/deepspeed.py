@@ -164,7 +164,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
         )
         dtype = self.config.param_dtype
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        unit = min(UNITS, sum(p.numel() for p in self.policy.module.parameters()))
+        # DeepSpeed takes even ones alone.
+        count = sum(p.numel() for p in self.policy.module.parameters())
+        unit = min(UNITS, count + count % 2)
         zero: dict[str, Any] = {
             "stage": self.config.stage,
             "overlap_comm": False,

@@ -1,6 +1,10 @@
-"""DeepSpeed's options that do not go together are refused before a job is submitted."""
+"""DeepSpeed's options that do not go together are refused before a job is submitted; odd sizes."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,24 @@ from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
+from tests.environments import need_environment
+
+ODD = """
+import sys
+from pathlib import Path
+from rlinf.channels.world import World
+from rlinf.config import OptimizerSection
+from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
+
+config, spec = MLPConfig(hidden=(8,)), {"observation": 4, "action": {"kind": "discrete", "size": 2}}
+folder = Path(sys.argv[1])
+MLPPolicy.create(config, spec, 0, folder)
+policy = MLPPolicy.load(folder, config)
+assert sum(p.numel() for p in policy.module.parameters()) % 2
+options = DeepSpeedConfig(device="cpu", stage=2)
+print(len(DeepSpeedTrainer(policy, options, OptimizerSection(), World()).full_state()) > 0)
+"""
 
 
 def check(**options: object) -> None:
@@ -33,3 +55,16 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, object],
 def test_others_are_taken() -> None:
     check(stage=3, offload_param=True)
     check(stage=2, lora={"rank": 4})
+
+
+def test_a_network_of_an_odd_number_of_weights_is_taken(tmp_path: Path) -> None:
+    python = need_environment("deepspeed")
+    here = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        [python, "-c", ODD, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": here},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "True" in done.stdout, done.stderr[-3000:]
