@@ -43,8 +43,7 @@ class OneTower(nn.Module):
 
 
 class FusedTowers(nn.Module):
-    """By DINOv2 and SigLIP, whose features of a patch stand side by side (arXiv 2402.07865,
-    section 4.2)."""
+    """By DINOv2 and SigLIP, whose features of a patch stand side by side (arXiv 2402.07865)."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """``settings``: of each of :data:`TOWERS`, as
