@@ -1,5 +1,6 @@
-"""A scaled loss, so that gradients of float16 are neither zero nor infinite (Micikevicius et al. 2018,
-"Mixed Precision Training", arXiv 1710.03740, section 3.2).
+"""A scaled loss, so that gradients of float16 are neither zero nor infinite.
+
+Of Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.2.
 
 Float16 has no numbers between 0 and 6e-8, and none above 65504. The loss is multiplied before the
 backward pass, and the gradient divided by as much in float32. Where a gradient is not finite all
