@@ -18,7 +18,9 @@ from rlinf.errors import ConfigError
 from stages.context import Context
 from stages.parts import held_reward, make_algorithm, speaking_environment
 from stages.reward import judged
-from stages.rollout import collected, rolled_out
+from stages.rollout import acting, collected, rolled_out
+
+__all__ = ["acting", "by_place", "filled", "run", "teaches"]
 
 
 def run(ctx: Context) -> None:

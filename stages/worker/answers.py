@@ -29,7 +29,7 @@ from rlinf.threads import Malformed, serve
 from stages.activity import Activity
 from stages.board import Board, Output, keep_newest
 from stages.context import Context, Input, Live, Writer
-from stages.flow import flow_of
+from stages.flow import GENERATE, flow_of
 from stages.layout import CHANNELS
 from stages.resident import Resident
 from stages.runner import withdrawing
@@ -134,8 +134,9 @@ class Desk:
         if self._host is not None:
             self._host.close()
 
-    def _key(self, order: Answer) -> str:
-        return f"{flow_of(self._config).generates}/{order.node}"
+    @staticmethod
+    def _key(order: Answer) -> str:
+        return f"{order.stage}{GENERATE}/{order.iteration}"
 
     def _work(self, service: Service, turn: Turn) -> None:
         order, key = service.order, self._key(service.order)

@@ -48,7 +48,9 @@ def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
 
 
 APART = pools((["rollout"], 1), (["rollout.generate", *LATER], 1))
-THREE = pools((["rollout", "reward"], 2), (["rollout.generate"], 1), (["inference", "train"], 1))
+THREE = pools(
+    (["warm_start", "rollout", "reward"], 2), (["rollout.generate"], 1), (["inference", "train"], 1)
+)
 MANY = pools((["rollout"], 3), (["rollout.generate"], 2), (LATER, 1))
 BESIDE = {
     "grain": "segment",

@@ -55,6 +55,8 @@ JOBS: dict[str, list[tuple[str, int, int]]] = {
     "pools-3": [("a100", 1, 4), ("h100", 1, 4)],
     "pools-4": [("a100", 2, 1), ("h100", 2, 1)],
     "pools-5": [("h100", 1, 1), ("h100", 2, 2), ("a100", 1, 2)],
+    "simulators-0": [("local", 1, 0)] * 2,
+    "simulators-1": [("a100", 1, 4)],
 }
 """Partition, nodes and GPUs per node of the jobs that pages with pools speak of."""
 

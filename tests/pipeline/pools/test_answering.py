@@ -1,0 +1,155 @@
+"""What is ordered of a rollout whose policy is apart, and what is said when a side is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from pipeline.commands.experiment import checked
+from pipeline.driver import call_of
+from pipeline.flow import Graph, Node
+from pipeline.pools.generators import Generators
+from pipeline.pools.jobs import pool_states
+from pipeline.pools.leases import Member
+from pipeline.pools.orders import Orders
+from pipeline.run import Run
+from stages.worker.messages import Answer, Over, Send, StageOrder
+from stages.worker.messages import Run as RunStages
+
+PLAN = {
+    "grain": "segment",
+    "stages": {"rollout": {"processes": 3}, "rollout.generate": {"processes": 2}},
+    "pools": [
+        {"stages": ["rollout"], "gpus": {"local": 3}},
+        {"stages": ["rollout.generate"], "gpus": {"local": 2}},
+        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+    ],
+}
+ROLLOUT = Node("rollout", 2)
+
+
+class Driven:
+    """Pools whose leases are there, and what their workers were sent."""
+
+    def __init__(self, compose: Callable[..., dict[str, Any]], folder: Path) -> None:
+        values = compose("cluster=local", experiment="cartpole_ppo")
+        config, plan = checked(values | {"plan": PLAN})
+        self.run, self.graph, self.pools = Run(folder, config), Graph(config), pool_states(plan)
+        self.sent: list[tuple[str, Any]] = []
+        generators = Generators(folder, config.rollout.batch, 0)
+        send = lambda worker, order: self.sent.append((worker, order))  # noqa: E731
+        self.orders = Orders(self.run, plan, self.pools, generators, send)
+
+    def lease(self, pool: int, number: int = 0) -> Member:
+        member = Member(f"pool-{pool}-{number}", "1", self.pools[pool].size)
+        for rank in range(member.size):
+            member.join({"rank": rank, "host": "here"})
+        self.pools[pool].members.append(member)
+        return member
+
+    def wants(self, *nodes: Node) -> None:
+        for node in nodes:
+            self.orders.home(node).waiting[node] = call_of(self.run, self.graph, node)
+
+    def given(self) -> list[tuple[str, Any]]:
+        """What was sent by one look; stages one by one."""
+        self.sent.clear()
+        self.orders.give()
+        return [
+            (worker, part)
+            for worker, order in self.sent
+            for part in (order.stages if isinstance(order, RunStages) else (order,))
+        ]
+
+
+@pytest.fixture
+def driven(compose: Callable[..., dict[str, Any]], tmp_path: Path) -> Driven:
+    return Driven(compose, tmp_path)
+
+
+def test_simulators_are_ordered_once_their_policy_is_there_and_after_it(driven: Driven) -> None:
+    driven.lease(0)
+    driven.wants(ROLLOUT)
+    assert driven.given() == [], "there is nobody to ask"
+    driven.lease(1)
+    found = driven.given()
+    policies = ("pool-1-0-r0", "pool-1-0-r1")
+    assert [(type(order), worker) for worker, order in found] == [
+        *((Answer, worker) for worker in policies),
+        *((StageOrder, f"pool-0-0-r{rank}") for rank in range(3)),
+    ]
+    answers, (order, *_) = [order for _, order in found[:2]], [order for _, order in found[2:]]
+    assert order.asks == policies
+    assert [answer.askers for answer in answers] == [
+        ("pool-0-0-r0", "pool-0-0-r2"),
+        ("pool-0-0-r1",),
+    ]
+    assert {answer.attempt for answer in answers} == {order.attempt}
+    assert answers[0].position == order.position
+    assert answers[0].weights == ("it/0001/sync", False)
+    assert order.inputs["weights"] == ("it/0001/sync", False), "they load none"
+
+
+def test_weights_that_are_being_made_are_sent_to_the_policy_alone(driven: Driven) -> None:
+    for pool in range(3):
+        driven.lease(pool)
+    driven.wants(Node("sync", 1), ROLLOUT)
+    found = driven.given()
+    (answer, *_) = [order for _, order in found if isinstance(order, Answer)]
+    assert answer.weights == ("it/0001/sync", True)
+    sends = [order for _, order in found if isinstance(order, Send) and order.channel == "weights"]
+    assert {taker for send in sends for taker in send.to} == {"pool-1-0-r0", "pool-1-0-r1"}
+
+
+def test_evaluations_where_the_simulators_are_ask_too(driven: Driven) -> None:
+    driven.lease(0)
+    driven.lease(1)
+    driven.wants(Node("evaluate", 2))
+    assert {order.stage for _, order in driven.given() if isinstance(order, Answer)} == {"evaluate"}
+
+
+def test_each_side_is_told_when_the_other_is_gone(driven: Driven) -> None:
+    simulators, policy = driven.lease(0), driven.lease(1)
+    driven.wants(ROLLOUT)
+    driven.given()
+    assert driven.orders.answering.busy(policy)
+    driven.sent.clear()
+    driven.orders.answering.lost(policy)
+    assert [worker for worker, _ in driven.sent] == simulators.workers()
+    assert all(
+        order == Over(node="rollout/2", reason="its lease is over") for _, order in driven.sent
+    )
+    driven.sent.clear()
+    driven.orders.over(ROLLOUT)
+    assert [(type(order), worker) for worker, order in driven.sent] == [
+        (Over, worker) for worker in policy.workers()
+    ]
+    assert not driven.orders.answering.busy(policy)
+
+
+def test_a_rollout_that_went_well_counts_for_both(driven: Driven) -> None:
+    driven.lease(0)
+    policy = driven.lease(1)
+    driven.pools[1].failures = 2
+    driven.wants(ROLLOUT)
+    driven.given()
+    driven.orders.answering.credit(ROLLOUT)
+    assert (policy.finished, driven.pools[1].failures) == (1, 0)
+
+
+def test_what_a_lease_answers_it_answers_to_the_end_when_another_comes(driven: Driven) -> None:
+    driven.lease(0)
+    policy = driven.lease(1)
+    driven.wants(ROLLOUT)
+    driven.given()
+    driven.lease(1, 1)
+    driven.wants(Node("rollout", 3))
+    asked = {
+        order.node: order.asks[0] for _, order in driven.given() if isinstance(order, StageOrder)
+    }
+    assert asked == {"rollout/3": "pool-1-1-r0"}
+    assert driven.orders.answering.busy(policy)
