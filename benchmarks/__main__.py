@@ -49,6 +49,9 @@ ROWS = {
     "plan_gap": "planner",
     "plan_vs_exhaustive": "planner",
     "plan_public_case_s": "planner",
+    "plan_embodied_case_100s": "planner",
+    "plan_embodied_case_5s": "planner",
+    "plan_embodied_case_1s": "planner",
     "predict_error": "prediction",
     "predict_error_worst": "prediction",
     "predict_within_80": "prediction",
@@ -191,12 +194,15 @@ def main() -> int:
 
 
 def keep(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put measured rows in ``results.json`` in place of their former ones; gives all there are."""
+    """Put measured rows in ``results.json`` in place of their former ones; gives all there are.
+
+    Those that :data:`ROWS` does not name come last.
+    """
     known: dict[str, Any] = {}
     if RESULTS.exists():
         known = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
     known.update(rows)
-    kept = [known[name] for name in ROWS if name in known]
+    kept = [known[name] for name in dict.fromkeys([*ROWS, *known]) if name in known]
     RESULTS.write_text(json.dumps({"rows": kept}, indent=1) + "\n")
     return kept
 
