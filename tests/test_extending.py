@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md: shown as they are, and run as users of the wheel run them."""
+"""The examples of the pages on extending: shown as they are, and run as users of the wheel do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.pipeline.helpers import contents
 from tests.wheel import Installed, call
 
 EXAMPLES = tree.ROOT / "docs" / "examples"
-PAGE = (tree.ROOT / "docs" / "extending.md").read_text()
+PAGES = [tree.ROOT / "docs" / name for name in ("extending.md", "extending-models.md")]
+PAGE = "".join(page.read_text() for page in PAGES)
 FILES = sorted(
     path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".yaml") and path.is_file()
 )
