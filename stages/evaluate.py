@@ -57,7 +57,7 @@ def run(ctx: Context) -> None:
         scored = [score for score in scores if not np.isnan(score)]
         # One that lost all of its share says nothing; if all did, there is no score to commit.
         ctx.metric("score", float(np.mean(scored)) if scored else np.nan, weight=len(scored))
-        for task, own in _by_task(trajectories, scores).items():
+        for task, own in by_task(trajectories, scores).items():
             ctx.metric(f"score/{task}", float(np.mean(own)), weight=len(own))
         lengths = [counted(trajectory).sum() for trajectory in trajectories]
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
@@ -76,7 +76,7 @@ def of_held_out(engine: Engine) -> Acting:
     return Acting(engine, SEED, EVALUATE)
 
 
-def _by_task(trajectories: Sequence[Record], scores: Sequence[float]) -> dict[str, list[float]]:
+def by_task(trajectories: Sequence[Record], scores: Sequence[float]) -> dict[str, list[float]]:
     """The scores that there are, where trajectories say of which task they are."""
     found: dict[str, list[float]] = {}
     for trajectory, score in zip(trajectories, scores, strict=True):

@@ -11,13 +11,14 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.data.left_open import taken_out
-from rlinf.data.record import Record
+from rlinf.data.record import Identity, Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymConfig, GymEnvironment, ids_of, simulator_process
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.mlp import MLPConfig, MLPPolicy
 from stages.collect import collect
+from stages.evaluate import by_task
 
 ALL: dict[str, Any] = {
     "world": "tests.rlinf.envs.several_worlds:make",
@@ -146,3 +147,12 @@ def test_a_name_for_several_tasks_is_a_list_of_them() -> None:
     assert (
         GymEnvironment.tasks(GymConfig.model_validate({"world": "metaworld", "id": "MT50"})) == 50
     )
+
+
+def test_evaluation_has_a_score_of_each_task() -> None:
+    def of(task: str | None) -> Record:
+        return Record(Identity(0, 0), info={} if task is None else {"task": task})
+
+    scores = [1.0, 0.0, 3.0, float("nan"), 7.0]
+    tasks = ["one", "two", "one", "two", None]
+    assert by_task([of(task) for task in tasks], scores) == {"one": [1.0, 3.0], "two": [0.0]}
