@@ -81,8 +81,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return reference
 
 
-def run_apart(compose: Compose, plan: dict[str, Any], *words: str, name: str = "apart") -> None:
-    values = compose(*SMALL, *words, f"run.name={name}", experiment="cartpole_ppo")
+def run_apart(
+    compose: Compose, plan: dict[str, Any], *words: str, experiment: str = "cartpole_ppo"
+) -> None:
+    values = compose(*SMALL, *words, "run.name=apart", experiment=experiment)
     execute(values | {"plan": plan, "cluster": {"launcher": "local"}})
 
 
@@ -140,6 +142,40 @@ def test_side_by_side_in_one_job_they_end_as_in_one_process(
         assert {n: one[n] for n in same} == pytest.approx({n: other[n] for n in same}, rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experiment", "words"),
+    [
+        ("cartpole_ppo", ["algorithm=async_ppo"]),
+        (
+            "halfcheetah_ppo",
+            [
+                *("algorithm=dapo", "++flow=dynamic_sampling"),
+                *("rollout.refills=1", "rollout.group_size=2"),
+            ],
+        ),
+    ],
+)
+def test_rollouts_that_run_ahead_or_draw_anew_give_the_same_bytes(
+    compose: Compose, tmp_path: Path, experiment: str, words: list[str]
+) -> None:
+    execute(compose(*SMALL, *words, "run.name=one", experiment=experiment))
+    run_apart(compose, APART, *words, experiment=experiment)
+    assert contents(tmp_path / "apart") == contents(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_newer_weights_come_to_the_policy_in_a_rollout(compose: Compose, tmp_path: Path) -> None:
+    """Which ones chose a step depends on timing."""
+    words = ["algorithm=async_ppo", "rollout.in_flight_updates=true", "evaluate.every=0"]
+    run_apart(compose, APART, *words, "retention.trajectories=9")
+    for iteration in range(ITERATIONS):
+        for record in records(tmp_path / "apart", iteration):
+            versions = record.steps["versions"].tolist()
+            assert versions == sorted(versions)
+            assert {max(0, iteration - 1), iteration} >= set(versions)
+
+
 LONG = ["rollout.horizon=300", "evaluate.every=0"]
 
 
@@ -155,30 +191,31 @@ def began(run: Path, iteration: int) -> bool:
     return any((run / f"it/{iteration:04d}/rollout").glob("data-*"))
 
 
+POOLS = ("pool-0-0", "pool-1-0")
+
+
 @pytest.mark.parametrize(
-    ("victim", "seed"),
+    ("plan", "victim", "seed"),
     [
-        ("pool-0-0", 0),
-        ("pool-1-0", 0),
-        *(
-            pytest.param(p, n, marks=pytest.mark.slow)
-            for p in ("pool-0-0", "pool-1-0")
-            for n in (1, 2)
-        ),
+        *((APART, pool, 0) for pool in POOLS),
+        *(pytest.param(APART, p, n, marks=pytest.mark.slow) for p in POOLS for n in (1, 2)),
+        *(pytest.param(THREE, pool, 3, marks=pytest.mark.slow) for pool in POOLS),
     ],
 )
 def test_killing_simulators_or_policy_in_a_rollout_changes_nothing(
-    references: Callable[..., Path], tmp_path: Path, victim: str, seed: int
+    references: Callable[..., Path], tmp_path: Path, plan: dict[str, Any], victim: str, seed: int
 ) -> None:
     run, log, chance = tmp_path / "apart", tmp_path / "log", random.Random(seed)
-    driver = start_driver(words_of(tmp_path, APART, *LONG), log)
+    driver = start_driver(words_of(tmp_path, plan, *LONG), log)
     until(lambda: began(run, 1), driver, log)
     time.sleep(chance.uniform(0.0, 0.5))
-    (worker,) = [one for one in workers(run) if victim in one.cmdline()]
-    worker.kill()
+    chance.choice([one for one in workers(run) if victim in one.cmdline()]).kill()
     assert driver.wait(timeout=200) == 0, log.read_text()
     assert "killed by SIGKILL" in log.read_text()
-    assert contents(run) == contents(references(*LONG))
+    if plan is APART:
+        assert contents(run) == contents(references(*LONG))
+    else:
+        assert_same_but_for_files(run, references(*LONG))
 
 
 @pytest.mark.slow
