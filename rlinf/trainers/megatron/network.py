@@ -107,6 +107,8 @@ class Network(nn.Module):
         self.config, self.generation_config = like.config, getattr(like, "generation_config", None)
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
         self.vocabulary = like.config.vocab_size
+        self.padding = like.get_input_embeddings().padding_idx
+        """A token whose embedding torch gives no gradient where it is read."""
         self.tp, self.cp = layout.tp, layout.cp
         settings = configuration(like.config, layout, options)
         self.inner = build(settings, like.config, layout)
@@ -157,6 +159,10 @@ class Network(nn.Module):
         hidden = None
         if inner.pre_process:
             hidden = inner.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.padding is not None and hidden.requires_grad:
+                # Megatron's own embedding would; samples may hold that token like any other.
+                still = self._own_positions(input_ids.t()) == self.padding
+                hidden = torch.where(still[..., None], hidden.detach(), hidden)
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # Beside adapters it is not trained; what is computed again in the backward pass
                 # asks its input whether there is one.
@@ -182,6 +188,14 @@ class Network(nn.Module):
         head = inner.shared_embedding_or_output_weight() if self._shares_head() else None
         logits, _ = inner.output_layer(hidden[:, keep].contiguous(), weight=head)
         return SimpleNamespace(logits=logits[..., : self.vocabulary])
+
+    def _own_positions(self, tokens: Tensor) -> Tensor:
+        """Those of tokens ``[S, B]`` that this process has between the matrices."""
+        if not self.sequences:
+            return tokens
+        from megatron.core import parallel_state
+
+        return tokens.chunk(self.tp)[parallel_state.get_tensor_model_parallel_rank()]
 
     def _shares_head(self) -> bool:
         return bool(self.inner.share_embeddings_and_output_weights)

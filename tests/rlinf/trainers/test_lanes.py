@@ -28,14 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def records(count: int = 11) -> list[Record]:
-    """Some answer the same prompt."""
+def records(count: int = 11, lowest: int = 2) -> list[Record]:
+    """Some answer the same prompt. The tokens 0 and 1 are padding and the end."""
     random = np.random.default_rng(1)
-    prompts = [random.integers(2, 14, random.integers(1, 6)) for _ in range(1 + count // 3)]
+    prompts = [random.integers(lowest, 14, random.integers(1, 6)) for _ in range(1 + count // 3)]
     return [
         Record(
             Identity(0, i),
-            {"actions": random.integers(2, 14, random.integers(1, 9))},
+            {"actions": random.integers(lowest, 14, random.integers(1, 9))},
             {"prompt": prompts[i // 3]},
         )
         for i in range(count)

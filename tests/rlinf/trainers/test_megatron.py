@@ -57,8 +57,8 @@ trainer = cls(
 )
 if said["load"]:
     trainer.load(Path(said["load"]))
-found = {f"forward/{row}": outputs.logprobs for row, outputs in trainer.forward(records(), 1.0)}
-metrics = [trainer.step(records(), loss, lr=1e-3) for _ in range(said["steps"])]
+found = {f"forward/{row}": outputs.logprobs for row, outputs in trainer.forward(records(lowest=0), 1.0)}
+metrics = [trainer.step(records(lowest=0), loss, lr=1e-3) for _ in range(said["steps"])]
 trainer.save(out / "state")
 found |= {f"weights/{name}": tensor for name, tensor in trainer.full_state(copy=True).items()}
 if world.speaks:
@@ -117,7 +117,7 @@ def alone(folder: Path, steps: int = 2, lora: dict[str, Any] | None = None) -> F
         OptimizerSection(lr=LR, weight_decay=0.1),
         World(),
     )
-    trainer.metrics = [trainer.step(records(), loss, lr=LR) for _ in range(steps)]  # type: ignore[attr-defined]
+    trainer.metrics = [trainer.step(records(lowest=0), loss, lr=LR) for _ in range(steps)]  # type: ignore[attr-defined]
     return trainer
 
 
@@ -135,7 +135,7 @@ def check(
     metrics, found = run(folder, tmp_path / "one", layout, size, **options)
     lora = options.get("lora")
     right = alone(folder, 2, lora)
-    for row, outputs in alone(folder, 0, lora).forward(records(), 1.0):
+    for row, outputs in alone(folder, 0, lora).forward(records(lowest=0), 1.0):
         torch.testing.assert_close(found[f"forward/{row}"], outputs.logprobs, rtol=0, atol=1e-5)
     for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
         assert mine == pytest.approx(theirs, rel=1e-5)
@@ -150,7 +150,7 @@ def check(
     right.save(tmp_path / "right")
     _, went_on = run(folder, tmp_path / "two", layout, size, 1, tmp_path / "right", **options)
     for trainer in (right, other):
-        trainer.step(records(), loss, lr=LR)
+        trainer.step(records(lowest=0), loss, lr=LR)
     assert_weights(went_on, right.full_state())
     assert_weights(went_on, other.full_state())
     return right, tmp_path / "one" / "state"
