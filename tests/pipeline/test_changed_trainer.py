@@ -22,7 +22,7 @@ Compose = Callable[..., dict[str, Any]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("undrawn")]
 STEADY = ["optimizer.schedule=constant", "optimizer.lr_warmup=0"]
 """Rates that do not depend on how many iterations a start asks for."""
-ZERO = ["cluster=local", "trainer=deepspeed", "trainer.python=deepspeed", "trainer.stage=2"]
+SPLIT = {"processes": 2, "layout": {"tp": 2}}
 
 
 def assert_alike(run: Path, other: Path) -> None:
@@ -34,17 +34,27 @@ def assert_alike(run: Path, other: Path) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-4, msg=name)
 
 
-def test_a_run_changes_its_trainer_and_world_and_back(compose: Compose, tmp_path: Path) -> None:
-    """FSDP2, then ZeRO-2 on two processes, then FSDP2 on two."""
-    need_environment("deepspeed")
-    two = tmp_path / "plan.yaml"
-    two.write_text("stages: {train: {processes: 2}}\n")
-    execute(compose(*STEADY, "run.name=straight", "iterations=3"))
-    execute(compose(*STEADY, "iterations=1"))
+@pytest.mark.parametrize(
+    ("trainer", "words", "stages"),
+    [
+        ("deepspeed", ["trainer.stage=2"], {"train": {"processes": 2}}),
+        ("megatron", [], {"train": SPLIT, "inference": SPLIT}),
+    ],
+)
+def test_a_run_changes_its_trainer_and_world_and_back(
+    trainer: str, words: list[str], stages: dict[str, Any], compose: Compose, tmp_path: Path
+) -> None:
+    """FSDP2, then ZeRO-2 or Megatron's tensor parallel on two processes, then FSDP2 on two."""
+    need_environment(trainer)
+    two = {"plan": {"stages": {"train": {"processes": 2}}}}
+    same = [*STEADY, "model.kv_heads=2"]
+    execute(compose(*same, "run.name=straight", "iterations=3"))
+    execute(compose(*same, "iterations=1"))
     run, first = tmp_path / "tiny", contents(tmp_path / "tiny")
 
-    other = compose(*STEADY, *ZERO, f"++plan={two}", "iterations=2")
-    with pytest.raises(MismatchError, match=r'trainer\.name: "fsdp" -> "deepspeed"'):
+    there = ["cluster=local", f"trainer={trainer}", f"trainer.python={trainer}", *words]
+    other = compose(*same, *there, "iterations=2") | {"plan": {"stages": stages}}
+    with pytest.raises(MismatchError, match=rf'trainer\.name: "fsdp" -> "{trainer}"'):
         execute(other)
     assert contents(run) == first, "nobody asked for it"
     execute(other, Choice.KEEP)
@@ -53,14 +63,14 @@ def test_a_run_changes_its_trainer_and_world_and_back(compose: Compose, tmp_path
     execute(other)
     assert contents(run) == second, "once is enough"
 
-    execute(compose(*STEADY, "cluster=local", f"++plan={two}", "iterations=3"), Choice.KEEP)
+    execute(compose(*same, "cluster=local", "iterations=3") | two, Choice.KEEP)
     third = contents(run)
     assert {name: third[name] for name in second} == second
-    # What FSDP2 made is its own again; only what ZeRO made is noted to count.
+    # What FSDP2 made is its own again; only what the other made is noted to count.
     to, back = json.loads((run / KEPT).read_text())["kept"]
-    assert 'trainer.name: "fsdp" -> "deepspeed"' in to["why"]
+    assert f'trainer.name: "fsdp" -> "{trainer}"' in to["why"]
     assert {"warm_start/0", "train/0"} <= set(to["outputs"])
-    assert 'trainer.name: "deepspeed" -> "fsdp"' in back["why"]
+    assert f'trainer.name: "{trainer}" -> "fsdp"' in back["why"]
     assert "train/1" in back["outputs"]
     assert "train/0" not in back["outputs"]
     assert_alike(run, tmp_path / "straight")
