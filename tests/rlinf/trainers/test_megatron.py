@@ -57,8 +57,9 @@ trainer = cls(
 )
 if said["load"]:
     trainer.load(Path(said["load"]))
-found = {f"forward/{row}": outputs.logprobs for row, outputs in trainer.forward(records(lowest=0), 1.0)}
-metrics = [trainer.step(records(lowest=0), loss, lr=1e-3) for _ in range(said["steps"])]
+data = records(lowest=0)
+found = {f"forward/{row}": outputs.logprobs for row, outputs in trainer.forward(data, 1.0)}
+metrics = [trainer.step(data, loss, lr=1e-3) for _ in range(said["steps"])]
 trainer.save(out / "state")
 found |= {f"weights/{name}": tensor for name, tensor in trainer.full_state(copy=True).items()}
 if world.speaks:
