@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,11 +152,12 @@ def test_what_a_person_did_is_among_the_demonstrations(tmp_path: Path) -> None:
     rows = np.zeros(5, policy.rows)
     rows["rewards"] = np.arange(5)
     none, some = Held(rows[:0]), Held(rows[3:])
-    algorithm = made("rlpd")
-    online, before = algorithm._sources(policy, Held(rows[:3]), some)
+    algorithm, helped = made("rlpd"), [some, none]
+    learner: Any = SimpleNamespace(policy=policy, helped=lambda: helped.pop(0))
+    online, before = algorithm._sources(learner, Held(rows[:3]))
     assert (len(online), len(before)) == (3, 2)
     assert before.take(np.array([1, 0, 1]))["rewards"].tolist() == [4, 3, 4]
-    assert len(algorithm._sources(policy, online, none)[1]) == 0
+    assert len(algorithm._sources(learner, online)[1]) == 0
     both = Joined(Held(rows[:3]), some)
     assert both.take(np.array([4, 0, 3, 2]))["rewards"].tolist() == [4, 0, 3, 2]
 
