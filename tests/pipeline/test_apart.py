@@ -15,12 +15,15 @@ pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.commands.experiment import checked, execute, prepare
 from pipeline.commands.workflow import Workflow
 from pipeline.plan import parse_plan
+from pipeline.planning.planner.propose import assess
 from pipeline.settle import Choice
 from rlinf.channels.file import FileReader
+from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record
 from rlinf.errors import EXIT_BAD_INPUT, PlanError, RlinfError
 from stages.flow import flow_named
 from tests.pipeline.helpers import contents, output, run_here, start_driver, until
+from tests.pipeline.planning.planner.test_propose import ask
 from tests.pipeline.pools.test_executor import _hydra, rows, workers
 
 Compose = Callable[..., dict[str, Any]]
@@ -321,3 +324,21 @@ def test_snakemake_does_not_make_whole_jobs_of_what_a_plan_places_apart(
     run = prepare(values | {"plan": APART})
     with pytest.raises(PlanError, match=r"rollout\.generate: Snakemake makes .*rlinf run"):
         Workflow(run, Choice.ASK)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "said"),
+    [
+        ("cartpole_ppo", r"plan\.yaml: .*rollout\.generate: the plan can be run, .* not predicted"),
+        ("arithmetic_grpo", r"rollout\.generate: task 'arithmetic' has no simulators"),
+    ],
+)
+def test_the_planner_knows_such_a_plan_and_says_that_it_predicts_none(
+    compose: Compose, experiment: str, said: str
+) -> None:
+    config = validate(RunConfig, compose("rollout.batch=16", experiment=experiment))
+    held = (["rollout"], "h100"), (["rollout.generate", *LATER], "a100")
+    pools = [{"stages": stages, "gpus": {kind: 1}} for stages, kind in held]
+    plan = parse_plan({"grain": "segment", "pools": pools}, "plan.yaml")
+    with pytest.raises(PlanError, match=said):
+        assess(ask(config, "a100", "h100", grain="segment"), plan, "plan.yaml")

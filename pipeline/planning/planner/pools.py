@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipeline.fitting import check_apart
 from pipeline.plan import Forecast, Plan, Pool, StagePlan
 from pipeline.planning.planner.asked import of_devices
 from pipeline.planning.planner.choices import choices
@@ -61,6 +62,7 @@ def assess(request: Request, plan: Plan, where: str, what_ifs: Sequence[str] = (
     Raises:
         PlanError: it cannot be; names the key and the limit.
     """
+    check_apart(request.config, plan)
     plan = request.check(plan)
     judging, planning = request.judging(), request.planning()
     problem, tables = build(judging, [kind for pool in plan.pools for kind in pool.gpus])
