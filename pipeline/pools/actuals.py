@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.flow import Graph, Node
-from pipeline.metrics import busy_s, iterations, manifest_of
+from pipeline.metrics import busy_s, iterations, manifest_in, manifest_of
 from pipeline.plan import Plan
 from pipeline.pools.generators import claimed
 from pipeline.run import Run
@@ -86,7 +86,7 @@ def actual(run: Run, newest: int = NEWEST) -> dict[str, Times]:
             if manifest is None:
                 continue
             sources = graph.inputs(Node(stage, iteration)).values()
-            known = [manifest_of(run.folder, *source) for source in sources]
+            known = [manifest_in(graph.folder(run.folder, source)) for source in sources]
             ready = [_end(source) for source in known if source is not None]
             if len(ready) == len(known):
                 whole.setdefault(stage, []).append(_end(manifest) - max(ready))
