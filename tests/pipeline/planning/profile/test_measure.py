@@ -183,12 +183,12 @@ def test_a_plan_that_names_no_partition_is_measured_on_the_default_one(
     inventory = there.model_copy(update={"partitions": {**there.partitions, "h100": part}})
     monkeypatch.setattr(measure, "obtain", lambda source, site: inventory)
     cluster = ClusterConfig(launcher="slurm")
-    assert [kind.name for kind in measure._kinds(cluster, Plan(), ())] == ["h100"]
+    assert [kind.name for kind in measure._kinds(cluster, Plan(), on_policy, ())] == ["h100"]
     named = Plan(stages={"train": StagePlan(partition="a100")})
-    assert [kind.name for kind in measure._kinds(cluster, named, ())] == ["h100", "a100"]
+    assert [kind.name for kind in measure._kinds(cluster, named, on_policy, ())] == ["h100", "a100"]
     monkeypatch.setattr(measure, "obtain", lambda source, site: there)
     with pytest.raises(PlanError, match="names none, and the cluster has no default one"):
-        measure._kinds(cluster, Plan(), ())
+        measure._kinds(cluster, Plan(), on_policy, ())
 
 
 def test_a_damaged_trial_is_refused_until_fresh(
