@@ -28,7 +28,7 @@ from rlinf.models.mlp import MLPConfig, MLPPolicy
 from rlinf.rewards.base import Resources
 from rlinf.rewards.environment import EnvironmentReward
 from stages.collect import collect
-from stages.evaluate import held_out
+from stages.evaluate import held_out, of_held_out
 from tests.rlinf.envs import batched_worlds, breaking_worlds
 
 BREAKING: dict[str, Any] = {
@@ -83,7 +83,7 @@ def test_it_is_not_scored(success: bool, tmp_path: Path) -> None:
 
 def test_an_evaluation_without_a_score_fails(tmp_path: Path) -> None:
     config = GymConfig.model_validate({**BREAKING, "kwargs": {"fails": [1]}})
-    engine = engine_for(config, tmp_path)
+    policy = of_held_out(engine_for(config, tmp_path))
     sampling = SimpleNamespace(settings=dict)
     rollout = SimpleNamespace(horizon=10, sampling=sampling)
     evaluate = SimpleNamespace(samples=2, horizon=None, temperature=1.0, sampling=None)
@@ -96,10 +96,10 @@ def test_an_evaluation_without_a_score_fails(tmp_path: Path) -> None:
         contextlib.closing(GymEnvironment(config, None)) as environment,
         pytest.raises(StageError, match="none of 2 held-out episodes could be scored"),
     ):
-        held_out(told, environment, engine, range(2), Counter())
+        held_out(told, environment, policy, range(2), Counter())
     with contextlib.closing(GymEnvironment(config, None)) as environment:
         # Another process has the other episode.
-        _, scores = held_out(told, environment, engine, [1], Counter())
+        _, scores = held_out(told, environment, policy, [1], Counter())
         assert np.isnan(scores).tolist() == [True]
 
 
