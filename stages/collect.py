@@ -38,7 +38,7 @@ def experience(
         InputFailed: the workers that have the policy no longer answer.
     """
     if acting is None:
-        assert ctx.asks is not None, "who has no engine asks others"
+        assert ctx.asks is not None, "a process without an engine asks others"
         return ctx.asks.collect(ctx, environment, episodes)
     return collect(environment, acting.engine, episodes, acting.stage, acting.hooks, ctx.stopping)
 

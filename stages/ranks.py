@@ -1,9 +1,9 @@
 """The processes of one attempt: what each tells the others, and how long these wait for it.
 
 They share the attempt's data folder. Beside it, in ``data-<attempt>.ranks``, each has a file that
-it touches every few seconds from its order to its end, and at last its report. Who waits for
-another one gives it up only when that file has not changed for long, by the clock of the one who
-waits: the clocks of two nodes are not compared.
+it touches every few seconds from its order to its end, and at last its report. A process that waits
+for another one gives it up only when that file has not changed for long, by the clock of the
+process that waits: the clocks of two nodes are not compared.
 """
 
 from __future__ import annotations

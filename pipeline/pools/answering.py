@@ -1,4 +1,4 @@
-"""Who answers the simulators of a stage whose policy the plan has placed in other workers."""
+"""Which workers answer the simulators of a stage whose policy the plan placed elsewhere."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from stages.worker.messages import (
 from stages.worker.services import Ended, Service, Session
 
 TIMEOUT_S = 10.0
-"""How long this worker may be silent before who asks gives up, as for the driver."""
+"""How long this worker may be silent before a worker that asks gives it up, as for the driver."""
 MAX_BYTES = 1 << 30
 KNOWN = 64
 log = logging.getLogger("rlinf")
@@ -128,7 +128,7 @@ class Desk:
                     service.end(order.reason)
 
     def close(self) -> None:
-        """Leave; who asks gives up. After the worker began to stop."""
+        """Leave; workers that ask give up. After the worker began to stop."""
         for thread in self._threads:
             thread.join(1.0)
         if self._host is not None:

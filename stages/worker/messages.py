@@ -110,7 +110,7 @@ class Answer(Message):
     """That of the stage."""
     out: str
     attempt: str
-    """Of the stage: who asks names it."""
+    """Of the stage; simulators that ask name it."""
     weights: tuple[str, bool]
     """As :attr:`StageOrder.inputs`."""
     askers: tuple[str, ...]

@@ -1,7 +1,7 @@
 """What a worker that has the policy does for one attempt at a stage that asks it.
 
-See :mod:`stages.worker.asks` for what the two ends say, and :mod:`stages.worker.answers` for who
-hears it.
+See :mod:`stages.worker.asks` for what the two ends say, and :mod:`stages.worker.answers` for
+where it arrives.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Session:
 
 @dataclass(eq=False)
 class Service:
-    """What is under way of one attempt; the requests of all who ask, to an engine.
+    """What is under way of one attempt; the requests of all its simulators, to an engine.
 
     Args:
         say: sends an asker something.
@@ -76,7 +76,7 @@ class Service:
     """Askers that need no more."""
     requests: deque[Record] = field(default_factory=deque)
     askers: dict[int, Session] = field(default_factory=dict)
-    """By first sample: who waits for the reply."""
+    """By first sample: the worker that waits for the reply."""
     grant: int | None = None
     """Number of the turn, while it is held."""
     grants: int = 0
@@ -98,7 +98,7 @@ class Service:
                 self._tell(session, self.failed)
             elif record.identity.sample != WORD:
                 if session.peer not in self.inside or not len(record.steps.get("sample", ())):
-                    raise DataError("a request of who is not answered, or of no sample")
+                    raise DataError("a request of a worker that is not answered, or of no sample")
                 self.askers[_first(record)] = session
                 self.requests.append(record)
             else:
@@ -194,7 +194,7 @@ class Service:
         return not self.through.issuperset(self.order.askers)
 
     def _offer(self, weights: str) -> None:
-        """Hold the turn for a moment for those who ask."""
+        """Hold the turn for a moment for the workers that ask."""
         with self.changed:
             self.grants += 1
             self.grant, self.weights = self.grants, weights

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.ppo import PPO, PPOConfig
@@ -26,6 +27,14 @@ SPEC: dict[str, Any] = {
     "images": {"front": [16, 24], "wrist": [16, 24]},
 }
 TEXTS = ("reach", "push the block to the left")
+
+
+def stirred(policy: Any) -> None:
+    """Add to all weights, so that what began at zero or one matters too; always the same."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in policy.module.parameters():
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
 
 
 def request(count: int, time: int, temperature: float = 1.0, seed: int = 0) -> Record:

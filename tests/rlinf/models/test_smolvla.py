@@ -20,7 +20,7 @@ from rlinf.models.smolvla_folder import SmolVLAConfig
 from rlinf.trainers.base import of_steps
 from rlinf.tree import ROOT
 from tests.rlinf.models import acting
-from tests.rlinf.models.acting import SPEC, request
+from tests.rlinf.models.acting import SPEC, request, stirred
 
 SIZES: dict[str, Any] = {
     "hidden": 32,
@@ -73,10 +73,7 @@ def made(folder: Path, **options: Any) -> SmolVLAPolicy:
     first.mkdir(parents=True)
     SmolVLAPolicy.create(config, SPEC, 0, first)
     policy = SmolVLAPolicy.load(first, config)
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in policy.module.parameters():
-            tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
+    stirred(policy)
     policy.save(folder, policy.module.state_dict())
     return policy
 

@@ -19,6 +19,7 @@ from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
 from rlinf.models.tokenizer import ALPHABET, write_character_tokenizer
 from tests.environments import need_environment
+from tests.rlinf.models.acting import stirred
 
 SCRIPT = Path(__file__).with_name("lerobot_reference.py")
 SPEC: dict[str, Any] = {
@@ -84,10 +85,7 @@ def of_theirs(folder: Path) -> SmolVLAPolicy:
 def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: Any) -> None:
     need_environment("lerobot")
     made = make(tmp_path)
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in made.module.parameters():
-            tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
+    stirred(made)
     folder = tmp_path / "saved"
     folder.mkdir()
     made.save(folder, made.module.state_dict())

@@ -18,7 +18,7 @@ from rlinf.models.vla import VLAPolicy
 from rlinf.models.vla_folder import VLAConfig
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.rlinf.models import acting
-from tests.rlinf.models.acting import SPEC, request
+from tests.rlinf.models.acting import SPEC, request, stirred
 
 SIZES: dict[str, Any] = {
     "hidden": 32,
@@ -40,10 +40,7 @@ def made(folder: Path, **options: Any) -> VLAPolicy:
     first.mkdir()
     VLAPolicy.create(config, SPEC, 0, first)
     policy = VLAPolicy.load(first, config)
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in policy.module.parameters():
-            tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
+    stirred(policy)
     policy.save(folder, policy.module.state_dict())
     return policy
 

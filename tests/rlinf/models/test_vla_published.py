@@ -25,7 +25,7 @@ from rlinf.models.tokenizer import ALPHABET, TOKENIZER, write_character_tokenize
 from rlinf.models.vla import VLAPolicy
 from rlinf.models.vla_folder import VLAConfig, asked, outline, vla_settings
 from tests.rlinf.models import acting, test_vision_tower
-from tests.rlinf.models.acting import SPEC
+from tests.rlinf.models.acting import SPEC, stirred
 
 SIZES: dict[str, Any] = {
     "fused": True,
@@ -54,10 +54,7 @@ def made(folder: Path, **options: Any) -> VLAPolicy:
     first.mkdir(parents=True)
     VLAPolicy.create(config, SPEC, 0, first)
     policy = VLAPolicy.load(first, config)
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in policy.module.parameters():
-            tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
+    stirred(policy)
     policy.save(folder, policy.module.state_dict())
     return policy
 
