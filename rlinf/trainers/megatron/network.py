@@ -163,6 +163,8 @@ class Network(nn.Module):
                 # Megatron's own embedding would; samples may hold that token like any other.
                 still = self._own_positions(input_ids.t()) == self.padding
                 hidden = torch.where(still[..., None], hidden.detach(), hidden)
+                # It may be laid out as the tokens were, and a pipeline sends what is contiguous.
+                hidden = hidden.contiguous()
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # Beside adapters it is not trained; what is computed again in the backward pass
                 # asks its input whether there is one.
