@@ -15,6 +15,7 @@ from pipeline.fitting import (
     check_starts,
     check_tasks,
     check_turns,
+    check_unfinished,
     check_values,
     warn_of_precision,
 )
@@ -77,6 +78,7 @@ def check(config: RunConfig) -> None:
     check_groups(config, policy.groups)
     algorithm.check(model_options)
     check_turns(config, algorithm)
+    check_unfinished(config, algorithm)
     check_replay(config, algorithm, trainer, trainer_options)
     check_values(config, algorithm, trainer_options)
     warn_of_precision(config, trainer_options)

@@ -16,6 +16,7 @@ from rlinf.errors import ConfigError, PlanError, RlinfError
 from rlinf.fit import (
     ACTION_VALUES,
     DEMONSTRATIONS,
+    EPISODE_REWARDS,
     GROUPS,
     HELD_OUT_DEMONSTRATIONS,
     OBSERVATIONS,
@@ -154,6 +155,27 @@ def check_starts(config: RunConfig, alike: bool) -> None:
             "begin in different states and could not be compared: in this simulator a seed does "
             "not say where an episode begins; set rollout.group_size=1"
             + (others if algorithms.get(config.algorithm.name).needs & {GROUPS} else "")
+        )
+
+
+def check_unfinished(config: RunConfig, algorithm: Algorithm) -> None:
+    """See that steps of an episode that the horizon cut off are not learned from as worth nothing.
+
+    Raises:
+        ConfigError: rewards come at the end of an episode alone, several episodes follow one
+            another in a sample, and no values say what the last of them is worth.
+    """
+    judged_at_ends = EPISODE_REWARDS in rewards.get(config.reward.name).offers
+    values = algorithm.needs & {VALUES, ACTION_VALUES, REPLAY}
+    if not judged_at_ends or values or config.rollout.group_size > 1:
+        return
+    if OBSERVATIONS in environments.get(config.task.name).offers:
+        raise ConfigError(
+            f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
+            f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
+            "their steps would count as worth 0, beside scores below or above it; set "
+            "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
+            "algorithm=ppo"
         )
 
 

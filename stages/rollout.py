@@ -106,6 +106,7 @@ def collected(
         split="train",
         starts=starts,
         batch=batch or settings.batch,
+        places=settings.batch,
         group_size=settings.group_size,
         horizon=settings.horizon,
         temperature=settings.temperature,

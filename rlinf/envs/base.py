@@ -50,6 +50,8 @@ class Episodes:
     open: Mapping[int, Record] | None = None
     """Of samples, the episodes to go on with (:mod:`rlinf.data.left_open`); those of others begin
     anew. What is open at the end is left likewise. None: all begin anew, and nothing is left."""
+    places: int | None = None
+    """Starts of one batch, where a batch may be drawn several times in an iteration; None: all."""
     filmed: int = 0
     """Samples below this number are to have the columns of :meth:`Environment.films`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Episodes:
         tasks. Where episodes go on over iterations, a start is of the same task in each."""
         if self.split == "test" or self.open is not None:
             return starts
-        return self.iteration * self.batch + starts
+        return self.iteration * (self.places or self.batch) + starts
 
     def samples(self) -> np.ndarray:
         """The numbers of all samples to do, int64."""

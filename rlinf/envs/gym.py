@@ -26,7 +26,7 @@ from rlinf.data.record import Identity, Record
 from rlinf.envs.base import VIDEO, Environment, Episodes, Extent
 from rlinf.envs.expert import demonstrated
 from rlinf.envs.gym_config import GymConfig
-from rlinf.envs.loop import MEASURES, play
+from rlinf.envs.loop import MEASURES, play, refuse_broken
 from rlinf.envs.making import maker, says, world_of
 from rlinf.envs.overlap import Part, overlapped
 from rlinf.envs.processes import Process, Processes
@@ -54,8 +54,8 @@ class GymEnvironment(Environment):
 
     An episode in which the simulator raises is lost, and that alone: its steps do not count, and
     the next one has a new simulator; so are those of a process that dies or hangs, and one that
-    cannot begin. A simulator that
-    fails :data:`FAILURES` times in a sample is broken. An open episode that it fails to save is
+    cannot begin. A simulator that fails :data:`FAILURES` times in a sample is broken, or, where
+    samples are of one episode, in all of as many starts. An open episode that it fails to save is
     lost to the next iteration alone: its steps were done, and count.
 
     On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
@@ -247,6 +247,8 @@ class GymEnvironment(Environment):
             if isinstance(error, Refused):
                 raise InputError(str(error)) from None
             raise
+        if episodes.split == "train" and episodes.group_size > 1:
+            refuse_broken(records)
         if single:
             # The next stage may be another process, and there is one robot for all.
             self.close()

@@ -100,8 +100,6 @@ def play(
             live = live[~made.ended(live)]
         elif not last:
             reset(live[made.ended(live)])
-    if single and episodes.split == "train":
-        made.refuse_broken()
     if episodes.open is not None:
         live = live[~made.ended(live)]
         made.leave(live, *worlds.save((first + live).tolist()))
@@ -171,8 +169,6 @@ class _Trajectories:
         """Of each episode that ended, its last step and what :data:`MEASURES` names."""
         self._lost: list[list[slice]] = [[] for _ in samples]
         """The steps of the episodes in which the simulator failed."""
-        self._error = ""
-        """What it raised last."""
         self._left: dict[int, np.ndarray] = {}
         """The states of episodes that are open at the end."""
         self._unsaved: frozenset[int] = frozenset()
@@ -318,18 +314,6 @@ class _Trajectories:
         if len(lost) == FAILURES:
             raise SimulatorError(f"start {start}: the simulator fails: {error}")
         log.warning("start %d: the simulator failed: %s", start, error)
-        self._error = error
-
-    def refuse_broken(self) -> None:
-        """Where samples are of one episode, see that not all of them were lost.
-
-        Raises:
-            SimulatorError: they were, as many as in other samples would be too many.
-        """
-        if len(self._lost) >= FAILURES and all(self._lost):
-            raise SimulatorError(
-                f"the simulator fails in each of {len(self._lost)} episodes: {self._error}"
-            )
 
     def cut(self, rows: np.ndarray, time: int) -> None:
         """Episodes that are cut off after a step."""
@@ -401,6 +385,22 @@ class _Trajectories:
         for steps in self._lost[row]:
             mask[steps] = 0
         return mask
+
+
+def refuse_broken(records: Sequence[Record]) -> None:
+    """Where samples are of one episode each, see that not all of several starts were lost.
+
+    One start may be at fault itself, and all samples of its group with it.
+
+    Raises:
+        SimulatorError: they were, of as many starts as a sample may have episodes that fail.
+    """
+    starts = {int(record.info["group"]) for record in records}
+    if len(starts) >= FAILURES and all(record.info["failed"] for record in records):
+        raise SimulatorError(
+            f"the simulator fails in each of {len(records)} episodes, of {len(starts)} starts; the "
+            "warnings before this say what it raised"
+        )
 
 
 def is_chunk(action: np.ndarray) -> bool:

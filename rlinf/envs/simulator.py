@@ -94,8 +94,9 @@ class Worlds:
 
         A world that raises, or shows what is not finite, is made anew and tried once more. Where
         that fails too, zeros stand for what it shows, and the episode is lost at its first step;
-        where no world has shown anything yet, what it raised is raised. Where it is left to a
-        person, Refused is raised in place of all that.
+        where none of the worlds has shown anything yet and one cannot with another seed either,
+        what it raises is raised. Where it is left to a person, Refused is raised in place of all
+        that.
 
         Args:
             starts: where episodes begin in worlds that have numbered states for that, counted
@@ -108,6 +109,7 @@ class Worlds:
                 "found by the interpreter of the stage too, which reads that there"
             )
         self._have(numbers)
+        failed: dict[int, tuple[Any, ...]] = {}
         for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
             start = None if starts is None else starts[row]
             where = (start, None if turns is None else turns[row])
@@ -123,7 +125,14 @@ class Worlds:
                         "resume the run"
                     ) from error
                 self._renew(number)
-                self._begin_again(number, seed, *where)
+                if not self._begun_again(number, seed, *where):
+                    failed[number] = (seed ^ 1, *where)
+        if failed and not self._like:
+            # What an episode shows is not known yet; one of another seed says it, or raises.
+            number, other = next(iter(failed.items()))
+            self._begin(number, *other)
+        for number in failed:
+            self._seen[number] = {name: np.zeros_like(a) for name, a in self._like.items()}
         return stacked([self._seen[number] for number in numbers])
 
     def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
@@ -296,16 +305,15 @@ class Worlds:
             raise ValueError(error)
         self._seen[number] = seen
 
-    def _begin_again(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
+    def _begun_again(self, number: int, seed: int, start: int | None, turn: int | None) -> bool:
         try:
             self._begin(number, seed, start, turn)
         except Refused:
             raise
         except Exception:  # a simulator may raise anything
-            if not self._like:
-                raise
             self._unbegun[number] = traceback.format_exc()[-100_000:]
-            self._seen[number] = {name: np.zeros_like(a) for name, a in self._like.items()}
+            return False
+        return True
 
     def _go_on(self, number: int, state: Arrays) -> None:
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.models.vectors import VectorPolicy
 
@@ -47,14 +48,18 @@ class ObservingPolicy(VectorPolicy):
 
     @torch.no_grad()
     def observe(self, records: Sequence[Record]) -> None:
-        """Fold a batch of observations into the running statistics.
+        """Fold the observations of a batch's steps that count into the running statistics: others
+        may be of no state of the simulator.
 
         The pairwise update of Chan, Golub and LeVeque (1979): exact, whatever the batches.
         """
         if not self.settings["normalise_observations"]:
             return
         module = self.module
-        observations = np.concatenate([record.steps["observations"] for record in records])
+        every = [record.steps["observations"][counted(record)] for record in records]
+        observations = np.concatenate(every)
+        if not len(observations):
+            return
         batch = torch.as_tensor(observations, dtype=torch.float64)
         mean = batch.mean(0).to(module.mean.device)
         variance = batch.var(0, unbiased=False).to(module.mean.device)

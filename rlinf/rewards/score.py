@@ -16,6 +16,7 @@ from rlinf.config import Section
 from rlinf.data.counted import counted
 from rlinf.data.outcomes import episodes_judged
 from rlinf.data.record import Record
+from rlinf.fit import EPISODE_REWARDS
 from rlinf.rewards.base import Judgement, Reward
 
 
@@ -45,6 +46,7 @@ class ScoreReward(Reward):
     """See the module."""
 
     Config = ScoreConfig
+    offers = frozenset({EPISODE_REWARDS})
     config: ScoreConfig
 
     def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Judgement]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from benchmarks.combinations import composed
 from pipeline.check import check
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError
@@ -55,6 +56,18 @@ def test_what_would_learn_nothing_is_refused(
     values = compose(*(word.format(prior=prior) for word in words), experiment=experiment)
     with pytest.raises(ConfigError, match=said):
         check(validate(RunConfig, values))
+
+
+def test_a_tail_that_nobody_judged_is_not_learned_from_as_worth_nothing(prior: Path) -> None:
+    def checked(*further: str, algorithm: str = "reinforce_plus_plus") -> None:
+        words = ["reward=score", "rollout.group_size=1", *further]
+        check(validate(RunConfig, composed(algorithm, "mlp_numbered", prior, *words)))
+
+    with pytest.raises(ConfigError, match=r"^reward\.name: 'score' judges an episode when it ends"):
+        checked()
+    checked("rollout.group_size=2")
+    checked("reward=environment")
+    checked(algorithm="ppo")
 
 
 @pytest.mark.parametrize(

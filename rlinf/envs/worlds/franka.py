@@ -198,7 +198,7 @@ class World:
             "performed": performed.astype(np.float32),
             "late": bool(late),
         }
-        return self._seen, reward, solved, not solved and self._steps >= self._settings.steps, info
+        return self._seen, reward, solved, self._steps >= self._settings.steps, info
 
     def expert(self) -> np.ndarray:
         """Towards the point, by what is left to it, as fast as is allowed: float32 ``[3]``."""

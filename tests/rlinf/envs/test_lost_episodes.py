@@ -195,17 +195,32 @@ BEGINS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("task", [{**MANY, "kwargs": {"nan_at": 3.0}}, BEGINS])
+@pytest.mark.parametrize(
+    ("task", "starts"),
+    [
+        ({**MANY, "kwargs": {"nan_at": 3.0}}, 3),
+        (BEGINS, 3),
+        # Before any other has shown what an observation is like.
+        ({**BEGINS, "kwargs": {"begins_not": [1, 2]}}, 3),
+        ({**BEGINS, "kwargs": {"begins_not": [1, 2]}}, 1),
+    ],
+)
 def test_a_rollout_goes_on_where_an_episode_cannot_begin(
-    task: dict[str, Any], tmp_path: Path
+    task: dict[str, Any], starts: int, tmp_path: Path
 ) -> None:
-    environment, records = played("train", 3, tmp_path, **task, processes=1)
+    environment, records = played("train", starts, tmp_path, **task, processes=1)
     counts = Counter[str]()
     environment.score(records, counts)
     lost = [record for record in records if not counted(record).all()]
     assert counts["failed_episodes"] == sum(int(record.info["failed"]) for record in lost) > 0
     assert all(len(record.steps["rewards"]) == 10 for record in records)
     assert all(np.isfinite(record.steps["observations"]).all() for record in records)
+
+
+def test_a_simulator_that_begins_nothing_is_an_error(tmp_path: Path) -> None:
+    task = {**BEGINS, "kwargs": {"begins_not": [1, 2, 3]}}
+    with pytest.raises(SimulatorError, match="ZeroDivisionError: a reset"):
+        played("train", 1, tmp_path, **task, processes=1)
 
 
 def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_raised() -> None:

@@ -168,8 +168,9 @@ def test_a_sample_of_a_group_is_one_episode(tmp_path: Path) -> None:
 
 def test_a_lost_episode_costs_its_sample_of_a_group(tmp_path: Path) -> None:
     """Another one would begin elsewhere than those that it is compared with."""
-    with pytest.raises(SimulatorError, match=r"(?s)fails in each of 3 episodes: .*third step"):
-        played(tmp_path, size=3, kwargs={"fails": [1]})
-    lost, other = played(tmp_path, size=2, kwargs={"fails": [1]})
-    assert not counted(lost).any()
-    assert not counted(other).any()
+    with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 starts"):
+        played(tmp_path, starts=3, size=2, kwargs={"fails": [1]})
+    with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 starts"):
+        played(tmp_path, starts=3, size=2, kwargs={"fails": [1]}, at_once=2)
+    records = played(tmp_path, starts=2, size=4, kwargs={"fails": [1]})
+    assert not any(counted(record).any() for record in records), "two starts may be at fault"

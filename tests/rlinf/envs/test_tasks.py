@@ -34,7 +34,7 @@ def played(folder: Path, split: Any, starts: int, **changed: Any) -> list[Record
     """``changed``: keys of the task, or of the episodes."""
     of: dict[str, Any] = {
         **{"seed": 0, "iteration": 0, "split": split, "starts": range(starts), "batch": starts},
-        **{"group_size": 1, "horizon": 6, "temperature": 1.0, "open": None},
+        **{"group_size": 1, "horizon": 6, "temperature": 1.0, "open": None, "places": None},
     }
     of |= {name: changed.pop(name) for name in of.keys() & changed.keys()}
     config = GymConfig.model_validate({**ALL, **changed})
@@ -62,6 +62,15 @@ def test_tasks_take_turns_over_starts_and_iterations_and_are_told(
             assert record.info["episodes"] == 2
             found.append(task)
     assert found == [0, 1, 2] * 4
+
+
+def test_batches_that_are_drawn_several_times_are_of_all_tasks(tmp_path: Path) -> None:
+    """Turns go on from one batch to the next, not from one iteration's last draw."""
+    found = []
+    for iteration in range(3):
+        drawn = {"batch": 6, "places": 2, "iteration": iteration}
+        found.append([r.info["task"] for r in played(tmp_path, "train", 2, **drawn)])
+    assert found == [["one", "two"], ["three", "one"], ["two", "three"]]
 
 
 def test_samples_of_a_group_are_of_one_task(tmp_path: Path) -> None:

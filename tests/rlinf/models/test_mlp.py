@@ -114,6 +114,21 @@ def test_statistics_are_exact_however_the_steps_were_batched(lengths: list[int])
     assert one.module.seen.item() == len(whole)
 
 
+def test_statistics_are_of_steps_that_count() -> None:
+    """An episode that could not begin shows zeros."""
+    one, other = (policy(BOX, normalise_observations=True) for _ in range(2))
+    record = trajectory(BOX, 6)
+    one.observe([record.part(0, 4)])
+    before = {name: value.clone() for name, value in one.module.state_dict().items()}
+    mask = np.array([1, 1, 1, 1, 0, 0], np.float32)
+    masked = Record(record.identity, {**record.steps, "mask": mask})
+    other.observe([masked])
+    for name in ("mean", "square", "seen"):
+        assert torch.equal(getattr(other.module, name), before[name])
+    one.observe([Record(record.identity, {**record.steps, "mask": 0 * mask})])
+    assert torch.equal(one.module.mean, before["mean"])
+
+
 def test_normalised_networks_do_not_see_scale_or_shift() -> None:
     plain, shifted = (policy(BOX, normalise_observations=True) for _ in range(2))
     record = trajectory(BOX, 50)

@@ -160,6 +160,14 @@ def test_a_proportional_controller_reaches_the_point(arm: Arm) -> None:
     assert inside(arm.measure())
 
 
+def test_an_arm_that_is_at_its_point_is_cut_off_by_the_limit_of_time_too(arm: Arm) -> None:
+    """With task.ignore_terminations that alone ends its episodes."""
+    with driven(arm, reached_m=1.0, steps=2) as process:
+        process.reset([0], [1])
+        cut = [process.step([0], np.zeros((1, 3)))[0]["truncated"][0] for _ in range(2)]
+    assert cut == [0, 1]
+
+
 def test_the_hand_stays_in_its_box_and_below_its_speed_whatever_is_asked(arm: Arm) -> None:
     random = np.random.default_rng(0)
     with driven(arm) as process:
