@@ -105,7 +105,7 @@ vulkan:  ## Unpack Mesa's Vulkan in software, for ManiSkill where there is no GP
 	@echo "export VK_ICD_FILENAMES=$(VULKAN)/lvp.json LD_LIBRARY_PATH=$(VULKAN)/usr/lib/x86_64-linux-gnu"
 
 test-fast: install  ## Without a cluster and without slow tests
-	$(PYTEST) tests -m 'not cluster and not slow and not chaos' $(ARGS)
+	$(PYTEST) $(PARALLEL) tests -m 'not cluster and not slow and not chaos' $(ARGS)
 
 lint: install  ## ruff, mypy, codespell, snakefmt
 	$(BIN)/ruff check .
