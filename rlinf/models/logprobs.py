@@ -167,14 +167,16 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 UNSAID = -1e9
-"""Logit of a token that is never said; finite, for minus infinity times its probability is none."""
+"""Logit of a token that is never said; finite, for minus infinity times its probability is none.
+Of float16 half of its lowest number, so that what is added to a bias of it is finite too."""
 
 
 def without(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     """Logits ``[..., V]`` with which some tokens are never said."""
     if not tokens:
         return logits
-    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), UNSAID)
+    value = max(UNSAID, torch.finfo(logits.dtype).min / 2)
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), value)
 
 
 HEAD_LAST = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf.models import causal_lm, logprobs
 from rlinf.models.architectures import Architecture
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.logprobs import head_logprobs, token_logprobs
+from rlinf.models.logprobs import head_logprobs, token_logprobs, without
 from tests.rlinf.trainers.test_lanes import CONFIG, folder, records
 
 __all__ = ["folder"]
@@ -47,12 +47,12 @@ def test_parts_are_the_whole_with_gradients(
     out = head_logprobs(hidden, weight, taken, temperature, part, bias=bias, cap=cap)
     assert_alike(out[:, 0].detach(), chosen.detach())
     assert_alike(out[:, 1].detach(), entropy.detach())
-    without = head_logprobs(
+    alone = head_logprobs(
         hidden, weight, taken, temperature, part, bias=bias, cap=cap, entropy=False
     )
-    assert torch.equal(without, out[:, :1])
+    assert torch.equal(alone, out[:, :1])
     scales = torch.stack([of_taken, of_entropy], 1)
-    for ours, theirs in ((out * scales, both), (without * scales[:, :1], both[:, :1])):
+    for ours, theirs in ((out * scales, both), (alone * scales[:, :1], both[:, :1])):
         given = torch.autograd.grad(ours.sum(), inputs)
         right = torch.autograd.grad(theirs.sum(), inputs, retain_graph=True)
         for one, other in zip(given, right, strict=True):
@@ -73,6 +73,22 @@ def test_in_half_precision_sums_are_those_of_the_plain_way(tmp_path: Path) -> No
         assert one.dtype == torch.bfloat16
         # Two roundings to eight bits, of the logits' gradients and of their sum.
         torch.testing.assert_close(one, other, rtol=0, atol=float(other.abs().max()) / 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_never_said_has_finite_logits_of_every_type(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (10 * torch.randn(n, 16, generator=random) for n in (5, 301))
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    taken = torch.randint(1, 300, (5,), generator=random)
+    bias = without(weight.new_zeros(301), (0, 300))
+    out = head_logprobs(hidden, weight, taken, 2.0, bias=bias)
+    chosen, entropy = token_logprobs(without(hidden @ weight.T, (0, 300)), taken, 2.0, True)
+    assert entropy is not None
+    torch.testing.assert_close(out, torch.stack([chosen, entropy], 1))
+    of_unsaid, _ = token_logprobs(hidden @ weight.T + bias, torch.zeros_like(taken), 2.0, False)
+    assert bool(of_unsaid.isfinite().all())
+    assert float(of_unsaid.exp().max()) == 0
 
 
 @pytest.mark.parametrize("architecture", get_args(Architecture))

@@ -237,6 +237,21 @@ def test_training_moves_what_sees_and_what_speaks(
         assert names == set(file.keys())
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_training_in_float16_is_close_to_float32(folder: Path, packing: bool) -> None:
+    said = []
+    for dtype in ("float32", "float16"):
+        config = FSDPConfig.model_validate(
+            {"device": "cpu", "token_budget": 40, "packing": packing, "param_dtype": dtype}
+        )
+        made = FSDPTrainer(policy(folder), config, OptimizerSection(lr=1e-3), World())
+        said.append(made.step(RECORDS[:5], loss, lr=1e-3))
+    right, half = said
+    assert half["skipped_steps"] == 0.0
+    for name in ("loss", "grad_norm"):
+        assert half[name] == pytest.approx(right[name], rel=5e-3)
+
+
 def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> None:
     CausalLM.create(CausalLMConfig(hidden=32, layers=1, heads=2), SPEC, 0, tmp_path)
     with pytest.raises(DataError, match=r"'qwen2' model; model\.name=qwen2_5_vl takes"):
