@@ -83,6 +83,14 @@ LEARNS_NOTHING = (
         "the gradient is zero, so that the weights do not change",
         "look at the rewards and the mask of the samples",
     ),
+    Rule(
+        "skipped_steps",
+        _is("train/skipped_steps", 1),
+        "every step was left out because its gradient overflowed float16, so that the weights do "
+        "not change",
+        "the loss scale is halved each time and ends this by itself where the gradient is finite; "
+        "a lower trainer.loss_scale ends it sooner, trainer.param_dtype=bfloat16 does without",
+    ),
 )
 """The first that holds of an iteration is the cause of the ones behind it."""
 GRADER = tuple(

@@ -6,11 +6,13 @@ later ones are still to come; the weights change once all are there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rlinf.algorithms.behaviour import anchors, engine_metrics, lags
@@ -57,19 +59,24 @@ class _Update:
     def __init__(self, algorithm: PolicyGradient, learner: Learner) -> None:
         self._algorithm, self._learner = algorithm, learner
         self._mass: float | None = None
+        self._unit = 1.0
+        """What losses are divided by before their gradient is computed: a power of two, which
+        changes no digit, near the weight of the steps, so that float16 has that of a mean."""
 
     def accumulate(self, samples: list[Sample]) -> None:
         """Add the gradient of one part of the batch, not yet divided by the weight of the whole."""
         if samples:
             batch = self._with_advantages(samples)
             weights, mass = self._shares(batch.require("units"))
+            if self._mass is None:
+                self._unit = power_of_two(weights)
             self._mass = (self._mass or 0.0) + mass
             self._add(batch, samples, list(range(len(samples))), weights, entropy=True)
 
     def step(self) -> None:
         """Change the weights by what was accumulated."""
         if self._mass is not None:
-            self._finish(1 / max(1.0, self._mass))
+            self._finish(self._mass)
 
     def epochs(self, samples: list[Sample]) -> None:
         """All steps on the whole batch."""
@@ -79,8 +86,9 @@ class _Update:
         for done, chosen in enumerate(cuts):
             weights, mass = self._shares(batch.require("units")[chosen])
             entropy = settings.entropy_bonus > 0 or done == 0
+            self._unit = power_of_two(weights)
             self._add(batch, samples, chosen, weights, entropy=entropy)
-            self._finish(1 / max(1.0, mass))
+            self._finish(mass)
             learner.progress(done + 1, len(cuts))
         if batch.values is not None and batch.returns is not None:
             value = explained_variance(batch.values, batch.returns, batch.mask)
@@ -111,6 +119,7 @@ class _Update:
         entropy: bool,
     ) -> None:
         learner, config = self._learner, self._algorithm.config
+        unit = self._unit
         places, share = self._trained(batch, chosen, weights)
         chosen, weights = [chosen[place] for place in places], weights[places]
         first, interpolate = not learner.updates, config.old_logprobs == "interpolate"
@@ -134,8 +143,8 @@ class _Update:
                 temperature=learner.temperature,
                 entropy=entropy,
             )
-            return value, {
-                name: metric if is_largest(name) else metric / share
+            return value / unit, {
+                name: metric if is_largest(name) else metric / share / unit
                 for name, metric in metrics.items()
             }
 
@@ -183,8 +192,9 @@ class _Update:
         share = float(weights[places].sum() / weights.sum().clamp(min=1e-30))
         return places, share if len(places) < len(chosen) and share > 0 else 1.0
 
-    def _finish(self, scale: float) -> None:
+    def _finish(self, mass: float) -> None:
         only = self._algorithm.learns(self._learner.iteration)
+        scale = self._unit / max(1.0, mass)
         self._learner.update(scale=scale, check=self._compare, only=only)
 
     def _compare(self, totals: dict[str, float]) -> None:
@@ -218,6 +228,13 @@ def reward_divergence(batch: StepBatch, kind: KLEstimator) -> Tensor:
     reference = batch.require("reference_logprobs")
     found = kl_estimate(batch.old_logprobs, reference, kind) * batch.require("units")
     return found if found.ndim == 2 else found.flatten(2).sum(-1)
+
+
+def power_of_two(weights: Tensor) -> float:
+    """The nearest to the sum of some weights, at least 1."""
+    # In float64 the order of the sum, another on each kind of machine, does not show.
+    total = float(weights.sum(dtype=torch.float64))
+    return 2.0 ** round(math.log2(max(1.0, total)))
 
 
 def minibatches(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:

@@ -21,6 +21,8 @@ from rlinf.errors import StageError
 
 log = logging.getLogger("rlinf")
 NAME = "loss_scale"
+LOWEST = 2.0**-24
+"""Float16's smallest number: a gradient that has none even so is not finite itself."""
 
 
 class LossScale:
@@ -62,11 +64,11 @@ class LossScale:
         """Halve it after an overflow.
 
         Raises:
-            StageError: it is 1, so that the gradient itself is not finite.
+            StageError: it is as low as it goes.
         """
-        if self.value <= 1.0:
+        if self.value <= LOWEST:
             raise StageError(
-                "the gradient is not finite in float16 even of a loss that is not scaled; the "
+                f"the gradient is not finite in float16 even of a loss times {LOWEST:.1g}; the "
                 "previous weights are untouched. Set trainer.param_dtype=bfloat16, or lower "
                 "optimizer.lr"
             )

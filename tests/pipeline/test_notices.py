@@ -37,15 +37,22 @@ def kinds(*changes: dict[str, float], needs_groups: bool = True, iterations: int
 EQUAL = {"reward/group_std": 0.0, "train/grad_norm": 0.0}
 FLAT = {"train/grad_norm": 0.0}
 LEFT_OUT = {"reward/kept_share": 0.0, "reward/group_std": 0.0}
+SKIPPED = {"train/skipped_steps": 1.0}
 
 
 def test_a_run_that_learns_has_no_notice() -> None:
     assert kinds({}, {}, EQUAL, {}, FLAT, {}, LEFT_OUT) == []
+    assert kinds(SKIPPED, SKIPPED, *[{"train/skipped_steps": 0.5}] * 5) == []
 
 
 @pytest.mark.parametrize(
     ("change", "kind"),
-    [(EQUAL, "equal_groups"), (FLAT, "zero_gradient"), (LEFT_OUT, "nothing_kept")],
+    [
+        (EQUAL, "equal_groups"),
+        (FLAT, "zero_gradient"),
+        (LEFT_OUT, "nothing_kept"),
+        (SKIPPED, "skipped_steps"),
+    ],
 )
 def test_three_iterations_without_a_gradient_are_one_notice_of_their_cause(
     change: dict[str, float], kind: str

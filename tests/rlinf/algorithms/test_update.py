@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rlinf.algorithms import update as algorithms_update
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.shares import Aggregation
+from rlinf.algorithms.update import power_of_two
 from rlinf.data.batch import Sample, StepBatch
 from rlinf.data.record import Record
 from rlinf.models.base import StepOutputs
 from rlinf.trainers.base import Loss
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.rlinf.trainers.test_lanes import folder, records, trainer
+from tests.rlinf.trainers.test_options import make
 
 __all__ = ["folder"]
 SCORES = [1, 1, 1, 0, 1, 1, 0, 0, 0, 1, 0, 1]
@@ -122,6 +126,45 @@ def test_a_loss_of_ones_own_may_have_other_terms() -> None:
 
     assert GRPO(GRPOConfig()).idle(step_batch()).tolist() == [True, False]
     assert not Own(GRPOConfig()).idle(step_batch()).any()
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_float16_scales_is_a_mean(
+    folder: Path, aggregation: Aggregation, streams: bool
+) -> None:
+    """Of many samples in one micro-batch, which add up to far more than one has."""
+    rest = {} if streams else {"epochs": 2, "old_logprobs": "rollout"}
+    algorithm = GRPO(GRPOConfig.model_validate({"aggregation": aggregation, **rest}))
+    assert algorithm.streams == streams
+    every = samples([1, 0, 0] * 200)
+    said = []
+    for dtype in ("float32", "float16"):
+        made = make(folder, param_dtype=dtype, token_budget=1 << 14)
+        learner = Learner(made, {"policy": 1e-3})
+        algorithm.update(learner, [every[:300], every[300:]])
+        said.append(learner.metrics)
+    right, half = said
+    assert (half["skipped_steps"], half["loss_scale"]) == (0.0, 65536.0)
+    assert half["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-2)
+
+
+def test_sums_change_no_digit_whatever_they_are_divided_by(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for unit in (power_of_two, lambda weights: 1.0):
+        monkeypatch.setattr(algorithms_update, "power_of_two", unit)
+        made, metrics, _ = update(folder, GRPO(GRPOConfig()), SCORES, monkeypatch)
+        found.append(({n: t.clone() for n, t in made.full_state().items()}, metrics))
+    (one, mine), (other, theirs) = found
+    assert mine == theirs
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(("each", "unit"), [(0.0, 1.0), (0.1, 1.0), (1.0, 8.0), (1.5, 16.0)])
+def test_units_are_powers_of_two_near_the_weight(each: float, unit: float) -> None:
+    assert power_of_two(torch.full((2, 4), each)) == unit
 
 
 def step_batch() -> StepBatch:
