@@ -3,7 +3,7 @@
 They are taken in blocks. A block is a file with the number of requests in it, and has the next free
 number as its name: it is made by ``link``, which fails where another process was first, on NFS too.
 So no more are taken than there are, by however many processes, in whatever order. What is left of a
-block when its process ends is lost to the run.
+block when its process ends is lost to the run; so a block has no more than its process has to send.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class Claims:
         self._next = self._taken = 0
         """Number of blocks that were seen, and of requests in them."""
 
-    def take(self, most: int) -> int:
+    def take(self, most: int, wanted: int) -> int:
         """Take a block of a budget of ``most`` requests.
+
+        Args:
+            wanted: most that are in it, if that is one or more.
 
         Returns how many are in it; 0: the budget is used up.
 
@@ -40,7 +43,7 @@ class Claims:
         """
         while True:
             self._look()
-            size = min(most - self._taken, max(1, most // BLOCKS))
+            size = min(most - self._taken, max(1, min(most // BLOCKS, wanted)))
             if size <= 0:
                 return 0
             if self._folder is None or self._made(self._folder / str(self._next), size):

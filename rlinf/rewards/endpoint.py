@@ -150,9 +150,14 @@ class Spent:
         """
         self._config, self._lock = config, threading.Lock()
         self._claims = Claims(None) if claims is None else claims
-        self._left = 0
-        """Requests of the last block that was taken."""
+        self._left = self._expected = 0
+        """Requests of the last block that was taken, and those that are still to be sent."""
         self.requests = self.tokens = 0
+
+    def expect(self, requests: int) -> None:
+        """So many are about to be sent, tries after the first ones not counted."""
+        with self._lock:
+            self._expected = requests
 
     def know(self, requests: int, tokens: int) -> None:
         """At least so much is used up, by whomever."""
@@ -173,10 +178,10 @@ class Spent:
                 # Requests that are known may be of a run that took no blocks yet.
                 if self.requests >= most:
                     return False
-                self._left = self._left or self._claims.take(most)
+                self._left = self._left or self._claims.take(most, self._expected)
                 if not self._left:
                     return False
-                self._left -= 1
+                self._left, self._expected = self._left - 1, max(0, self._expected - 1)
             self.requests += 1
             return True
 

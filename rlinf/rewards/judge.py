@@ -195,6 +195,7 @@ class JudgeReward(Reward):
             return {}
         settings, troubles = self._settings(), dict[str, str]()
         failed = threading.Event()
+        self._spent.expect(len(questions))
 
         def ask(key: str) -> Answer:
             if failed.is_set():  # what that raised is raised below

@@ -177,6 +177,17 @@ def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_p
     assert Counter(trouble for _, _, trouble in found) == {"": 20, "over_budget": 100}
 
 
+def test_starts_that_send_little_take_no_more_of_the_budget(
+    server: ChatServer, tmp_path: Path
+) -> None:
+    """Each is a process of its own; the last question is tried twice."""
+    server.answer = lambda question: Reply(status=503 if "R: d " in question else 200)
+    for texts in (["a"], ["b", "c"], ["d"]):
+        said(judge(server, tmp_path, endpoint={"max_requests": 5000}), *texts)
+    blocks = [int(path.read_text()) for path in (tmp_path / "requests").iterdir()]
+    assert sum(blocks) == len(server.asked) == 5
+
+
 def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_path: Path) -> None:
     """As of a process that was killed before the answer came."""
     budget = {"max_requests": 5, "concurrency": 1, "retries": 0}
