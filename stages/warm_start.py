@@ -143,6 +143,9 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
 
         rate = rates.rate(step, settings.max_steps)
         metrics = trainer.step(records, of_steps(loss), lr=rate)
+        while metrics.get("skipped_steps"):
+            # Float16 overflowed, and the loss is scaled less now: no demonstration is passed over.
+            metrics = trainer.step(records, of_steps(loss), lr=rate)
         due = (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.max_steps
         score = evaluate(ctx, trainer, environment, engine) if due and engine else None
         beyond = held_out_loss(ctx, trainer, apart) if due and apart else None

@@ -82,6 +82,27 @@ def test_one_that_had_reached_its_goal_is_not_trained_further(ctx: Any, tmp_path
     assert again.policy.seen == [], "statistics are part of what was loaded"
 
 
+def test_a_step_that_overflowed_is_taken_again(ctx: Any, tmp_path: Path) -> None:
+    """Of the same demonstrations, at the same rate."""
+    asked = []
+
+    class Overflows(Trainer):
+        def step(self, records: list[Record], loss: Any, lr: float) -> dict[str, float]:
+            asked.append((records[0].identity.iteration, lr))
+            if len(asked) in (1, 2, 4):
+                return {"loss": 9.0, "skipped_steps": 1.0}
+            return {**super().step(records, loss, lr), "skipped_steps": 0.0}
+
+    trainer = Overflows()
+    curve: Any = fine_tune(ctx, trainer, tmp_path)  # type: ignore[arg-type]
+    assert trainer.steps == len(curve) == 4
+    assert [row["loss"] for row in curve] == [1.0] * 4
+    assert [step for step, _ in asked] == [0, 0, 0, 1, 1, 2, 3]
+    rates = [rate for _, rate in asked]
+    assert rates[0] == rates[1] == rates[2]
+    assert rates[3] == rates[4]
+
+
 def test_statistics_are_those_of_the_first_demonstrations(ctx: Any, tmp_path: Path) -> None:
     trainer = Trainer()
     fine_tune(ctx, trainer, tmp_path)  # type: ignore[arg-type]
