@@ -303,7 +303,9 @@ class ServerEngine(ExternalEngine):
                 "PYTHONPATH": str(INSIDE),
                 "OMP_NUM_THREADS": str(config.threads),
                 "HF_HUB_OFFLINE": "1",
-                "GLOO_SOCKET_IFNAME": "lo",  # all of its processes are on this node
+                # All of its processes are on this node. Of NCCL "lo" alone is how a name begins.
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "=lo",
                 **own,
                 **self.variables(socket),
             },

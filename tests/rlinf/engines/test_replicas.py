@@ -54,6 +54,13 @@ def tried(kept: Tried) -> Tried:
     return kept
 
 
+def test_processes_of_a_server_are_told_to_meet_on_the_loopback_device(tried: Tried) -> None:
+    engine: Any = tried.engine
+    for process in engine.processes:
+        told = psutil.Process(process.pid).environ()
+        assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+
+
 def read(tried: Tried) -> list[list[list[int]]]:
     """Of each server the prompts that it was asked to read so far."""
     engine: Any = tried.engine
