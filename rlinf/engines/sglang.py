@@ -56,6 +56,8 @@ class SGLangEngine(ServerEngine):
             *("--max-total-tokens", str(config.cache_tokens)),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--skip-server-warmup", "--log-level-http", "warning"),
+            # Without it a scheduler that waits takes a core from whatever runs meanwhile.
+            "--sleep-on-idle",
             *(["--enable-memory-saver"] if self.sleeps else []),
             *(on_cpu if self.device.type == "cpu" else []),
             *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,21 @@ def test_no_other_node_reaches_it(tried: Tried) -> None:
         if connection.status == psutil.CONN_LISTEN
     ]
     assert set(heard) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.slow
+def test_one_that_waits_leaves_the_processor_to_others(tried: Tried) -> None:
+    engine: Any = tried.engine
+    tried.answers(tried.request(range(2)))
+    group = [one for one in psutil.process_iter() if _group(one.pid) == engine.processes[0].pid]
+
+    def spent() -> float:
+        return sum(sum(one.cpu_times()[:2]) for one in group)
+
+    time.sleep(1)
+    before = spent()
+    time.sleep(4)
+    assert spent() - before < 0.4, "seconds of processor time in four"
 
 
 @pytest.mark.slow
