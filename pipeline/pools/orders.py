@@ -58,7 +58,8 @@ class Orders:
         }
         acts = str(self._flow.acts)
         for pool in plan.pools:
-            if {*plan.flow.apart} & {*pool.stages} and acts in pool.ranks:
+            beside = {*plan.flow.apart} & {*pool.stages} and acts in pool.ranks
+            if beside and self._of[EVALUATE] is self._of[acts]:
                 # Evaluations run where simulators do.
                 self._ranks_of[EVALUATE] = pool.ranks[acts]
             self._ranks_of.update(pool.ranks)

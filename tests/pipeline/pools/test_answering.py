@@ -35,14 +35,17 @@ ROLLOUT = Node("rollout", 2)
 class Driven:
     """Pools whose leases are there, and what their workers were sent."""
 
-    def __init__(self, compose: Callable[..., dict[str, Any]], folder: Path) -> None:
+    def __init__(
+        self, compose: Callable[..., dict[str, Any]], folder: Path, plan: dict[str, Any] = PLAN
+    ) -> None:
         values = compose("cluster=local", experiment="cartpole_ppo")
-        config, plan = checked(values | {"plan": PLAN})
-        self.run, self.graph, self.pools = Run(folder, config), Graph(config), pool_states(plan)
+        config, checked_plan = checked(values | {"plan": plan})
+        self.run, self.graph = Run(folder, config), Graph(config)
+        self.pools = pool_states(checked_plan)
         self.sent: list[tuple[str, Any]] = []
         generators = Generators(folder, config.rollout.batch, 0)
         send = lambda worker, order: self.sent.append((worker, order))  # noqa: E731
-        self.orders = Orders(self.run, plan, self.pools, generators, send)
+        self.orders = Orders(self.run, checked_plan, self.pools, generators, send)
 
     def lease(self, pool: int, number: int = 0) -> Member:
         member = Member(f"pool-{pool}-{number}", "1", self.pools[pool].size)
@@ -110,6 +113,28 @@ def test_evaluations_where_the_simulators_are_ask_too(driven: Driven) -> None:
     driven.lease(1)
     driven.wants(Node("evaluate", 2))
     assert {order.stage for _, order in driven.given() if isinstance(order, Answer)} == {"evaluate"}
+
+
+@pytest.mark.parametrize("simulators", [[1], [0, 1]])
+def test_evaluations_in_a_pool_of_their_own_have_its_processes(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path, simulators: list[int]
+) -> None:
+    stages = ["rollout", "rollout.generate", "reward", "inference", "train"]
+    size = len(simulators) + 1
+    ranks = {"rollout": simulators, "rollout.generate": [min({*range(size)} - {*simulators})]}
+    plan = {
+        "grain": "segment",
+        "stages": {stage: {"processes": size} for stage in ("rollout", "inference", "train")},
+        "pools": [
+            {"stages": stages, "gpus": {"local": size}, "ranks": ranks},
+            {"stages": ["evaluate"], "gpus": {"local": 1}},
+        ],
+    }
+    driven = Driven(compose, tmp_path, plan)
+    driven.lease(1)
+    driven.wants(Node("evaluate", 0))
+    ((worker, order),) = driven.given()
+    assert (worker, order.ranks, order.asks) == ("pool-1-0-r0", (0,), ())
 
 
 def test_each_side_is_told_when_the_other_is_gone(driven: Driven) -> None:
