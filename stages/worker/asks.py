@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -38,7 +39,7 @@ from rlinf.errors import (
     RequeueRequested,
     RlinfError,
 )
-from stages.board import Output
+from stages.board import Output, keep_newest
 from stages.context import Context
 from stages.worker.messages import (
     Answers,
@@ -61,6 +62,7 @@ LOOK_S = 0.2
 OPEN_S = 60.0
 """How long the other worker may take to be there: it was when the stage was ordered."""
 CLOSE_S = 5.0
+KNOWN = 1024
 WORD = -1
 """Sample number of what is no request or reply."""
 POLICY = "the policy"
@@ -84,18 +86,24 @@ class PolicyFailed(RlinfError):
         self.exit_code = failed.code
 
 
+class _OrderedAnew(Exception):
+    """By another order than the one by which the other worker was asked."""
+
+
 class Asks(Channel):
     """Asks one worker, on behalf of one attempt at a stage; observations in, actions out.
 
     Args:
         folder: the run's folder for channels.
         name: of this worker.
-        policy: the worker that is asked.
+        order: names those that have the policy.
+        rank: of this process among those that compute the stage.
     """
 
-    def __init__(self, folder: Path, name: str, policy: str, node: str, attempt: str) -> None:
-        self._folder, self._policy = folder, policy
-        self._about = {"asker": name, "node": node, "attempt": attempt}
+    def __init__(self, folder: Path, name: str, order: StageOrder, rank: int) -> None:
+        self._folder, self._name, self._rank = folder, name, rank
+        self._order = self._newest = order
+        self._policy, self._answered = "", False
         self._peer: Peer | None = None
         self._ctx: Context | None = None
         self._replies: deque[Record] = deque()
@@ -120,6 +128,14 @@ class Asks(Channel):
     def over(self, reason: str) -> None:
         """The other worker is known to be gone."""
         self._ended = reason
+
+    def ordered(self, order: StageOrder) -> None:
+        """The stage was ordered once more, by another driver.
+
+        The first one may have died before the other worker took its order: unless that answers by
+        now, it is asked by the new one.
+        """
+        self._newest = order
 
     def put(self, record: Record) -> None:
         self._give(encode(record).to_bytes())
@@ -164,6 +180,18 @@ class Asks(Channel):
         return True
 
     def _begin(self, ctx: Context) -> None:
+        while not self._answered:
+            self._order = order = self._newest
+            self._policy = order.asks[self._rank % len(order.asks)]
+            try:
+                self._open(ctx)
+            except _OrderedAnew:
+                self._words.clear()
+                if self._peer is not None:
+                    self._peer.close()
+                    self._peer = None
+
+    def _open(self, ctx: Context) -> None:
         while True:
             with ctx.waiting(POLICY):
                 if self._peer is None:
@@ -176,6 +204,7 @@ class Asks(Channel):
             while isinstance(said := self._next(), Granted):
                 pass  # a later one; what became of this one comes after it
             if isinstance(said, Answers):
+                self._answered = True
                 if said.weights:
                     # Compared with what was committed before this stage commits.
                     entry = ctx.inputs["weights"]
@@ -186,6 +215,8 @@ class Asks(Channel):
                 raise InputFailed(f"{self._policy} neither answers nor refuses: {said!r}")
 
     def _connected(self) -> Peer:
+        order = self._order
+        about = {"asker": self._name, "node": order.node, "attempt": order.attempt}
         deadline = time.monotonic() + OPEN_S
         while True:
             self._check()
@@ -197,7 +228,7 @@ class Asks(Channel):
                         self._folder / f"{channel_of(self._policy)}.socket.json",
                         routing_id().hex(),
                         decode,
-                        about=msgpack.packb(self._about),
+                        about=msgpack.packb(about),
                         host=host,
                         address=address,
                     )
@@ -217,6 +248,8 @@ class Asks(Channel):
             raise InputFailed(f"{self._policy}, which has the policy: {self._ended}")
         if self._ctx is not None and self._ctx.stopping():
             raise RequeueRequested(f"{self._ctx.stage}: stopping while the policy is asked")
+        if self._newest is not self._order and not self._answered:
+            raise _OrderedAnew
 
     def _give(self, item: Block) -> None:
         self._check()
@@ -261,16 +294,28 @@ class Askers:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
+        self._lock = threading.Lock()
         self._asks: dict[str, Asks] = {}
         """By stage instance."""
+        self._newest: dict[str, StageOrder] = {}
+        """The same; of those that have not begun."""
+
+    def ordered(self, order: StageOrder) -> None:
+        """A stage was ordered, be it under way already."""
+        with self._lock:
+            if (asks := self._asks.get(order.node)) is not None:
+                asks.ordered(order)
+            elif order.asks:
+                self._newest[order.node] = order
+                keep_newest(self._newest, KNOWN)
 
     def begin(self, order: StageOrder, rank: int) -> Asks | None:
         """The way to the policy of an attempt; None where this worker has it."""
         if not order.asks:
             return None
-        policy = order.asks[rank % len(order.asks)]
-        asks = Asks(self._folder, self._name, policy, order.node, order.attempt)
-        self._asks[order.node] = asks
+        with self._lock:
+            newest = self._newest.pop(order.node, order)
+            asks = self._asks[order.node] = Asks(self._folder, self._name, newest, rank)
         return asks
 
     @contextlib.contextmanager

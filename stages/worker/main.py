@@ -283,6 +283,7 @@ class Worker:
     def _enter(self, order: StageOrder) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
         node = order.node
+        self._askers.ordered(order)
         if order.gathers:
             self._tell_what_arrived(order)
         with self._lock:

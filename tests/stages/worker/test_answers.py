@@ -114,6 +114,7 @@ class Simulators(threading.Thread):
         super().__init__(daemon=True)
         self.askers, self.turns, self.steps = Askers(sides.run / CHANNELS, name), turns, steps
         self.order = sides.order.model_copy(update={"attempt": attempt})
+        self.askers.ordered(self.order)
         self.spans: list[dict[str, Any]] = []
         self.made: list[Record] = []
         self.error: RlinfError | None = None
@@ -125,13 +126,17 @@ class Simulators(threading.Thread):
         ctx.stopping, ctx.spans, ctx.stage = (lambda: False), self.spans, "rollout"
         ctx.world, ctx.inputs = SimpleNamespace(rank=0), {"weights": SimpleNamespace()}
         ctx.waiting = lambda _: turn.resting()
-        asks = cast(Asks, self.askers.begin(self.order, 0))
         try:
             with turn, self.askers.asking("rollout/3"):
+                asks = cast(Asks, self.askers.begin(self.order, 0))
                 episodes = cast(Episodes, None)
                 self.made = list(asks.collect(ctx, cast(Environment, self.steps), episodes))
         except RlinfError as error:
             self.error = error
+
+    def ordered(self, attempt: str) -> None:
+        """Once more, while they are at it, by another driver."""
+        self.askers.ordered(self.order.model_copy(update={"attempt": attempt}))
 
     def ended(self) -> Simulators:
         self.join(20)
@@ -287,3 +292,40 @@ def test_askers_of_another_lease_take_the_place_of_those_that_are_gone(sides: Si
     assert len(sides.simulators("new-r0", Steps(0), attempt="second").ended().made) == 1
     steps.go_on.set()
     assert isinstance(old.ended().error, InputFailed)
+
+
+def test_simulators_whose_policy_never_had_the_order_ask_by_the_next_drivers(sides: Sides) -> None:
+    """The driver died between the two halves of an order: one of them was taken, and one dropped.
+    The next one orders both anew."""
+    sides.answer("sim-r0", attempt="second")
+    one = sides.simulators("sim-r0", Steps(0), attempt="first")
+    time.sleep(0.5)
+    assert one.is_alive(), "nobody knows of the first attempt"
+    one.ordered("second")
+    assert len(one.ended().made) == 1
+    until(lambda: not sides.desk.busy)
+
+
+def test_simulators_that_wait_for_their_turn_meanwhile_ask_by_the_next_drivers(
+    sides: Sides,
+) -> None:
+    turns = Turns()
+    with turns.enter((2, 0, 0)):
+        one = sides.simulators("sim-r0", Steps(0), turns, attempt="first")
+        one.ordered("second")
+        sides.answer("sim-r0", attempt="second")
+    assert len(one.ended().made) == 1
+
+
+def test_simulators_that_are_answered_go_on_when_another_driver_orders_them(sides: Sides) -> None:
+    sides.answer("sim-r0")
+    steps = Steps(0)
+    steps.go_on.clear()
+    one = sides.simulators("sim-r0", steps)
+    until(lambda: sides.turns.busy)
+    time.sleep(0.3)  # it has heard so
+    one.ordered("second")
+    sides.answer("sim-r0", attempt="second")
+    steps.go_on.set()
+    assert len(one.ended().made) == 1
+    assert one.error is None

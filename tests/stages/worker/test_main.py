@@ -26,6 +26,7 @@ from stages.board import Board
 from stages.context import Context
 from stages.layout import CONFIG
 from stages.worker import messages
+from stages.worker.asks import Asks
 from stages.worker.inbox import SOCKET, Inbox, Outbox
 from stages.worker.main import CHANNELS, Worker
 from stages.worker.messages import StageEnded, StageOrder, read_report
@@ -233,3 +234,27 @@ def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(
     )
     bench.ended("rollout/1")
     assert not sign.parent.exists()
+
+
+def test_a_stage_under_way_that_is_ordered_once_more_is_told_so_and_computed_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the driver after one that died: it may be the only one that the policy has heard."""
+    goes_on = threading.Event()
+    began: list[str] = []
+    told: list[str] = []
+
+    def rollout(ctx: Context) -> None:
+        began.append(ctx.data.name)
+        goes_on.wait(20)
+
+    monkeypatch.setattr(stages.rollout, "run", rollout)
+    monkeypatch.setattr(Asks, "ordered", lambda _, order: told.append(order.attempt))
+    one = order("rollout", 0).model_copy(update={"asks": ("policy-r0",)})
+    bench.order(one)
+    assert until(lambda: bool(began))
+    bench.order(one.model_copy(update={"attempt": "second"}))
+    assert until(lambda: bool(told))
+    goes_on.set()
+    bench.ended("rollout/0")
+    assert (began, told) == (["data-rollout0"], ["second"])
