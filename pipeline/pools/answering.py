@@ -70,6 +70,7 @@ class Answering:
         if found is None:
             return
         self._by[node] = found[1]
+        found[1].answers.add(node)
         for number, worker in enumerate(order.asks):
             if askers := tuple(sims[number :: len(order.asks)]):
                 answer = Answer(
@@ -93,6 +94,7 @@ class Answering:
 
     def lost(self, member: Member) -> None:
         """A lease is gone: those that it answers give up, and report that."""
+        member.answers.clear()
         for node in [node for node, other in self._by.items() if other is member]:
             for asker in [m for m in self._of[node.stage].members if node in m.given]:
                 for worker in asker.workers(self._ranks[node.stage]):

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.flow import Node
 from pipeline.plan import StagePlan
 from rlinf.errors import PlanError
+from stages.flow import GENERATE
 from stages.lives import MOST
 from stages.names import worker_name
 from stages.runner import StageCall
@@ -33,6 +34,8 @@ class Member:
     ends: float | None = None
     """When its time is up, if that is known."""
     given: set[Node] = field(default_factory=set)
+    answers: set[Node] = field(default_factory=set)
+    """Stages of other leases that it was to answer, be they over or not."""
     finished: int = 0
     leaving: bool = False
     fellows: tuple[Member, ...] = ()
@@ -116,10 +119,11 @@ class PoolState:
         """
         if member.finished:
             self.in_vain = 0
-        elif member.given and member.due:
+        elif (member.given or member.answers) and member.due:
             self.in_vain += 1
             if self.in_vain == MOST:
-                stages = ", ".join(sorted(node.stage for node in member.given))
+                answered = {node.stage + GENERATE for node in member.answers}
+                stages = ", ".join(sorted({node.stage for node in member.given} | answered))
                 raise PlanError(
                     f"plan: pools[{self.number}]: {MOST} of its jobs came to the end of their time "
                     f"and had not finished {stages}, which begins anew each time: give it more "

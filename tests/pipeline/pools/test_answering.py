@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,20 @@ def test_a_rollout_that_went_well_counts_for_both(driven: Driven) -> None:
     driven.given()
     driven.orders.answering.credit(ROLLOUT)
     assert (policy.finished, driven.pools[1].failures) == (1, 0)
+
+
+def test_a_lease_had_work_in_what_it_answered_and_is_judged_by_it_once(driven: Driven) -> None:
+    """Its simulators may report that it is gone before it is seen to leave."""
+    driven.lease(0)
+    policy, pool = driven.lease(1), driven.pools[1]
+    policy.began, policy.ends = time.time() - 600.0, time.time() + 5.0
+    driven.wants(ROLLOUT)
+    driven.given()
+    driven.orders.over(ROLLOUT)
+    pool.see_use(policy)
+    driven.orders.answering.lost(policy)
+    pool.see_use(policy)
+    assert pool.in_vain == 1
 
 
 def test_what_a_lease_answers_it_answers_to_the_end_when_another_comes(driven: Driven) -> None:

@@ -33,6 +33,17 @@ def test_work_that_is_longer_than_a_lease_is_given_up() -> None:
         pool.see_use(one)
 
 
+def test_so_is_a_policy_apart_whose_leases_are_shorter_than_what_it_answers() -> None:
+    pool = PoolState(1, ("rollout.generate",), ())
+    members = [lease(number) for number in range(MOST)]
+    for member in members:
+        member.answers.add(Node("rollout", 3))
+    for member in members[:-1]:
+        pool.see_use(member)
+    with pytest.raises(PlanError, match=r"pools\[1\].*not finished rollout\.generate, which"):
+        pool.see_use(members[-1])
+
+
 def test_leases_that_finished_something_had_nothing_or_were_ended_early_do_not_count() -> None:
     pool = PoolState(0, ("rollout",), ())
     for number in range(3 * MOST):
