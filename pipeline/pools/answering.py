@@ -33,6 +33,8 @@ class Answering:
         self._asking = frozenset(asking)
         self._by: dict[Node, Member] = {}
         """By stage that was ordered: the lease that answers it."""
+        self._attempts: dict[Node, str] = {}
+        """Of the same: the attempt that is answered."""
 
     def asks(self, stage: str) -> bool:
         """Whether a stage has its simulators alone."""
@@ -69,7 +71,7 @@ class Answering:
         found = self.by(node)
         if found is None:
             return
-        self._by[node] = found[1]
+        self._by[node], self._attempts[node] = found[1], order.attempt
         found[1].answers.add(node)
         for number, worker in enumerate(order.asks):
             if askers := tuple(sims[number :: len(order.asks)]):
@@ -87,18 +89,20 @@ class Answering:
 
     def over(self, node: Node) -> None:
         """An attempt has ended: it is answered no more."""
-        member = self._by.pop(node, None)
+        member, attempt = self._by.pop(node, None), self._attempts.pop(node, "")
         if member is not None and member in self._of[self._part].members:
+            reason = "the attempt that asked has ended"
             for worker in member.workers(self.ranks()):
-                self._send(worker, Over(node=node.name, reason="the attempt that asked has ended"))
+                self._send(worker, Over(node=node.name, attempt=attempt, reason=reason))
 
     def lost(self, member: Member) -> None:
         """A lease is gone: those that it answers give up, and report that."""
         member.answers.clear()
         for node in [node for node, other in self._by.items() if other is member]:
+            attempt, reason = self._attempts[node], "its lease is over"
             for asker in [m for m in self._of[node.stage].members if node in m.given]:
                 for worker in asker.workers(self._ranks[node.stage]):
-                    self._send(worker, Over(node=node.name, reason="its lease is over"))
+                    self._send(worker, Over(node=node.name, attempt=attempt, reason=reason))
 
     def busy(self, member: Member) -> bool:
         """Whether a lease answers somebody."""

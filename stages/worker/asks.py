@@ -299,6 +299,8 @@ class Askers:
         """By stage instance."""
         self._newest: dict[str, StageOrder] = {}
         """The same; of those that have not begun."""
+        self._over: dict[str, str] = {}
+        """By attempt: why it was over before it began."""
 
     def ordered(self, order: StageOrder) -> None:
         """A stage was ordered, be it under way already."""
@@ -316,6 +318,8 @@ class Askers:
         with self._lock:
             newest = self._newest.pop(order.node, order)
             asks = self._asks[order.node] = Asks(self._folder, self._name, newest, rank)
+            if (reason := self._over.get(newest.attempt)) is not None:
+                asks.over(reason)
         return asks
 
     @contextlib.contextmanager
@@ -331,5 +335,9 @@ class Askers:
 
     def over(self, order: Over) -> None:
         """Whoever was asked is known to be gone."""
-        if (asks := self._asks.get(order.node)) is not None:
-            asks.over(order.reason)
+        with self._lock:
+            if (asks := self._asks.get(order.node)) is not None:
+                asks.over(order.reason)
+            else:
+                self._over[order.attempt] = order.reason
+                keep_newest(self._over, KNOWN)

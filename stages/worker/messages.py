@@ -122,6 +122,8 @@ class Over(Message):
 
     what: Literal["over"] = "over"
     node: str
+    attempt: str
+    """The newest, by which the driver knows it."""
     reason: str
 
 

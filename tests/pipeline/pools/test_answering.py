@@ -141,19 +141,17 @@ def test_evaluations_in_a_pool_of_their_own_have_its_processes(
 def test_each_side_is_told_when_the_other_is_gone(driven: Driven) -> None:
     simulators, policy = driven.lease(0), driven.lease(1)
     driven.wants(ROLLOUT)
-    driven.given()
+    attempt = next(order.attempt for _, order in driven.given() if isinstance(order, StageOrder))
     assert driven.orders.answering.busy(policy)
     driven.sent.clear()
     driven.orders.answering.lost(policy)
     assert [worker for worker, _ in driven.sent] == simulators.workers()
-    assert all(
-        order == Over(node="rollout/2", reason="its lease is over") for _, order in driven.sent
-    )
+    over = Over(node="rollout/2", attempt=attempt, reason="its lease is over")
+    assert all(order == over for _, order in driven.sent)
     driven.sent.clear()
     driven.orders.over(ROLLOUT)
-    assert [(type(order), worker) for worker, order in driven.sent] == [
-        (Over, worker) for worker in policy.workers()
-    ]
+    over = over.model_copy(update={"reason": "the attempt that asked has ended"})
+    assert driven.sent == [(worker, over) for worker in policy.workers()]
     assert not driven.orders.answering.busy(policy)
 
 

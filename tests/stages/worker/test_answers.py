@@ -102,17 +102,25 @@ class Sides:
         self.desk.answer(order)
 
     def simulators(
-        self, name: str, steps: Steps, turns: Turns | None = None, attempt: str = "first"
+        self,
+        name: str,
+        steps: Steps,
+        turns: Turns | None = None,
+        attempt: str = "first",
+        askers: Askers | None = None,
     ) -> Simulators:
-        return Simulators(self, name, steps, turns or Turns(), attempt)
+        askers = askers or Askers(self.run / CHANNELS, name)
+        return Simulators(self, askers, steps, turns or Turns(), attempt)
 
 
 class Simulators(threading.Thread):
     """A stage that asks, in a thread; its trajectories, or how it failed."""
 
-    def __init__(self, sides: Sides, name: str, steps: Steps, turns: Turns, attempt: str) -> None:
+    def __init__(
+        self, sides: Sides, askers: Askers, steps: Steps, turns: Turns, attempt: str
+    ) -> None:
         super().__init__(daemon=True)
-        self.askers, self.turns, self.steps = Askers(sides.run / CHANNELS, name), turns, steps
+        self.askers, self.turns, self.steps = askers, turns, steps
         self.order = sides.order.model_copy(update={"attempt": attempt})
         self.askers.ordered(self.order)
         self.spans: list[dict[str, Any]] = []
@@ -152,7 +160,7 @@ def sides(
     policy = Acting(cast(Any, made.engine), 0, "rollout")
     monkeypatch.setattr(rollout, "acting", lambda ctx: policy)
     yield made
-    made.desk.over(Over(node="rollout/3", reason="the test is over"))
+    made.desk.over(Over(node="rollout/3", attempt="first", reason="the test is over"))
     made.desk.close()
 
 
@@ -180,7 +188,7 @@ def test_who_asks_before_the_order_has_come_is_answered(sides: Sides) -> None:
     one = sides.simulators("sim-r0", Steps(0))
     time.sleep(0.3)
     assert one.is_alive()
-    sides.desk.over(Over(node="rollout/3", reason="it has ended"))
+    sides.desk.over(Over(node="rollout/3", attempt="first", reason="it has ended"))
     sides.answer("sim-r0")
     assert len(one.ended().made) == 1
 
@@ -261,7 +269,9 @@ def test_an_attempt_that_is_over_is_answered_no_more_and_the_next_one_is(sides: 
     steps.go_on.clear()
     one = sides.simulators("sim-r0", steps)
     until(lambda: sides.turns.busy)
-    sides.desk.over(Over(node="rollout/3", reason="the attempt that asked has ended"))
+    sides.desk.over(
+        Over(node="rollout/3", attempt="first", reason="the attempt that asked has ended")
+    )
     steps.go_on.set()
     assert isinstance(one.ended().error, InputFailed)
     sides.answer("sim-r0", attempt="second")
@@ -275,10 +285,25 @@ def test_simulators_give_up_when_the_driver_says_that_the_policy_is_gone(sides: 
     steps = Steps(0, steps=1000)
     one = sides.simulators("sim-r0", steps)
     until(lambda: sides.turns.busy)
-    one.askers.over(Over(node="rollout/3", reason="its lease is over"))
+    one.askers.over(Over(node="rollout/3", attempt="first", reason="its lease is over"))
     assert isinstance(one.ended().error, InputFailed)
     assert "its lease is over" in str(one.error)
     until(lambda: not sides.desk.busy)
+
+
+def test_simulators_that_heard_so_before_their_turn_give_up_at_once(sides: Sides) -> None:
+    """An answer that never comes would be waited for at the turn of each that was ordered ahead."""
+    turns = Turns()
+    with turns.enter((2, 0, 0)):
+        gone = sides.simulators("sim-r0", Steps(0), turns)
+        gone.askers.over(Over(node="rollout/3", attempt="first", reason="its lease is over"))
+    began = time.monotonic()
+    assert isinstance(gone.ended().error, InputFailed)
+    assert "its lease is over" in str(gone.error)
+    assert time.monotonic() - began < 10
+    sides.answer("sim-r0", attempt="second")
+    again = sides.simulators("sim-r0", Steps(0), turns, attempt="second", askers=gone.askers)
+    assert len(again.ended().made) == 1
 
 
 def test_askers_of_another_lease_take_the_place_of_those_that_are_gone(sides: Sides) -> None:
