@@ -104,6 +104,8 @@ class Asks(Channel):
         self._folder, self._name, self._rank = folder, name, rank
         self._order = self._newest = order
         self._policy, self._answered = "", False
+        self._most = 0
+        """The largest request that the other worker takes, in bytes."""
         self._peer: Peer | None = None
         self._ctx: Context | None = None
         self._replies: deque[Record] = deque()
@@ -138,7 +140,19 @@ class Asks(Channel):
         self._newest = order
 
     def put(self, record: Record) -> None:
-        self._give(encode(record).to_bytes())
+        """As the interface says.
+
+        Raises:
+            DataError: the other worker takes no request as large as this.
+        """
+        encoded = encode(record)
+        if encoded.size > self._most:
+            raise DataError(
+                f"what the simulators of {self._order.node} observe in one step takes "
+                f"{encoded.size} bytes, and a request to {self._policy} may have {self._most}: let "
+                "fewer be simulated together (task.at_once), or give their stage more processes"
+            )
+        self._give(encoded.to_bytes())
 
     def get(self) -> Record:
         while not self._replies:
@@ -223,6 +237,7 @@ class Asks(Channel):
             # It listens from the first time on that it is to answer.
             with contextlib.suppress(InputError):
                 _, host = host_of(self._folder, channel_of(self._policy))
+                self._most = host.max_bytes
                 if (address := reachable(host.addresses)) is not None:
                     return Peer(
                         self._folder / f"{channel_of(self._policy)}.socket.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Environment, Episodes
-from rlinf.errors import EXIT_BAD_INPUT, InputError, InputFailed, RlinfError
+from rlinf.errors import EXIT_BAD_INPUT, DataError, InputError, InputFailed, RlinfError
 from stages import rollout
 from stages.activity import Activity
 from stages.board import Board
@@ -23,7 +24,7 @@ from stages.collect import Acting
 from stages.layout import CHANNELS
 from stages.resident import Resident
 from stages.turns import Turns
-from stages.worker import services
+from stages.worker import answers, services
 from stages.worker.answers import Desk
 from stages.worker.asks import Askers, Asks
 from stages.worker.messages import Answer, Over, StageOrder
@@ -47,8 +48,8 @@ class Doubles:
 class Steps:
     """Simulators that take so many steps, two requests at a time."""
 
-    def __init__(self, sample: int, steps: int = 3) -> None:
-        self.sample, self.steps = sample, steps
+    def __init__(self, sample: int, steps: int = 3, columns: int = 1) -> None:
+        self.sample, self.steps, self.columns = sample, steps, columns
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -56,11 +57,11 @@ class Steps:
         for step in range(self.steps):
             asked = [self.sample, self.sample + 1]
             for sample in asked:
-                seen = np.full(1, 10.0 * sample + step, np.float32)
+                seen = np.full((1, self.columns), 10.0 * sample + step, np.float32)
                 columns = {"sample": np.array([sample]), "seen": seen}
                 observations.put(Record(Identity(3, sample), columns))
             replies = [actions.get() for _ in asked]
-            found = {int(r.steps["sample"][0]): float(r.steps["action"][0]) for r in replies}
+            found = {int(r.steps["sample"][0]): float(r.steps["action"].flat[0]) for r in replies}
             assert found == {sample: 20.0 * sample + 2 * step for sample in asked}
             assert self.go_on.wait(10)
         yield Record(Identity(3, self.sample))
@@ -260,6 +261,17 @@ def test_what_fails_there_fails_the_stage_here_with_its_code(
     assert one.error.exit_code == code
     assert str(error) in str(one.error)
     assert "policy-r0, which has the policy" in str(one.error)
+    until(lambda: not sides.desk.busy)
+
+
+def test_more_than_the_other_worker_takes_in_a_request_is_refused(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MAX_BYTES", 1 << 12)
+    sides.answer("sim-r0")
+    one = sides.simulators("sim-r0", Steps(0, columns=1 << 10)).ended()
+    assert isinstance(one.error, DataError)
+    assert re.search(r"rollout/3 .* \d+ bytes, .* 4096: .*task\.at_once", str(one.error))
     until(lambda: not sides.desk.busy)
 
 
