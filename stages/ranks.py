@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlinf.artifacts import FileEntry, Manifest, describe_file, read_manifest, write_atomic
+from rlinf.artifacts import FileEntry, Manifest, describe_file, read_manifest
 from rlinf.channels.world import World
 from rlinf.errors import StageError
 from stages.context import How
@@ -101,7 +101,11 @@ class Ranks:
             if owner is not None and int(owner[1]) == rank:
                 files[path.relative_to(self.data).as_posix()] = asdict(describe_file(path))
         text = json.dumps({**told, "files": files})
-        write_atomic(self.folder / f"{rank}.json", text)
+        report = self.folder / f"{rank}.json"
+        unread = report.with_name(f".{report.name}")
+        unread.write_text(text)
+        # Not synced: nobody reads it after a crash, and from now on rank 0 may remove the folder.
+        unread.replace(report)
 
     def reports(self) -> list[dict[str, Any]]:
         """What all ranks told, in their order; waits for it.

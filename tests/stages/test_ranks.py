@@ -113,6 +113,23 @@ def test_files_that_take_long_to_read_are_waited_for(
     two.close()
 
 
+def test_the_folder_may_be_gone_once_the_last_report_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 commits, and removes it, as soon as it has read that."""
+    ranks, rename = Ranks(tmp_path / "data-a", World(1, 2)), Path.replace
+
+    def renamed(path: Path, target: Path) -> Path:
+        found = rename(path, target)
+        shutil.rmtree(ranks.folder)
+        return found
+
+    with ranks.attempting():
+        monkeypatch.setattr(Path, "replace", renamed)
+        ranks.report(metrics={})
+    assert not ranks.folder.exists()
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_what_any_rank_read_from_disk_is_said(two: Two, who: int, tmp_path: Path) -> None:
     made = {"files": {}, "inputs": {}, "metrics": {}, "timing": {}, "host": "", "job": ""}
