@@ -219,9 +219,10 @@ class Asks(Channel):
                 pass  # a later one; what became of this one comes after it
             if isinstance(said, Answers):
                 self._answered = True
+                entry = ctx.inputs["weights"]
+                entry.fell |= said.fell
                 if said.weights:
                     # Compared with what was committed before this stage commits.
-                    entry = ctx.inputs["weights"]
                     entry.output, entry.taken = Output(), True
                     entry.output.done(said.weights)
                 return

@@ -291,6 +291,8 @@ class Answers(Message):
     what: Literal["answers"] = "answers"
     weights: str
     """By which attempt these were made; empty: they are newer ones, which were committed."""
+    fell: bool = False
+    """Whether they were to come by memory, and were read from disk."""
 
 
 class Void(Message):

@@ -115,7 +115,7 @@ class Service:
                 if number == self.grant and session.peer in self.asking:
                     self.inside[session.peer] = self.asking.pop(session.peer)
                     self.began = self.began or time.time()
-                    self._tell(session, Answers(weights=self.weights))
+                    self._tell(session, Answers(weights=self.weights, fell=self._fell()))
                 else:
                     self.asking.pop(session.peer, None)
                     self._tell(session, Void())
@@ -213,6 +213,9 @@ class Service:
             session = self.askers.pop(_first(reply), None)
         if session is not None:
             self.say(session, encode(reply).to_bytes())
+
+    def _fell(self) -> bool:
+        return self.about is not None and self.about.inputs["weights"].fell
 
     def _pause(self) -> None:
         if self.ended is not None:

@@ -21,6 +21,7 @@ from stages import rollout
 from stages.activity import Activity
 from stages.board import Board
 from stages.collect import Acting
+from stages.context import Context, Input
 from stages.layout import CHANNELS
 from stages.resident import Resident
 from stages.turns import Turns
@@ -126,6 +127,7 @@ class Simulators(threading.Thread):
         self.askers.ordered(self.order)
         self.spans: list[dict[str, Any]] = []
         self.made: list[Record] = []
+        self.weights = Input(sides.run / "it/0002/sync")
         self.error: RlinfError | None = None
         self.start()
 
@@ -133,7 +135,7 @@ class Simulators(threading.Thread):
         turn = self.turns.enter(PLACE)
         ctx = cast(Any, SimpleNamespace())
         ctx.stopping, ctx.spans, ctx.stage = (lambda: False), self.spans, "rollout"
-        ctx.world, ctx.inputs = SimpleNamespace(rank=0), {"weights": SimpleNamespace()}
+        ctx.world, ctx.inputs = SimpleNamespace(rank=0), {"weights": self.weights}
         ctx.waiting = lambda _: turn.resting()
         try:
             with turn, self.askers.asking("rollout/3"):
@@ -182,6 +184,23 @@ def test_each_gets_the_replies_to_its_own_requests_and_the_last_what_they_took(
     told = [span["name"] for one in asking for span in one.spans]
     assert told.count("generate") == 1
     until(lambda: not sides.desk.busy)
+
+
+@pytest.mark.parametrize("fell", [False, True])
+def test_weights_that_the_policy_read_from_disk_are_said_to_have_fallen(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch, fell: bool
+) -> None:
+    """They were to come by memory; the simulators' stage is committed, and says so."""
+
+    def acting(ctx: Context) -> Acting:
+        ctx.inputs["weights"].fell = fell
+        return Acting(cast(Any, sides.engine), 0, "rollout")
+
+    monkeypatch.setattr(rollout, "acting", acting)
+    sides.answer("sim-r0")
+    one = sides.simulators("sim-r0", Steps(0)).ended()
+    assert len(one.made) == 1
+    assert one.weights.fell == fell
 
 
 def test_who_asks_before_the_order_has_come_is_answered(sides: Sides) -> None:
