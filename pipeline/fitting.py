@@ -32,7 +32,7 @@ from rlinf.models import policies
 from rlinf.registry import Registry, own_attribute
 from rlinf.rewards import rewards
 from rlinf.trainers.base import Trainer
-from stages.flow import continues, flow_of
+from stages.flow import EVALUATE, continues, flow_of
 
 log = logging.getLogger("rlinf")
 
@@ -41,7 +41,7 @@ def check_apart(config: RunConfig, plan: Plan) -> None:
     """See that there are simulators, where the plan places the policy apart from them.
 
     Raises:
-        PlanError: there are none, or their stage cannot ask for answers.
+        PlanError: there are none, or a stage that has them cannot ask for answers.
     """
     acts = plan.flow.acts
     for part in plan.flow.apart if acts is not None else ():
@@ -51,6 +51,15 @@ def check_apart(config: RunConfig, plan: Plan) -> None:
                 f"could be placed apart from; leave {part} out"
             )
         own_attribute(plan.flow.program(str(acts)), "acting", f"plan.pools: {part}")
+        homes = plan.homes()
+        if homes[EVALUATE] == homes[str(acts)]:
+            try:
+                own_attribute(plan.flow.program(EVALUATE), "acting", f"plan.pools: {part}")
+            except ConfigError as error:
+                raise PlanError(
+                    f"{error}; or name {EVALUATE} in another pool than {acts}, where it has "
+                    "simulators and policy"
+                ) from None
 
 
 class Part(NamedTuple):

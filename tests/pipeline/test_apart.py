@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.commands.experiment import checked, execute, prepare
 from pipeline.commands.workflow import Workflow
+from pipeline.fitting import check_apart
 from pipeline.plan import parse_plan
 from pipeline.planning.planner.propose import assess
 from pipeline.settle import Choice
@@ -21,7 +23,7 @@ from rlinf.channels.file import FileReader
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record
 from rlinf.errors import EXIT_BAD_INPUT, PlanError, RlinfError
-from stages.flow import flow_named
+from stages.flow import flow_named, on_policy
 from tests.pipeline.helpers import contents, output, run_here, start_driver, until
 from tests.pipeline.planning.planner.test_propose import ask
 from tests.pipeline.pools.test_executor import _hydra, rows, workers
@@ -309,6 +311,18 @@ def test_what_a_plan_cannot_place_apart_is_refused(
 def test_a_task_without_simulators_has_nothing_to_place_apart(compose: Compose) -> None:
     said = refused(compose, APART, experiment="arithmetic_grpo")
     assert "rollout.generate: task 'arithmetic' has no simulators" in said
+
+
+def test_an_evaluation_of_ones_own_that_cannot_ask_is_not_placed_with_the_simulators(
+    compose: Compose,
+) -> None:
+    config = validate(RunConfig, compose(experiment="cartpole_ppo"))
+    evaluate = replace(on_policy.evaluate, program="stages.reward")
+    flow = replace(on_policy, evaluate=evaluate)
+    with pytest.raises(PlanError, match=r"has no 'acting'.*evaluate in another pool than rollout"):
+        check_apart(config, parse_plan(APART, "plan", flow))
+    own = pools((["rollout"], 1), (["rollout.generate", *LATER], 1), (["evaluate"], 1))
+    check_apart(config, parse_plan(own, "plan", flow))
 
 
 def test_a_flow_without_rollouts_has_nothing_to_place_apart() -> None:
