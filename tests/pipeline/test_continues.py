@@ -182,7 +182,7 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
     words += [f"run.root={tmp_path}", *map(forced, SMALL)]
     chance = random.Random(0)
     killed_until_it_ends(
-        words, tmp_path / "log", chance, seconds=(4.0, 8.0), attempts=14, last_s=120
+        words, tmp_path / "log", chance, seconds=(3.0, 5.0), attempts=14, last_s=120
     )
     assert contents(tmp_path / "killed") == contents(reference)
 

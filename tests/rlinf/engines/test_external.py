@@ -124,7 +124,8 @@ def test_newer_weights_come_while_samples_are_under_way(tried: Tried, tmp_path: 
         for n, expected in enumerate(tried.judged(request, steps, 1.0)):
             mine = rows[n]["version"] == version
             assert 0 < mine.sum() < LENGTH
-            np.testing.assert_allclose(rows[n]["logprobs"][mine], expected[mine], atol=1e-5)
+            # Of 450 tokens, under weights that make some of them unlikely.
+            np.testing.assert_allclose(rows[n]["logprobs"][mine], expected[mine], 1e-5, 1e-5)
     assert all((np.diff(row["version"]) >= 0).all() for row in rows.values())
 
 
