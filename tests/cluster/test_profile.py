@@ -75,7 +75,7 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
     run = prepare(
         compose([f"++{w}" if not w.startswith(("experiment", "cluster=")) else w for w in wanted])
     )
-    made = profile(run, Options(partitions=("gpu",), minutes=1.5, processes=1), warm_start)
+    made = profile(run, Options(partitions=("gpu",), minutes=3, processes=1), warm_start)
     assert list(made.kinds) == ["gpu:a100", "gpu:h100"]
     for name, kind in made.kinds.items():
         gpu = name.removeprefix("gpu:")
@@ -98,7 +98,7 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
     assert imports[0] > 1.3 * imports[1]
     # No two jobs of the pass ran at the same time, but for the two ends of the link.
     text = SlurmClient().run(
-        *("sacct", "-n", "-P", "-X", "-S", "now-5minutes", "--name", "profile-gpu:a100"),
+        *("sacct", "-n", "-P", "-X", "-S", "now-15minutes", "--name", "profile-gpu:a100"),
         *("-o", "Start,End"),
     )
     spans = sorted(line.split("|") for line in text.splitlines())
