@@ -142,10 +142,9 @@ def fine_tune(ctx: Context, trainer: Trainer, start: Path) -> list[Row]:
             return -(part * outputs.logprobs).sum(), {}
 
         rate = rates.rate(step, settings.max_steps)
-        metrics = trainer.step(records, of_steps(loss), lr=rate)
-        while metrics.get("skipped_steps"):
-            # Float16 overflowed, and the loss is scaled less now: no demonstration is passed over.
-            metrics = trainer.step(records, of_steps(loss), lr=rate)
+        # Where float16 overflows the loss is scaled less, and no demonstration is passed over.
+        while (metrics := trainer.step(records, of_steps(loss), lr=rate)).get("skipped_steps"):
+            pass
         due = (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.max_steps
         score = evaluate(ctx, trainer, environment, engine) if due and engine else None
         beyond = held_out_loss(ctx, trainer, apart) if due and apart else None

@@ -31,10 +31,8 @@ class Answering:
         # Evaluations ask too, but where the plan has them elsewhere: they are whole there.
         asking = (name for name in (acts, EVALUATE) if of[name] is of[acts]) if self._part else ()
         self._asking = frozenset(asking)
-        self._by: dict[Node, Member] = {}
-        """By stage that was ordered: the lease that answers it."""
-        self._attempts: dict[Node, str] = {}
-        """Of the same: the attempt that is answered."""
+        self._by: dict[Node, tuple[Member, str]] = {}
+        """By stage that was ordered: the lease that answers it, and which attempt."""
 
     def asks(self, stage: str) -> bool:
         """Whether a stage has its simulators alone."""
@@ -49,7 +47,7 @@ class Answering:
         if not self.asks(node.stage):
             return None
         pool = self._of[self._part]
-        member = self._by.get(node, pool.active)
+        member = self._by[node][0] if node in self._by else pool.active
         return None if member is None else (pool, member)
 
     def ranks(self) -> Sequence[int]:
@@ -71,7 +69,7 @@ class Answering:
         found = self.by(node)
         if found is None:
             return
-        self._by[node], self._attempts[node] = found[1], order.attempt
+        self._by[node] = found[1], order.attempt
         found[1].answers.add(node)
         for number, worker in enumerate(order.asks):
             if askers := tuple(sims[number :: len(order.asks)]):
@@ -89,7 +87,7 @@ class Answering:
 
     def over(self, node: Node) -> None:
         """An attempt has ended: it is answered no more."""
-        member, attempt = self._by.pop(node, None), self._attempts.pop(node, "")
+        member, attempt = self._by.pop(node, (None, ""))
         if member is not None and member in self._of[self._part].members:
             reason = "the attempt that asked has ended"
             for worker in member.workers(self.ranks()):
@@ -98,18 +96,18 @@ class Answering:
     def lost(self, member: Member) -> None:
         """A lease is gone: those that it answers give up, and report that."""
         member.answers.clear()
-        for node in [node for node, other in self._by.items() if other is member]:
-            attempt, reason = self._attempts[node], "its lease is over"
+        reason = "its lease is over"
+        for node, attempt in [(n, a) for n, (other, a) in self._by.items() if other is member]:
             for asker in [m for m in self._of[node.stage].members if node in m.given]:
                 for worker in asker.workers(self._ranks[node.stage]):
                     self._send(worker, Over(node=node.name, attempt=attempt, reason=reason))
 
     def busy(self, member: Member) -> bool:
         """Whether a lease answers somebody."""
-        return member in self._by.values()
+        return any(other == member for other, _ in self._by.values())
 
     def credit(self, node: Node) -> None:
         """A stage has gone well: so has what its policy's lease did for it."""
-        if (member := self._by.get(node)) is not None:
-            member.finished += 1
+        if node in self._by:
+            self._by[node][0].finished += 1
             self._of[self._part].failures = 0

@@ -114,6 +114,15 @@ class Sides:
         askers = askers or Askers(self.run / CHANNELS, name)
         return Simulators(self, askers, steps, turns or Turns(), attempt)
 
+    def amid(self, name: str) -> Simulators:
+        """Simulators that are answered, and take their next step when they are told to go on."""
+        self.answer(name)
+        steps = Steps(0)
+        steps.go_on.clear()
+        made = self.simulators(name, steps)
+        until(lambda: self.turns.busy)
+        return made
+
 
 class Simulators(threading.Thread):
     """A stage that asks, in a thread; its trajectories, or how it failed."""
@@ -295,15 +304,11 @@ def test_more_than_the_other_worker_takes_in_a_request_is_refused(
 
 
 def test_an_attempt_that_is_over_is_answered_no_more_and_the_next_one_is(sides: Sides) -> None:
-    sides.answer("sim-r0")
-    steps = Steps(0)
-    steps.go_on.clear()
-    one = sides.simulators("sim-r0", steps)
-    until(lambda: sides.turns.busy)
+    one = sides.amid("sim-r0")
     sides.desk.over(
         Over(node="rollout/3", attempt="first", reason="the attempt that asked has ended")
     )
-    steps.go_on.set()
+    one.steps.go_on.set()
     assert isinstance(one.ended().error, InputFailed)
     sides.answer("sim-r0", attempt="second")
     assert len(sides.simulators("sim-r0", Steps(0), attempt="second").ended().made) == 1
@@ -339,14 +344,10 @@ def test_simulators_that_heard_so_before_their_turn_give_up_at_once(sides: Sides
 
 def test_askers_of_another_lease_take_the_place_of_those_that_are_gone(sides: Sides) -> None:
     """Whose driver is gone too, so that nobody says it."""
-    sides.answer("old-r0")
-    steps = Steps(0)
-    steps.go_on.clear()
-    old = sides.simulators("old-r0", steps)
-    until(lambda: sides.turns.busy)
+    old = sides.amid("old-r0")
     sides.answer("new-r0", attempt="second")
     assert len(sides.simulators("new-r0", Steps(0), attempt="second").ended().made) == 1
-    steps.go_on.set()
+    old.steps.go_on.set()
     assert isinstance(old.ended().error, InputFailed)
 
 
@@ -374,14 +375,10 @@ def test_simulators_that_wait_for_their_turn_meanwhile_ask_by_the_next_drivers(
 
 
 def test_simulators_that_are_answered_go_on_when_another_driver_orders_them(sides: Sides) -> None:
-    sides.answer("sim-r0")
-    steps = Steps(0)
-    steps.go_on.clear()
-    one = sides.simulators("sim-r0", steps)
-    until(lambda: sides.turns.busy)
+    one = sides.amid("sim-r0")
     time.sleep(0.3)  # it has heard so
     one.ordered("second")
     sides.answer("sim-r0", attempt="second")
-    steps.go_on.set()
+    one.steps.go_on.set()
     assert len(one.ended().made) == 1
     assert one.error is None
