@@ -68,7 +68,6 @@ def test_an_engine_works_in_its_environment(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", elsewhere(engines))
 def test_an_engine_keeps_the_whole_contract_in_its_environment(name: str) -> None:
-    files = ["contracts/test_engine.py", "rlinf/engines/test_external.py"]
-    own = f"rlinf/engines/test_{name}.py"
-    files += [own] if (tree.ROOT / "tests" / own).exists() else []
+    files = ["test_external.py", "test_in_process.py"]
+    files = ["contracts/test_engine.py", *(f"rlinf/engines/{file}" for file in files)]
     passes(environment_of(name), files, name)

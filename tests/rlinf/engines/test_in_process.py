@@ -1,11 +1,12 @@
-"""vLLM in the process of the stage: what else is in that process is as it was.
+"""Engines of other projects in the process of the stage: what else is in it is as it was.
 
-Run in the environment that has vLLM (:mod:`tests.contracts.test_environments`).
+Run in the environments that have them (:mod:`tests.contracts.test_environments`).
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import weakref
 from collections.abc import Iterator
@@ -26,12 +27,19 @@ from tests.contracts.test_engine import TOKENS, Tried, assert_alike
 from tests.rlinf.engines.test_external import engine_of, skips, tried
 
 __all__ = ["tried"]
-NAME = "vllm_in_process"
+NAMES = ["vllm_in_process"]
 
 
-@pytest.fixture(scope="module", params=[skips(NAME)])
+@pytest.fixture(scope="module", params=map(skips, NAMES))
 def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tried]:
     yield from engine_of(request.param, tmp_path_factory.mktemp("engine"))
+
+
+def network_of(inner: Any) -> Any:
+    """The module that an engine of the other project computes with."""
+    if hasattr(inner, "model_executor"):
+        return inner.model_executor.driver_worker.worker.model_runner.get_model()
+    return inner.model
 
 
 def test_requests_that_are_there_from_the_beginning_give_the_same_bytes_again(tried: Tried) -> None:
@@ -47,12 +55,15 @@ def test_requests_that_are_there_from_the_beginning_give_the_same_bytes_again(tr
 def test_its_start_leaves_the_process_as_it_was(tried: Tried) -> None:
     own: Any = tried.engine
     own.close()
-    threads, gone = torch.set_num_threads, set(os.environ)
+    threads, gone, root = torch.set_num_threads, set(os.environ), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     children = psutil.Process().children(recursive=True)
     own.load(tried.folder, 3)
     assert torch.set_num_threads is threads
-    assert {name for name in set(os.environ) - gone if not name.startswith("VLLM_")} == set()
+    new = set(os.environ) - gone
+    assert {name for name in new if not name.startswith(("SGLANG_", "VLLM_"))} == set()
     assert "LD_PRELOAD" not in os.environ
+    assert (root.handlers, root.level) == (handlers, level)
     assert gc.get_freeze_count() == 0
     assert psutil.Process().children(recursive=True) == children
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("rlinf-")]
@@ -62,7 +73,7 @@ def test_the_process_group_of_a_trainer_outlives_it(tried: Tried) -> None:
     """And the weights do not."""
     own: Any = tried.engine
     assert dist.get_world_size() == 1
-    network = weakref.ref(own._llm.model_executor.driver_worker.worker.model_runner.get_model())
+    network = weakref.ref(network_of(own.inner))
     assert network() is not None
     own.close()
     total = torch.ones(1)
@@ -102,7 +113,7 @@ def test_another_network_takes_its_place(tried: Tried, tmp_path: Path) -> None:
         np.testing.assert_allclose(other.taken(got[number])[1], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [skips(NAME)])
+@pytest.mark.parametrize("name", map(skips, NAMES))
 def test_it_is_in_no_process_with_a_trainer_of_several(name: str, tmp_path: Path) -> None:
     """Whichever of the two comes first."""
     CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, tmp_path)
@@ -112,5 +123,5 @@ def test_it_is_in_no_process_with_a_trainer_of_several(name: str, tmp_path: Path
     cls = engines.get(name)
     engine = cls(cls.Config(), CausalLM, TOKENS)
     engine.world = World(0, 2)
-    with pytest.raises(ConfigError, match=r"engine\.name: vllm_in_process cannot share a process"):
+    with pytest.raises(ConfigError, match=rf"engine\.name: {name} cannot share a process"):
         engine.load(tmp_path, 1)
