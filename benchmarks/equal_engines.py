@@ -31,7 +31,13 @@ MODEL = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=6
 COUNT, LONGEST, HORIZON, SHARPER = 24, 24, 32, 4.0
 """Prompts, most tokens of one and of a response, and what matrices are multiplied by, so that the
 best token is not the best by rounding alone."""
-ENGINES = {"transformers": None, "vllm": None, "vllm_in_process": "vllm", "sglang": None}
+ENGINES = {
+    "transformers": None,
+    "vllm": None,
+    "vllm_in_process": "vllm",
+    "sglang": None,
+    "sglang_in_process": "sglang",
+}
 """By name the environment that an engine runs in; None: this one."""
 Answers = dict[int, tuple[np.ndarray, np.ndarray]]
 """Tokens and log-probabilities by prompt."""

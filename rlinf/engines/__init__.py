@@ -8,6 +8,7 @@ engines = Registry(
         "transformers": "rlinf.engines.transformers:TransformersEngine",
         "direct": "rlinf.engines.direct:DirectEngine",
         "sglang": "rlinf.engines.sglang:SGLangEngine",
+        "sglang_in_process": "rlinf.engines.sglang_in_process:SGLangInProcess",
         "vllm": "rlinf.engines.vllm:VLLMEngine",
         "vllm_in_process": "rlinf.engines.vllm_in_process:VLLMInProcess",
     },

@@ -89,7 +89,8 @@ class ExternalEngine(Engine):
         if len(ask.tokens) + ask.most > self._context:
             raise DataError(
                 f"{len(ask.tokens)} tokens and up to {ask.most} more do not fit into "
-                f"{self._context}; shorten prompts or rollout.horizon, or raise engine.context"
+                f"{self._context}; shorten prompts or rollout.horizon, or raise engine.context and "
+                "the cache"
             )
 
     def _known(self, model: Path) -> None:

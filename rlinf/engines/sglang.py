@@ -11,20 +11,29 @@ import itertools
 import os
 import socket as sockets
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlinf.engines.external import ExternalEngine
 from rlinf.engines.legs import Ask, Leg
 from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
+from rlinf.errors import ConfigError
 
 STARTED = ("rlinf.engines.inside.rlinf_sglang",)
 """Is part of the identity of what the engine makes (:mod:`stages.code`)."""
 PARTS = ["kv_cache", "weights"]
 """Of its memory."""
+STAND_INS = INSIDE / "sglang_cpu"
+"""Of packages, on a CPU."""
+MORE = 8
+"""Tokens that SGLang keeps free at the end of what it says that it takes: a prompt may come to six
+before it, a response is cut off two before it, and that would look like its end."""
+VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by MORE, which no sample reaches
+"""Of the environment of every process that imports SGLang."""
 
 
 class SGLangConfig(ServerConfig):
@@ -43,62 +52,33 @@ class SGLangEngine(ServerEngine):
     package = "sglang"
 
     def command(self, model: Path, context: int, socket: Path) -> list[str]:
-        config = self._config
         with sockets.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]  # nothing listens there; others are chosen from it
-        on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
         return [
-            *("--model-path", str(model), "--port", str(port)),
-            *("--dtype", self._policy_config.dtype, "--context-length", str(context)),
-            *("--tp-size", str(self.world.layout.tp)),
-            *("--max-running-requests", str(config.max_rows)),
-            *("--max-total-tokens", str(config.cache_tokens)),
-            *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
-            *("--skip-server-warmup", "--log-level-http", "warning"),
+            *arguments(self, model, context),
+            *("--port", str(port), "--skip-server-warmup", "--log-level-http", "warning"),
             # Without it a scheduler that waits takes a core from whatever runs meanwhile.
             "--sleep-on-idle",
-            *(["--enable-memory-saver"] if self.sleeps else []),
-            *(on_cpu if self.device.type == "cpu" else []),
-            *(["--trust-remote-code"] if self._policy_config.trust_remote_code else []),
         ]
 
     def variables(self, socket: Path) -> Mapping[str, str]:
         # One of its own for each start: what a dead server left in it would be taken for answers.
         meeting = socket.with_name(f"meeting-{uuid.uuid4().hex}")
         always = {
+            **VARIABLES,
             "RLINF_SOCKET": str(socket),
             # Else a store of torch listens, for anyone, at a port of all networks of the node.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}",
         }
         if self.device.type != "cpu":
             return always
-        return {
-            **always,
-            "SGLANG_CPU_OMP_THREADS_BIND": cores(self.world.layout.tp, self._config.threads),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "TORCH_COMPILE_DISABLE": "1",
-            "PYTHONPATH": f"{INSIDE}:{INSIDE / 'sglang_cpu'}",
-        }
+        own = cpu_variables(self.world.layout.tp, self._config.threads)
+        return {**always, **own, "PYTHONPATH": f"{INSIDE}:{STAND_INS}"}
 
     def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        sampling = ask.sampling
-        settings = {
-            "max_new_tokens": ask.most,
-            "min_new_tokens": ask.least,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k or -1,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "sampling_seed": ask.seed,
-            # It looks for them before min_new_tokens as well: then they are looked for here alone.
-            "stop": [] if ask.least else list(sampling.stop),
-            "stop_token_ids": sorted(self.stops),
-            "ignore_eos": not self.stops,
-            "no_stop_trim": True,
-        }
-        body = {"input_ids": ask.tokens, "sampling_params": settings, "return_logprob": True}
-        return "/generate", body
+        body = {"input_ids": ask.tokens, "sampling_params": settings(ask, self.stops)}
+        return "/generate", {**body, "return_logprob": True}
 
     def answer(self, values: Any) -> Leg:
         about = values["meta_info"]
@@ -115,21 +95,98 @@ class SGLangEngine(ServerEngine):
         process.post("/resume_memory_occupation", {"tags": PARTS})
 
     def cache_bytes(self) -> int:
-        """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a
-        head, for each token."""
-        settings = self._settings
-        heads = settings.num_attention_heads
-        size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-        shared = getattr(settings, "num_key_value_heads", None) or heads
-        values = 2 * settings.num_hidden_layers * max(1, shared // self.world.layout.tp)
-        width: int = getattr(torch, self._policy_config.dtype).itemsize
-        return int(self._config.cache_tokens * values * size * width)
+        return cached_bytes(self)
+
+    def _known(self, model: Path) -> None:
+        super()._known(model)
+        self._context = fitting(self)
 
     def update(self, process: ServerProcess, folder: Path, version: int) -> None:
         process.post(
             "/update_weights_from_disk",
             {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)},
         )
+
+
+def arguments(engine: ExternalEngine, model: Path, context: int) -> list[str]:
+    """Of SGLang's command line: what is decoded, and how.
+
+    Args:
+        model: the folder.
+        context: most tokens of a prompt and its response together.
+    """
+    config, policy = engine._config, engine._policy_config
+    on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
+    return [
+        *("--model-path", str(model)),
+        *("--dtype", policy.dtype, "--context-length", str(context + MORE)),
+        *("--tp-size", str(engine.world.layout.tp)),
+        *("--max-running-requests", str(config.max_rows)),
+        *("--max-total-tokens", str(config.cache_tokens)),
+        *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+        *(["--enable-memory-saver"] if engine.sleeps else []),
+        *(on_cpu if engine.device.type == "cpu" else []),
+        *(["--trust-remote-code"] if policy.trust_remote_code else []),
+    ]
+
+
+def settings(ask: Ask, stops: Collection[int]) -> dict[str, Any]:
+    """How SGLang samples a leg.
+
+    Args:
+        stops: tokens that end a sample.
+    """
+    sampling = ask.sampling
+    return {
+        "max_new_tokens": ask.most,
+        "min_new_tokens": ask.least,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "sampling_seed": ask.seed,
+        # It looks for them before min_new_tokens as well: then they are looked for here alone.
+        "stop": [] if ask.least else list(sampling.stop),
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": not stops,
+        "no_stop_trim": True,
+    }
+
+
+def fitting(engine: ExternalEngine) -> int:
+    """Most tokens of a prompt and its response: as many as are asked for, or fit into the cache.
+
+    Raises:
+        ConfigError: more are asked for than fit.
+    """
+    asked, cached = engine._config.context, engine._config.cache_tokens - MORE
+    if cached < (asked or 1):
+        raise ConfigError(
+            f"engine.cache_tokens: {engine._config.cache_tokens} hold no sample of "
+            f"{asked or 1} tokens and {MORE} more; raise it, or lower engine.context"
+        )
+    return min(engine._context, cached)
+
+
+def cached_bytes(engine: ExternalEngine) -> int:
+    """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a head,
+    for each token."""
+    settings = engine._settings
+    heads = settings.num_attention_heads
+    size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    shared = getattr(settings, "num_key_value_heads", None) or heads
+    values = 2 * settings.num_hidden_layers * max(1, shared // engine.world.layout.tp)
+    width: int = getattr(torch, engine._policy_config.dtype).itemsize
+    return int(engine._config.cache_tokens * values * size * width)
+
+
+def cpu_variables(processes: int, threads: int) -> dict[str, str]:
+    """Variables of the environment of SGLang's processes on a CPU."""
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": cores(processes, threads),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
 
 
 def cores(processes: int, threads: int) -> str:

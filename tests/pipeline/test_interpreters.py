@@ -85,19 +85,21 @@ def test_a_run_trains_in_an_environment_that_has_the_trainer(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("environment", ["sglang", "vllm"])
 def test_a_run_generates_in_an_environment_that_has_the_engine(
-    tmp_path: Path, compose: Compose
+    tmp_path: Path, compose: Compose, environment: str
 ) -> None:
     """In processes of the stages that train as well, where one has both."""
-    need_environment("vllm")
+    need_environment(environment)
     pool = tmp_path / "pool.yaml"
     stages = "[rollout, reward, inference, train]"
     pool.write_text(f"grain: segment\npools:\n  - {{stages: {stages}, gpus: {{cpu: 1}}}}\n")
-    wide = ["engine=vllm_in_process", "model.hidden=128", "cluster=local"]
-    with pytest.raises(ConfigError, match=r"warm_start\.scored: .*set trainer\.python=vllm"):
+    wide = [f"engine={environment}_in_process", "model.hidden=128", "cluster=local"]
+    refused = rf"warm_start\.scored: .*set trainer\.python={environment}"
+    with pytest.raises(ConfigError, match=refused):
         execute(compose(*wide))
     execute(compose(*wide, "run.name=apart", "warm_start.scored=false"))
-    execute(compose(*wide, "run.name=one", "trainer.python=vllm", f"++plan={pool}"))
+    execute(compose(*wide, "run.name=one", f"trainer.python={environment}", f"++plan={pool}"))
     for name in ("apart", "one"):
         rows = rlinf.load(tmp_path / name).metrics()
         assert len(rows) == 2

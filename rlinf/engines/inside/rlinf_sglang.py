@@ -1,9 +1,10 @@
-"""SGLang's server as this package needs it: run in place of ``sglang.launch_server``.
+"""SGLang as this package needs it; run in place of ``sglang.launch_server``, its server.
 
 Its processes are spawned and import this file again, so that what is changed here is changed in all
 of them. Under SGLang's interpreter: torch, uvicorn and SGLang, nothing of this package.
 
-- It takes requests at the socket of the file system that ``RLINF_SOCKET`` names, and at no port.
+- A server takes requests at the socket of the file system that ``RLINF_SOCKET`` names, and at no
+  port.
 - A request's seed counts without SGLang's deterministic mode, which wants attention of other kinds.
 - Log-probabilities are those of softmax(z / temperature) before anything is cut off or forbidden.
 - top_k, top_p and min_p cut one after the other, and go with a seed; a token takes one number,
@@ -103,7 +104,6 @@ def make(model_config, *args, **options):  # type: ignore[no-untyped-def]
 
 _make = loader._initialize_model
 _bias, _forward = SamplingBatchInfo.apply_logits_bias, sampler.Sampler.forward
-uvicorn.Config = Local
 loader._initialize_model = make
 SamplingBatchInfo.adjusted_from_schedule_batch = seed
 SamplingBatchInfo.apply_logits_bias = keep_logits
@@ -112,4 +112,5 @@ sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw
 sampler.sampling_from_probs_torch = draw_all
 
 if __name__ == "__main__":
+    uvicorn.Config = Local
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

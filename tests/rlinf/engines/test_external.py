@@ -25,6 +25,7 @@ from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.contracts.test_engine import SERVERS, TOKENS, Rows, Tried, assert_alike, case, new
 
+EXTERNAL = ["sglang", "sglang_in_process", "vllm", "vllm_in_process"]
 LENGTH = 450
 """Tokens: so many that a server is not through with them before it is interrupted."""
 LOOKS = [8 * 2**n for n in range(9)]
@@ -46,7 +47,7 @@ def skips(name: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
-@pytest.fixture(scope="module", params=map(skips, ["sglang", "vllm", "vllm_in_process"]))
+@pytest.fixture(scope="module", params=map(skips, EXTERNAL))
 def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tried]:
     yield from engine_of(request.param, tmp_path_factory.mktemp("engine"))
 
@@ -193,6 +194,23 @@ def test_a_request_longer_than_its_context_is_refused(tried: Tried) -> None:
     began = time.monotonic()
     assert len(tried.answers(tried.request())) == 6, "it is fit to go on"
     assert time.monotonic() - began < 10
+
+
+def test_a_sample_may_fill_the_context(tried: Tried) -> None:
+    """To its last token, also where it was given up just before."""
+    request = tried.request([2])
+    most = 512 - int(request.steps["prompt_length"][0])
+    info = {**request.info, "horizon": most, "min_tokens": most}
+    got = tried.answers(Record(request.identity, request.steps, info=info))[2]
+    assert got["length"] == most
+    begun = {
+        "begun_length": np.array([most - 1]),
+        "begun_tokens": got["tokens"][None],
+        "begun_logprobs": got["logprobs"][None],
+        "begun_version": np.full((1, most), 3),
+    }
+    again = Record(request.identity, {**request.steps, **begun}, info=info)
+    assert tried_read(tried, again, Hooks())[2]["length"] == most
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from tests.contracts.test_engine import TOKENS, Tried, assert_alike
 from tests.rlinf.engines.test_external import engine_of, skips, tried
 
 __all__ = ["tried"]
-NAMES = ["vllm_in_process"]
+NAMES = ["sglang_in_process", "vllm_in_process"]
 
 
 @pytest.fixture(scope="module", params=map(skips, NAMES))

@@ -1,0 +1,157 @@
+"""SGLang in the process of the stage; see :mod:`rlinf.engines.in_process`.
+
+Its scheduler alone is made (``inside/sglang_scheduler.py``), none of the processes that SGLang has
+around it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.engines.external import ExternalConfig
+from rlinf.engines.in_process import InProcessEngine, apart, eager
+from rlinf.engines.legs import Ask, Leg, Sample
+from rlinf.engines.sglang import (
+    PARTS,
+    STAND_INS,
+    VARIABLES,
+    arguments,
+    cached_bytes,
+    cpu_variables,
+    fitting,
+    settings,
+)
+from rlinf.errors import DataError
+
+STARTED = ("rlinf.engines.inside.sglang_scheduler",)
+"""Is part of the identity of what the engine makes (:mod:`stages.code`)."""
+
+
+class SGLangInProcessConfig(ExternalConfig):
+    """Decoding by SGLang in the process of the stage."""
+
+    cache_tokens: int = 65536
+    """Tokens whose keys and values are cached, in place of ``cache_gib``."""
+
+
+class SGLangInProcess(InProcessEngine):
+    """See the module."""
+
+    Config = SGLangInProcessConfig
+
+    @classmethod
+    def packages(cls, config: Any) -> tuple[str, ...]:
+        return ("sglang",)
+
+    def make(self, model: Path) -> None:
+        meeting = f"file://{model / 'meeting'}"
+        variables = {**VARIABLES, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting}
+        if self.device.type == "cpu":
+            variables |= cpu_variables(1, self._config.threads)
+        words = [
+            *arguments(self, model, self._context),
+            *("--load-format", "dummy", "--log-level", "error", "--disable-overlap-schedule"),
+            *(["--enable-weights-cpu-backup"] if self.sleeps else []),
+            *self._config.arguments,
+        ]
+        logging.getLogger("sglang").setLevel(logging.ERROR)
+        with apart(self.device, variables, "SGLANG_"):
+            if self.sleeps:
+                from torch_memory_saver import torch_memory_saver
+
+                # The other way is a library that is loaded before the process starts. It can be
+                # said before the first start alone.
+                if torch_memory_saver._impl is None:
+                    torch_memory_saver.hook_mode = "torch"
+            from rlinf.engines.inside.sglang_scheduler import Scheduler, take_down
+
+            try:
+                self.inner = Scheduler(words, self.device.index or 0)
+            except BaseException:
+                take_down()
+                raise
+
+    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with eager(self.device):
+            self.inner.put(tensors)
+
+    def end(self, inner: Any) -> None:
+        from rlinf.engines.inside.sglang_scheduler import take_down
+
+        inner.release_host_resources()
+        take_down()
+
+    def sleep(self) -> None:
+        self.inner.rest(PARTS)
+
+    def wake(self) -> None:
+        self.inner.rise(PARTS)
+
+    def cache_bytes(self) -> int:
+        return cached_bytes(self)
+
+    def _known(self, model: Path) -> None:
+        super()._known(model)
+        self._context = fitting(self)
+
+    def decoder(self) -> Stepped:
+        return Stepped(self)
+
+
+class Stepped:
+    """See :class:`rlinf.engines.legs.Decoder`: one step of all legs at a time."""
+
+    def __init__(self, engine: SGLangInProcess) -> None:
+        self._engine = engine
+        self._begun: dict[str, Sample] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def begin(self, sample: Sample, ask: Ask) -> None:
+        self._engine.check_room(ask)
+        self._count += 1
+        name = str(self._count)
+        self._engine.inner.add(name, ask.tokens, settings(ask, self._engine.stops))
+        self._begun[name] = sample
+
+    def ended(self) -> list[tuple[Sample, Leg | Exception]]:
+        with eager(self._engine.device):
+            ended = self._engine.inner.step()
+        return [(self._begun.pop(name), leg_of(request)) for name, request in ended.items()]
+
+    def cut_off(self) -> Iterator[tuple[Sample, Leg | Exception]]:
+        inner, begun, self._begun = self._engine.inner, self._begun, {}
+        legs = [(sample, leg_of(inner.asked[name])) for name, sample in begun.items()]
+        if legs:
+            with eager(self._engine.device):
+                inner.drop()
+        yield from legs
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def leg_of(request: Any) -> Leg | Exception:
+    """What there is of one of SGLang's requests, or why it took none."""
+    reason = request.finished_reason
+    said = {"type": "abort"} if reason is None else reason.to_json()
+    if said["type"] == "abort" and said.get("status_code"):
+        return DataError(f"SGLang refuses a request: {said['message']}")
+    tokens = [*request.output_ids_through_stop]
+    logprobs = (request.logprob.output_token_logprobs_val or [])[: len(tokens)]
+    return Leg(tokens, logprobs, said["type"])
+
+
+if importlib.util.find_spec("sglang") and not torch.cuda.is_available():
+    # Before anything imports what they stand in for: transformers does.
+    sys.path.insert(0, str(STAND_INS))
