@@ -168,8 +168,8 @@ ROWS = {
         prior=2_000,
     ),
     "pendulum_iql": _swing(
-        *("IQL", "iql", "model=mlp_iql", "flow=offline", "algorithm.updates=500"),
-        *("iterations=10", "evaluate.every=2"),
+        *("IQL", "iql", "model=mlp_iql", "flow=offline", "algorithm.updates=2500"),
+        *("algorithm.beta=10", "optimizer.schedule=cosine", "iterations=16", "evaluate.every=2"),
         unit="optimizer steps",
         counted="train/steps",
         prior=6_000,
