@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlinf.channels.world import World
 from rlinf.checked import private_copy, read_bytes
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Hooks, Requests
@@ -42,7 +43,7 @@ class InProcessEngine(ExternalEngine):
         """The other project's; None where no network is loaded."""
         self._network: dict[str, bytes] = {}
         """What stands beside the weights of the network that is loaded."""
-        self._asleep = self._shares_group = False
+        self._asleep = self._owns_group = False
 
     # What a subclass says.
 
@@ -71,6 +72,16 @@ class InProcessEngine(ExternalEngine):
     @abstractmethod
     def decoder(self) -> Decoder:
         """Of the legs of one call of generate."""
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """What fails within leaves the engine closed: requests would be half done in it."""
+        try:
+            with eager(self.device):
+                yield
+        except BaseException:
+            self.close()
+            raise
 
     # The engine.
 
@@ -131,28 +142,37 @@ class InProcessEngine(ExternalEngine):
     def close(self) -> None:
         inner, self.inner, self._asleep, self.version = self.inner, None, False, -1
         if inner is not None:
-            with group_kept() if self._shares_group else contextlib.nullcontext():
+            with group_kept():
                 self.end(inner)
             del inner
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
 
     def _start(self, model: Path) -> None:
-        world = self.world
-        if world.size == 1:
-            # It takes the process group that is there, and a trainer in this process finds it.
-            world.connect(self.device.type)
-        elif dist.is_initialized():
-            name = self._name()
-            raise ConfigError(
-                f"engine.name: {name} cannot share a process with a trainer of "
-                f"{dist.get_world_size()} processes; give rollout a pool of its own in the plan, "
-                f"or set engine={name.removesuffix('_in_process')}"
-            )
-        self._shares_group = dist.is_initialized()
+        if self.world.size > 1:
+            if dist.is_initialized():
+                name = self._name()
+                raise ConfigError(
+                    f"engine.name: {name} cannot share a process with a trainer of "
+                    f"{dist.get_world_size()} processes; give rollout a pool of its own in the "
+                    f"plan, or set engine={name.removesuffix('_in_process')}"
+                )
+            self._owns_group = True
+        # The other project takes the group that is there, and a trainer in this process finds it.
+        World().connect(self.device.type)
         torch.set_num_threads(self._config.threads)
-        self.make(model)
+        try:
+            with group_kept():
+                self.make(model)
+        except SystemExit:  # of a parser, which has said why
+            raise ConfigError(
+                f"engine.arguments: {self._name()} does not take all of "
+                f"{list(self._config.arguments)}; what it takes is printed above"
+            ) from None
 
     def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What is published of the network's own tensors."""
@@ -169,11 +189,8 @@ class InProcessEngine(ExternalEngine):
             DataError: they do not fit; it is closed then.
         """
         self._awake()
-        try:
+        with self.computing():
             self.put(tensors)
-        except BaseException:
-            self.close()  # some of it holds anything
-            raise
 
     def _awake(self) -> None:
         if self._asleep:

@@ -22,6 +22,7 @@ from rlinf.data.record import Record
 from rlinf.data.sampling import Sampling
 from rlinf.engines.base import Hooks, Requests, check_token_request
 from rlinf.engines.sampling import completes
+from rlinf.errors import DataError
 from rlinf.seeding import torch_seed
 
 
@@ -127,7 +128,11 @@ class Sample:
         )
 
     def add(self, leg: Leg, version: int, host: Host) -> bool:
-        """Take a leg; returns whether the sample is complete."""
+        """Take a leg; returns whether the sample is complete.
+
+        Raises:
+            DataError: the decoder had no room for all that was asked for.
+        """
         sampling, before = self.asked.sampling, len(self.tokens)
         self.tokens += leg.tokens
         self.logprobs += leg.logprobs
@@ -145,7 +150,13 @@ class Sample:
         last = self.tokens[-1] if self.tokens else None
         ended = last in host.stops and len(self.tokens) > sampling.min_tokens
         self.stopped = self.stopped or ended
-        return self.stopped or len(self.tokens) >= sampling.horizon or leg.end == "length"
+        if leg.end == "length" and not self.stopped and len(self.tokens) < sampling.horizon:
+            raise DataError(
+                f"the engine had room for {len(self.tokens)} tokens of a response of up to "
+                f"{sampling.horizon}: its context, or its cache, is smaller than it was told; see "
+                "engine.context, engine.arguments, and the memory that the cache may have"
+            )
+        return self.stopped or len(self.tokens) >= sampling.horizon
 
 
 class Legs:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rlinf.engines.external import ExternalEngine
+from rlinf.engines.external import ExternalConfig, ExternalEngine
 from rlinf.engines.legs import Ask, Leg
 from rlinf.engines.process import ServerProcess
 from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
@@ -36,15 +36,45 @@ VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by MORE, which
 """Of the environment of every process that imports SGLang."""
 
 
-class SGLangConfig(ServerConfig):
-    """Decoding by an SGLang server."""
+class CacheConfig(ExternalConfig):
+    """What SGLang's server and SGLang in process have in common."""
 
-    server_python: str = "sglang"
     cache_tokens: int = 65536
     """Tokens whose keys and values are cached, in place of ``cache_gib``."""
 
 
-class SGLangEngine(ServerEngine):
+class Cached(ExternalEngine):
+    """An engine whose cache is so many tokens."""
+
+    def cache_bytes(self) -> int:
+        """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a
+        head, for each token."""
+        settings = self._settings
+        heads = settings.num_attention_heads
+        size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+        shared = getattr(settings, "num_key_value_heads", None) or heads
+        values = 2 * settings.num_hidden_layers * max(1, shared // self.world.layout.tp)
+        width: int = getattr(torch, self._policy_config.dtype).itemsize
+        return int(self._config.cache_tokens * values * size * width)
+
+    def _known(self, model: Path) -> None:
+        super()._known(model)
+        asked, cached = self._config.context, self._config.cache_tokens - MORE
+        if cached < (asked or 1):
+            raise ConfigError(
+                f"engine.cache_tokens: {self._config.cache_tokens} hold no sample of "
+                f"{asked or 1} tokens and {MORE} more; raise it, or lower engine.context"
+            )
+        self._context = min(self._context, cached)
+
+
+class SGLangConfig(CacheConfig, ServerConfig):
+    """Decoding by an SGLang server."""
+
+    server_python: str = "sglang"
+
+
+class SGLangEngine(Cached, ServerEngine):
     """See the module."""
 
     Config = SGLangConfig
@@ -93,13 +123,6 @@ class SGLangEngine(ServerEngine):
 
     def wake(self, process: ServerProcess) -> None:
         process.post("/resume_memory_occupation", {"tags": PARTS})
-
-    def cache_bytes(self) -> int:
-        return cached_bytes(self)
-
-    def _known(self, model: Path) -> None:
-        super()._known(model)
-        self._context = fitting(self)
 
     def update(self, process: ServerProcess, folder: Path, version: int) -> None:
         process.post(
@@ -151,33 +174,6 @@ def settings(ask: Ask, stops: Collection[int]) -> dict[str, Any]:
         "ignore_eos": not stops,
         "no_stop_trim": True,
     }
-
-
-def fitting(engine: ExternalEngine) -> int:
-    """Most tokens of a prompt and its response: as many as are asked for, or fit into the cache.
-
-    Raises:
-        ConfigError: more are asked for than fit.
-    """
-    asked, cached = engine._config.context, engine._config.cache_tokens - MORE
-    if cached < (asked or 1):
-        raise ConfigError(
-            f"engine.cache_tokens: {engine._config.cache_tokens} hold no sample of "
-            f"{asked or 1} tokens and {MORE} more; raise it, or lower engine.context"
-        )
-    return min(engine._context, cached)
-
-
-def cached_bytes(engine: ExternalEngine) -> int:
-    """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a head,
-    for each token."""
-    settings = engine._settings
-    heads = settings.num_attention_heads
-    size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-    shared = getattr(settings, "num_key_value_heads", None) or heads
-    values = 2 * settings.num_hidden_layers * max(1, shared // engine.world.layout.tp)
-    width: int = getattr(torch, engine._policy_config.dtype).itemsize
-    return int(engine._config.cache_tokens * values * size * width)
 
 
 def cpu_variables(processes: int, threads: int) -> dict[str, str]:

@@ -16,44 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.engines.external import ExternalConfig
-from rlinf.engines.in_process import InProcessEngine, apart, eager
+from rlinf.engines.in_process import InProcessEngine, apart
 from rlinf.engines.legs import Ask, Leg, Sample
 from rlinf.engines.sglang import (
     PARTS,
     STAND_INS,
     VARIABLES,
+    CacheConfig,
+    Cached,
     arguments,
-    cached_bytes,
     cpu_variables,
-    fitting,
     settings,
 )
 from rlinf.errors import DataError
 
-STARTED = ("rlinf.engines.inside.sglang_scheduler",)
-"""Is part of the identity of what the engine makes (:mod:`stages.code`)."""
 
-
-class SGLangInProcessConfig(ExternalConfig):
-    """Decoding by SGLang in the process of the stage."""
-
-    cache_tokens: int = 65536
-    """Tokens whose keys and values are cached, in place of ``cache_gib``."""
-
-
-class SGLangInProcess(InProcessEngine):
+class SGLangInProcess(Cached, InProcessEngine):
     """See the module."""
 
-    Config = SGLangInProcessConfig
+    Config = CacheConfig
 
     @classmethod
     def packages(cls, config: Any) -> tuple[str, ...]:
         return ("sglang",)
 
     def make(self, model: Path) -> None:
-        meeting = f"file://{model / 'meeting'}"
-        variables = {**VARIABLES, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting}
+        variables = dict(VARIABLES)
         if self.device.type == "cpu":
             variables |= cpu_variables(1, self._config.threads)
         words = [
@@ -71,36 +59,21 @@ class SGLangInProcess(InProcessEngine):
                 # said before the first start alone.
                 if torch_memory_saver._impl is None:
                     torch_memory_saver.hook_mode = "torch"
-            from rlinf.engines.inside.sglang_scheduler import Scheduler, take_down
+            from rlinf.engines.inside.sglang_scheduler import started
 
-            try:
-                self.inner = Scheduler(words, self.device.index or 0)
-            except BaseException:
-                take_down()
-                raise
+            self.inner = started(words, self.device.index or 0)
 
     def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with eager(self.device):
-            self.inner.put(tensors)
+        self.inner.put(tensors)
 
     def end(self, inner: Any) -> None:
-        from rlinf.engines.inside.sglang_scheduler import take_down
-
-        inner.release_host_resources()
-        take_down()
+        inner.end()
 
     def sleep(self) -> None:
         self.inner.rest(PARTS)
 
     def wake(self) -> None:
         self.inner.rise(PARTS)
-
-    def cache_bytes(self) -> int:
-        return cached_bytes(self)
-
-    def _known(self, model: Path) -> None:
-        super()._known(model)
-        self._context = fitting(self)
 
     def decoder(self) -> Stepped:
         return Stepped(self)
@@ -125,17 +98,17 @@ class Stepped:
         self._begun[name] = sample
 
     def ended(self) -> list[tuple[Sample, Leg | Exception]]:
-        with eager(self._engine.device):
+        with self._engine.computing():
             ended = self._engine.inner.step()
         return [(self._begun.pop(name), leg_of(request)) for name, request in ended.items()]
 
     def cut_off(self) -> Iterator[tuple[Sample, Leg | Exception]]:
         inner, begun, self._begun = self._engine.inner, self._begun, {}
-        legs = [(sample, leg_of(inner.asked[name])) for name, sample in begun.items()]
-        if legs:
-            with eager(self._engine.device):
+        if begun and inner is not None:
+            legs = [(sample, leg_of(inner.asked[name])) for name, sample in begun.items()]
+            with self._engine.computing():
                 inner.drop()
-        yield from legs
+            yield from legs
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlinf.engines.in_process import InProcessEngine, apart, eager
+from rlinf.engines.in_process import InProcessEngine, apart
 from rlinf.engines.legs import Ask, Leg, Sample
 from rlinf.engines.vllm import VARIABLES, arguments, settings
 
@@ -48,8 +48,7 @@ class VLLMInProcess(InProcessEngine):
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
 
     def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with eager(self.device):
-            self.inner.collective_rpc("rlinf_take", args=(tensors,))
+        self.inner.collective_rpc("rlinf_take", args=(tensors,))
         if not self.inner.reset_prefix_cache():
             raise RuntimeError("vLLM keeps what it has cached: samples are under way")
 
@@ -100,7 +99,7 @@ class Stepped:
 
     def ended(self) -> list[tuple[Sample, Leg | Exception]]:
         found: list[tuple[Sample, Leg | Exception]] = []
-        with eager(self._engine.device):
+        with self._engine.computing():
             outputs = self._engine.inner.step()
         for output in outputs:
             made, (choice,) = self._made[output.request_id], output.outputs
@@ -115,7 +114,7 @@ class Stepped:
 
     def cut_off(self) -> Iterator[tuple[Sample, Leg | Exception]]:
         made, self._made = self._made, {}
-        if made:
+        if made and self._engine.inner is not None:
             self._engine.inner.abort_request([*made])
         for one in made.values():
             yield one.sample, Leg(one.tokens, one.logprobs, "abort")

@@ -9,6 +9,8 @@ of them. Under SGLang's interpreter: torch, uvicorn and SGLang, nothing of this 
 - Log-probabilities are those of softmax(z / temperature) before anything is cut off or forbidden.
 - top_k, top_p and min_p cut one after the other, and go with a seed; a token takes one number,
   which follows from seed and place.
+- Stop tokens are forbidden for the first min_new_tokens of a response, also of one that was taken
+  out of a full cache and goes on later.
 - Where a checkpoint ties the output head to the embeddings, so it is in mixtures of experts too.
 """
 
@@ -19,6 +21,7 @@ import torch
 import uvicorn
 from sglang.srt.layers import sampler
 from sglang.srt.model_loader import loader
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -88,6 +91,13 @@ def uniforms(seeds, positions):  # type: ignore[no-untyped-def]
     return shifted(x ^ shifted(x, 31), 11).double() * 2.0**-53
 
 
+def prepare(self):  # type: ignore[no-untyped-def]
+    """Count the tokens that a request has already: SGLang begins at none."""
+    _prepare(self)
+    counts = [[len(request.output_ids)] for request in self.orchestrator.reqs()]
+    self.len_output_tokens += torch.tensor(counts, dtype=torch.int32).to(self.orchestrator.device)
+
+
 def make(model_config, *args, **options):  # type: ignore[no-untyped-def]
     """A network whose output head is its embeddings, where the checkpoint says so.
 
@@ -103,8 +113,10 @@ def make(model_config, *args, **options):  # type: ignore[no-untyped-def]
 
 
 _make = loader._initialize_model
+_prepare = BatchedMinNewTokensPenalizer._prepare
 _bias, _forward = SamplingBatchInfo.apply_logits_bias, sampler.Sampler.forward
 loader._initialize_model = make
+BatchedMinNewTokensPenalizer._prepare = prepare
 SamplingBatchInfo.adjusted_from_schedule_batch = seed
 SamplingBatchInfo.apply_logits_bias = keep_logits
 sampler.Sampler.forward = forward

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import torch
-from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed import bootstrap, parallel_state
 from sglang.srt.managers import scheduler as scheduling
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -22,7 +22,6 @@ from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     _unsupported_derived_weight_cache_error,
 )
-from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
@@ -50,11 +49,7 @@ class Scheduler(scheduling.Scheduler):
         """Requests under way, by name."""
         super().__init__(settings, SimpleNamespace(nccl_port=0))
         runner = self.tp_worker.model_runner
-        self.model, self.updater, self.dtype = runner.model, runner.weight_updater, runner.dtype
-        if self.device == "cpu":
-            self.schedule_stream.synchronize = lambda: None
-        self._war_barrier_enabled = False  # of a loop that computes two batches at once
-        self._filled = False
+        self.model, self.updater = runner.model, runner.weight_updater
         if error := _unsupported_derived_weight_cache_error(self.model):
             raise RuntimeError(error)
 
@@ -128,29 +123,24 @@ class Scheduler(scheduling.Scheduler):
         """Have weights, by their names in checkpoints, in the memory of the model.
 
         Raises:
-            RuntimeError: some of the memory got none, which the models of SGLang do not say; or
-                samples are under way.
+            RuntimeError: some of the memory got none, which the models of SGLang do not say, or got
+                what is no number; or samples are under way.
         """
         if self.asked:
             raise RuntimeError("samples are under way")
         self._settle()
-        parameters = dict(self.model.named_parameters())
         self.updater.begin_weight_update()
-        with set_default_torch_dtype(self.dtype):
-            if not self._filled:
-                for parameter in parameters.values():
-                    if parameter.is_floating_point():
-                        parameter.data.fill_(float("nan"))
-            self.model.load_weights(tensors)
-            if not self._filled:
-                empty = [name for name, one in parameters.items() if one.isnan().any()]
-                if empty:
-                    raise RuntimeError(
-                        f"no weights came for all of {empty[0]} and {len(empty) - 1} others, or "
-                        "they are no numbers"
-                    )
+        parameters = {n: p for n, p in self.model.named_parameters() if p.is_floating_point()}
+        for parameter in parameters.values():
+            parameter.data.fill_(float("nan"))
+        self.model.load_weights(tensors)
+        empty = [name for name, parameter in parameters.items() if parameter.isnan().any()]
+        if empty:
+            raise RuntimeError(
+                f"no weights came for all of {empty[0]} and {len(empty) - 1} others, or they are "
+                "no numbers"
+            )
         self.updater.end_weight_update(run_post_load=False)
-        self._filled = True
         self.device_module.synchronize()
         if not self.flush_cache():
             raise RuntimeError("SGLang keeps what it has cached")
@@ -164,9 +154,28 @@ class Scheduler(scheduling.Scheduler):
         """Undo :meth:`rest`."""
         self.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=parts))
 
+    def end(self) -> None:
+        """Free what SGLang keeps for the whole process, so that another scheduler can be made."""
+        self.release_host_resources()
+        _take_down()
 
-def take_down() -> None:
-    """Free what SGLang keeps for the whole process, so that another scheduler can be made."""
+
+def started(words: Sequence[str], device: int) -> Scheduler:
+    """A scheduler; see :class:`Scheduler`. A process holds one at a time.
+
+    Raises:
+        RuntimeError: another one was not ended; or see there.
+    """
+    if bootstrap._PARALLEL_INITIALISED:
+        raise RuntimeError("a process holds one SGLang at a time: close the other engine first")
+    try:
+        return Scheduler(words, device)
+    except BaseException:
+        _take_down()
+        raise
+
+
+def _take_down() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     reset_context()

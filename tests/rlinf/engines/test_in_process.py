@@ -6,6 +6,7 @@ Run in the environments that have them (:mod:`tests.contracts.test_environments`
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import weakref
@@ -66,7 +67,8 @@ def test_its_start_leaves_the_process_as_it_was(tried: Tried) -> None:
     assert (root.handlers, root.level) == (handlers, level)
     assert gc.get_freeze_count() == 0
     assert psutil.Process().children(recursive=True) == children
-    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("rlinf-")]
+    shared = [path.name for path in Path("/dev/shm").glob("rlinf-*")]
+    assert not [name for name in shared if f"-{os.getpid()}-" in name]
 
 
 def test_the_process_group_of_a_trainer_outlives_it(tried: Tried) -> None:
@@ -99,6 +101,83 @@ def test_weights_that_do_not_fit_close_it(tried: Tried) -> None:
             tried.engine.load_state(state.items(), 4)
         tried.engine.load(tried.folder, 3)
         assert_alike(tried.answers(request), before, tried)
+
+
+def test_a_network_that_passes_over_weights_closes_it(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each update: such weights would stay those of an older version."""
+    own: Any = tried.engine
+    request = tried.request()
+    before = tried.answers(request)
+    network = type(network_of(own.inner))
+    load = network.load_weights
+
+    def some(self: Any, weights: Any) -> Any:
+        return load(self, ((name, w) for name, w in weights if "down_proj" not in name))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(network, "load_weights", some)
+        with pytest.raises(RuntimeError, match=r"no weights came .*down_proj"):
+            own.load_state(tried.policy.module.state_dict().items(), 4)
+    assert own.inner is None
+    own.load(tried.folder, 3)
+    assert_alike(tried.answers(request), before, tried)
+
+
+def test_a_step_that_fails_is_told_and_closes_it(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests would be half done in it."""
+    own: Any = tried.engine
+    request = tried.request(range(6), horizon=40, min_tokens=40)
+    before = tried.answers(request)
+    for last in (1, 3):
+        own.load(tried.folder, 3)  # nothing is cached
+        steps, step = itertools.count(1), own.inner.step
+
+        def fails(step: Any = step, steps: Any = steps, last: int = last) -> Any:
+            if next(steps) == last:
+                raise ValueError("no memory")
+            return step()
+
+        monkeypatch.setattr(own.inner, "step", fails)
+        with pytest.raises(ValueError, match="no memory"):
+            tried.answers(request)
+        assert own.version == -1
+        own.load(tried.folder, 3)
+        assert_alike(tried.answers(request), before, tried)
+
+
+def test_a_start_that_fails_leaves_the_process_group(tried: Tried) -> None:
+    own: Any = tried.engine
+    own.close()
+    cls = type(own)
+    engine: Any = cls(cls.Config(arguments=("--no-such-word",)), CausalLM, TOKENS)
+    with pytest.raises(ConfigError, match=r"engine\.arguments: .*does not take all of .*no-such"):
+        engine.load(tried.folder, 3)
+    assert dist.get_world_size() == 1
+    own.load(tried.folder, 3)
+
+
+def test_samples_that_its_cache_cannot_hold_together_are_the_same(tried: Tried) -> None:
+    """Some are taken out of it, and go on later."""
+    own: Any = tried.engine
+    request = tried.request(range(60), horizon=200, min_tokens=100)
+    before = tried.answers(request)
+    own.close()
+    cls = type(own)
+    tokens, each = 1200, 2 * TOKENS.layers * TOKENS.kv_heads * 64 * 4
+    known = "cache_tokens" in cls.Config.model_fields
+    settings = {"cache_tokens": tokens} if known else {"cache_gib": tokens * each / 2**30}
+    small = Tried(cls(cls.Config(**settings), CausalLM, TOKENS), "tokens", tried.folder, None)
+    small.engine.load(tried.folder, 3)
+    try:
+        got = small.answers(request)
+    finally:
+        small.engine.close()
+    own.load(tried.folder, 3)
+    assert_alike(got, before, tried)
 
 
 def test_another_network_takes_its_place(tried: Tried, tmp_path: Path) -> None:

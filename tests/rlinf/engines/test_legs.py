@@ -1,0 +1,64 @@
+"""A response that another project decoded is through, or it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.data.record import Identity, Record
+from rlinf.data.sampling import Sampling
+from rlinf.engines.legs import Asked, Leg, Sample
+from rlinf.errors import DataError
+
+
+class Host:
+    """Of what is asked of an engine."""
+
+    version = 1
+    stops = frozenset({9})
+
+    def load(self, folder: Path, version: int) -> None:
+        raise AssertionError
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(str, tokens))
+
+
+def sample(**settings: object) -> Sample:
+    steps = {"sample": np.array([0]), "prompt": np.array([[1]]), "prompt_length": np.array([1])}
+    info = {"horizon": 4, "temperature": 1.0, **settings}
+    return Sample(Asked(Record(Identity(0, 0), steps, info=info), Sampling.of(info), 7), 0)
+
+
+def leg(*tokens: int, end: str) -> Leg:
+    return Leg(tokens, [-1.0] * len(tokens), end)
+
+
+def test_a_response_that_the_decoder_had_no_room_for_is_an_error() -> None:
+    """Shorter than it was asked for, and not ended by itself: else it would count as through."""
+    with pytest.raises(DataError, match=r"room for 3 tokens of a response of up to 4: .*cache"):
+        sample().add(leg(1, 2, 3, end="length"), 1, Host())
+    went_on = sample()
+    assert not went_on.add(leg(1, 2, end="abort"), 1, Host())
+    with pytest.raises(DataError, match="room for 3 tokens"):
+        went_on.add(leg(3, end="length"), 1, Host())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end", "stop", "stopped"),
+    [
+        ((1, 2, 3, 4), "length", "[]", False),
+        ((1, 2, 9), "length", "[]", True),
+        ((1, 2, 3), "length", '["23"]', True),
+        ((1, 2), "stop", "[]", True),
+    ],
+)
+def test_a_response_that_is_through_is_complete(
+    tokens: tuple[int, ...], end: str, stop: str, stopped: bool
+) -> None:
+    one = sample(stop=stop)
+    assert one.add(leg(*tokens, end=end), 1, Host())
+    assert (one.tokens, one.stopped) == ([*tokens], stopped)
