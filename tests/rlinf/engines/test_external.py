@@ -214,6 +214,27 @@ def test_a_sample_may_fill_the_context(tried: Tried) -> None:
 
 
 @pytest.mark.slow
+def test_samples_that_its_cache_cannot_hold_together_are_the_same(tried: Tried) -> None:
+    """Some are taken out of it, and go on later."""
+    own: Any = tried.engine
+    request = tried.request(range(60), horizon=200, min_tokens=100)
+    before = tried.answers(request)
+    own.close()
+    cls = type(own)
+    tokens, each = 1200, 2 * TOKENS.layers * TOKENS.kv_heads * 64 * 4
+    known = "cache_tokens" in cls.Config.model_fields
+    settings = {"cache_tokens": tokens} if known else {"cache_gib": tokens * each / 2**30}
+    small = Tried(cls(cls.Config(**settings), CausalLM, TOKENS), "tokens", tried.folder, None)
+    small.engine.load(tried.folder, 3)
+    try:
+        got = small.answers(request)
+    finally:
+        small.engine.close()
+    own.load(tried.folder, 3)
+    assert_alike(got, before, tried)
+
+
+@pytest.mark.slow
 def test_the_experts_that_answer_are_those_of_the_newest_weights(
     tried: Tried, tmp_path: Path
 ) -> None:
