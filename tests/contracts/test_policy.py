@@ -15,7 +15,7 @@ from rlinf.channels.local import LocalChannel
 from rlinf.data.padding import pad
 from rlinf.data.record import Identity, Record
 from rlinf.engines import engines
-from rlinf.engines.server import ServerEngine
+from rlinf.engines.external import ExternalEngine
 from rlinf.envs.loop import COLUMN_OF
 from rlinf.fit import ACTS, LANGUAGE_MODEL
 from rlinf.models import policies
@@ -179,8 +179,9 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
 
 def generated(tried: Tried, temperature: float) -> list[Record]:
     """Samples of an engine of this process for policies of tokens."""
+    # Those of other projects take not all of these networks.
     known = map(engines.get, engines.names())
-    cls = next(c for c in known if LANGUAGE_MODEL in c.needs and not issubclass(c, ServerEngine))
+    cls = next(c for c in known if LANGUAGE_MODEL in c.needs and not issubclass(c, ExternalEngine))
     engine = cls(cls.Config(device="cpu"), tried.cls, tried.options)
     engine.load(tried.folder, 0)
     contexts = [tried.record(number, 0).context for number in range(5)]
