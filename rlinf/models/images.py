@@ -112,12 +112,14 @@ class ImageSettings:
         side = self.side
         rows, columns = round(height / side), round(width / side)
         if rows * columns * side * side > self.most:
-            shrink = math.sqrt(height * width / self.most) * side
-            rows = max(1, math.floor(height / shrink))
-            columns = max(1, math.floor(width / shrink))
+            # In the processor's order of operations: what is a whole number may be rounded past it.
+            shrink = math.sqrt(height * width / self.most)
+            rows = max(1, math.floor(height / shrink / side))
+            columns = max(1, math.floor(width / shrink / side))
         elif rows * columns * side * side < self.least:
-            enlarge = math.sqrt(self.least / (height * width)) / side
-            rows, columns = math.ceil(height * enlarge), math.ceil(width * enlarge)
+            enlarge = math.sqrt(self.least / (height * width))
+            rows = math.ceil(height * enlarge / side)
+            columns = math.ceil(width * enlarge / side)
         return rows * side, columns * side
 
     def tokens(self, image: np.ndarray) -> int:

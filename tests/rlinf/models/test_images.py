@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlinf.errors import DataError
@@ -32,6 +32,7 @@ def image(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 @settings(max_examples=20)
 @given(SIDES, SIDES, st.integers(0, 99))
+@example(8, 72, 0)
 def test_patches_are_those_of_the_processor(height: int, width: int, seed: int) -> None:
     """That which works without torchvision; sizes, resizing, scaling and order."""
     module = pytest.importorskip(
