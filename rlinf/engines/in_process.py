@@ -153,17 +153,17 @@ class InProcessEngine(ExternalEngine):
             self._owns_group = False
 
     def _start(self, model: Path) -> None:
-        if self.world.size > 1:
-            if dist.is_initialized():
-                name = self._name()
-                raise ConfigError(
-                    f"engine.name: {name} cannot share a process with a trainer of "
-                    f"{dist.get_world_size()} processes; give rollout a pool of its own in the "
-                    f"plan, or set engine={name.removesuffix('_in_process')}"
-                )
-            self._owns_group = True
+        several = self.world.size > 1
+        if several and dist.is_initialized():
+            name = self._name()
+            raise ConfigError(
+                f"engine.name: {name} cannot share a process with a trainer of "
+                f"{dist.get_world_size()} processes; give rollout a pool of its own in the plan, "
+                f"or set engine={name.removesuffix('_in_process')}"
+            )
         # The other project takes the group that is there, and a trainer in this process finds it.
         World().connect(self.device.type)
+        self._owns_group = several
         torch.set_num_threads(self._config.threads)
         try:
             with group_kept():

@@ -1,4 +1,4 @@
-"""SGLang's scheduler without the processes around it: who has it steps it, and reads its requests.
+"""SGLang's scheduler without the processes around it: its caller steps it, and reads its requests.
 
 Imported where SGLang is in the process of the stage; torch and SGLang, nothing else. What is
 changed in SGLang for its server is changed here as well (:mod:`rlinf.engines.inside.rlinf_sglang`).
