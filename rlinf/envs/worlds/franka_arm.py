@@ -136,7 +136,13 @@ class Arm:
         Raises:
             ArmError: it does not.
         """
+        import franky
+
         with self._told():
+            # Where its state told of the reflex, what ended the motion is still to be asked for;
+            # it would end the next one.
+            with contextlib.suppress(franky.ControlException):
+                self._robot.join_motion(SILENT_S)
             done = self._robot.recover_from_errors()
         if not done:
             raise ArmError("the arm has stopped by itself and does not recover; see its Desk")

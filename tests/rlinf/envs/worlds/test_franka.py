@@ -230,11 +230,14 @@ def test_nothing_moves_before_the_first_reset_nor_after_the_stop_button(
         assert np.isfinite(process.reset([0], [0])["state"]).all()
 
 
-def test_an_arm_that_stopped_recovers_once_in_an_episode(arm: Arm) -> None:
+@pytest.mark.parametrize("known_s", [0.0, 0.3])
+def test_an_arm_that_stopped_recovers_once_in_an_episode(arm: Arm, known_s: float) -> None:
+    """Whether the end of its motion or its state is the first to tell of it."""
     with driven(arm) as process:
         process.reset([0], [0])
         process.step([0], np.ones((1, 3)))
         arm.tell("reflex")
+        time.sleep(known_s)
         came, errors = process.step([0], np.ones((1, 3)))
         assert not errors
         seen = came["seen.state"]
