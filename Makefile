@@ -73,7 +73,7 @@ test-slow: install renderer envs  ## What the suite leaves out: minutes each, or
 test-gpu: install  ## What needs a CUDA device; with a torch for CUDA in .venv
 	$(PYTEST) tests -m gpu $(ARGS)
 
-chaos: install  ## Hundreds of faults on the dev cluster (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
+chaos: install  ## Faults on the dev cluster, 40 of each kind (RLINF_CHAOS_FAULTS, RLINF_CHAOS_SEED)
 	RLINF_REQUIRE_SLURM=1 RLINF_DEVCLUSTER_MODE=net $(PYTEST) tests/cluster/test_chaos.py -m chaos -s $(ARGS)
 
 test-browser: install browser  ## The report in a real browser

@@ -13,7 +13,8 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,8 @@ PAUSE_S = (1.0, 8.0)
 CLOCK_S = (5.0, 60.0)
 PREEMPTED_S = 10.0
 """Longer than jobs may go on once they are preempted."""
+SEEKS_S = 10.0
+"""How long a fault waits for something that it can strike."""
 PATIENCE_S = 240.0
 """How long a run may stand still once nothing strikes it any more."""
 
@@ -47,8 +50,8 @@ class Storm:
     logs: Path
     """Where the driver's words go."""
     struck: list[str] = field(default_factory=list)
-    drawn: list[str] = field(default_factory=list)
-    """Also those that found nothing to strike."""
+    missed: Counter[str] = field(default_factory=Counter)
+    """Faults that found nothing to strike."""
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -56,15 +59,29 @@ class Storm:
         self._log = self.logs / f"{self.root.name}.log"
         self._driver = start_driver(self.words, self._log)
 
-    def strike(self, faults: int, kinds: Iterator[str]) -> None:
-        """Let the next ``faults`` of some kinds happen, or as many as the run leaves time for."""
-        while len(self.struck) < faults:
-            time.sleep(self.rng.uniform(*PAUSE_S))
+    def strike(self, owed: Counter[str]) -> None:
+        """Let the faults that are owed of each kind happen, or as many as the run leaves time for:
+        in rounds of one each, every round in an order of its own. Those that struck are owed no
+        more."""
+        while kinds := sorted(+owed):
+            for kind in self.rng.sample(kinds, len(kinds)):
+                time.sleep(self.rng.uniform(*PAUSE_S))
+                if self._ended():
+                    return
+                if self._happens(kind):
+                    self.struck.append(kind)
+                    owed[kind] -= 1
+                else:
+                    self.missed[kind] += 1
+
+    def _happens(self, kind: str) -> bool:
+        """Whether it found something to strike in good time."""
+        latest = time.monotonic() + SEEKS_S
+        while not (struck := FAULTS[kind](self)) and time.monotonic() < latest:
             if self._ended():
-                return
-            self.drawn.append(next(kinds))
-            if FAULTS[self.drawn[-1]](self):
-                self.struck.append(self.drawn[-1])
+                break
+            time.sleep(0.2)
+        return struck
 
     def settle(self) -> None:
         """Wait for the run's end.
@@ -122,12 +139,6 @@ class Storm:
         assert self.restarts < 20 + len(self.struck), self.log
         self._driver = start_driver(self.words, self._log)
         return False
-
-
-def rounds(rng: random.Random, kinds: Sequence[str]) -> Iterator[str]:
-    """Kinds of faults without end: each once in a round, every round in an order of its own."""
-    while True:
-        yield from rng.sample(kinds, len(kinds))
 
 
 def kill_stage(storm: Storm) -> bool:
