@@ -45,6 +45,7 @@ from stages.worker.services import Ended, Service, Session
 TIMEOUT_S = 10.0
 """How long this worker may be silent before a worker that asks gives it up, as for the driver."""
 MAX_BYTES = 1 << 30
+"""Of a request, and of a reply."""
 KNOWN = 64
 log = logging.getLogger("rlinf")
 
@@ -105,7 +106,7 @@ class Desk:
         self._activity.ordered(key, key.partition("/")[0])
         if order.weights[1]:
             self._board.hold(key, [order.weights[0]])
-        service = Service(order, self._say, self._stopping)
+        service = Service(order, self._say, self._stopping, MAX_BYTES)
         with self._lock:
             for old in self._services.values():
                 # Of a driver that is gone. Askers that are still at it are to be answered first.

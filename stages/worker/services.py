@@ -61,11 +61,13 @@ class Service:
 
     Args:
         say: sends an asker something.
+        most: bytes of a reply that an asker takes.
     """
 
     order: Answer
     say: Callable[[Session, Block], None]
     stopping: Callable[[], bool]
+    most: int
     about: Context | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     asking: dict[str, Session] = field(default_factory=dict)
@@ -154,6 +156,7 @@ class Service:
         Raises:
             Ended: the attempt that asks is over.
             RequeueRequested: the allocation is about to end.
+            DataError: an asker takes no reply as large as one of the engine's.
         """
         while True:
             with ctx.waiting(SIMULATORS), self.changed:
@@ -212,7 +215,14 @@ class Service:
         with self.changed:
             session = self.askers.pop(_first(reply), None)
         if session is not None:
-            self.say(session, encode(reply).to_bytes())
+            encoded = encode(reply)
+            if encoded.size > self.most:
+                raise DataError(
+                    f"what the policy answers {session.asker} in one step of {self.order.node} "
+                    f"takes {encoded.size} bytes, and a reply may have {self.most}: let fewer be "
+                    "simulated together (task.at_once), or give their stage more processes"
+                )
+            self.say(session, encoded.to_bytes())
 
     def _fell(self) -> bool:
         return self.about is not None and self.about.inputs["weights"].fell

@@ -37,12 +37,15 @@ class Doubles:
     """An engine that answers with twice of what it is asked."""
 
     fails: Exception | None = None
+    says = 1
+    """How often it says it."""
 
     def generate(self, requests: Any, **_: Any) -> Iterator[Record]:
         for request in requests:
             if self.fails is not None:
                 raise self.fails
-            columns = {"sample": request.steps["sample"], "action": 2 * request.steps["seen"]}
+            action = np.tile(2 * request.steps["seen"], self.says)
+            columns = {"sample": request.steps["sample"], "action": action}
             yield Record(request.identity, columns)
 
 
@@ -300,6 +303,20 @@ def test_more_than_the_other_worker_takes_in_a_request_is_refused(
     one = sides.simulators("sim-r0", Steps(0, columns=1 << 10)).ended()
     assert isinstance(one.error, DataError)
     assert re.search(r"rollout/3 .* \d+ bytes, .* 4096: .*task\.at_once", str(one.error))
+    until(lambda: not sides.desk.busy)
+
+
+def test_more_than_a_worker_that_asks_takes_in_a_reply_fails_the_stage(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MAX_BYTES", 1 << 12)
+    sides.engine.says = 1 << 11
+    sides.answer("sim-r0")
+    one = sides.simulators("sim-r0", Steps(0)).ended()
+    assert one.error is not None
+    assert one.error.exit_code == EXIT_BAD_INPUT
+    said = r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*task\.at_once"
+    assert re.search(said, str(one.error))
     until(lambda: not sides.desk.busy)
 
 
