@@ -27,7 +27,7 @@ from tests.pipeline.helpers import start_driver
 
 STAGES = ("-m stages", "submitit.core._submit")
 """What the processes of stages and workers are called, on this machine and in a job."""
-PAUSE_S = (1.0, 8.0)
+PAUSE_S = (0.5, 5.0)
 CLOCK_S = (5.0, 60.0)
 PREEMPTED_S = 10.0
 """Longer than jobs may go on once they are preempted."""
