@@ -77,10 +77,10 @@ PLANS = {"segment": POOLS, "elastic": ELASTIC, "ranks": RANKS}
 @pytest.fixture(
     scope="module",
     params=[
+        pytest.param("stage", marks=pytest.mark.slow),
         "segment",
         pytest.param("elastic", marks=pytest.mark.slow),
         pytest.param("ranks", marks=pytest.mark.slow),
-        pytest.param("stage", marks=pytest.mark.slow),
     ],
 )
 def shape(request: pytest.FixtureRequest) -> str:
