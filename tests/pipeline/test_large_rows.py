@@ -56,7 +56,14 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "plan", [{"stages": dict.fromkeys(STAGES[2:], RANKS)}, POOL, APART], ids=["jobs", "one", "two"]
+    "plan",
+    [
+        pytest.param(
+            {"stages": dict.fromkeys(STAGES[2:], RANKS)}, id="jobs", marks=pytest.mark.slow
+        ),
+        pytest.param(POOL, id="one"),
+        pytest.param(APART, id="two"),
+    ],
 )
 def test_ranks_that_read_their_own_rows_make_the_update_of_one(
     plan: dict[str, Any], one: Path, compose: Compose, tmp_path: Path

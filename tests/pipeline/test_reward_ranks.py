@@ -34,7 +34,13 @@ def rewards(run: Path) -> dict[int, int]:
     return {record.identity.sample: record.digest() for record in records}
 
 
-@pytest.mark.parametrize("plan", [{"stages": RANKS}, POOLS], ids=["jobs", "pools"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param({"stages": RANKS}, id="jobs", marks=pytest.mark.slow),
+        pytest.param(POOLS, id="pools"),
+    ],
+)
 def test_several_processes_judge_as_one_does(
     plan: dict[str, Any], tiny_run: Path, compose: Compose, tmp_path: Path
 ) -> None:

@@ -181,6 +181,7 @@ def test_they_share_positions_too(folder: Path, tmp_path: Path) -> None:
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_they_share_adapters(folder: Path, tmp_path: Path) -> None:
     """Of matrices and of positions; those of some projections of a matrix alone too."""

@@ -49,7 +49,7 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
 ) -> None:
     run = prepare(compose(*WORDS))
     # It ends once all is settled; on a busy machine, where that may never be, once time is up.
-    options = Options(minutes=8, processes=2)
+    options = Options(minutes=4, processes=2)
     made = profile(run, options, warm_start)
     made.require(Identity.of(run.config), ["local"], "profile.json")
     assert Profile.model_validate_json(made.to_json()) == made
