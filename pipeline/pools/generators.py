@@ -177,8 +177,9 @@ class Generators:
             return False
         if said.code:
             rollout.claims.back(worker, number)
-            # Maybe it has its weights no more, or no engine that takes them.
+            # Maybe it has its weights no more, or no engine that takes them, or they are withdrawn.
             self._weights.get(rollout.weights, {}).pop(worker, None)
+            rollout.there = False
             self._failures[node.name] += said.code != EXIT_REQUEUE
             log.warning("%s on %s: %s", node.name, worker, said.reason)
             if self._failures[node.name] > self.retries:

@@ -216,8 +216,11 @@ class Generator:
                 entry.output.bring(attempt, WEIGHTS, tensors)
                 return
             entry.fell = order.attempt is not None
-        if order.attempt not in (None, committed):
-            raise InputFailed(f"weights of {folder} by {attempt} are neither here nor committed")
+        if manifest is None or order.attempt not in (None, committed):
+            made = f"by {attempt} " if attempt else ""
+            raise InputFailed(f"weights of {folder} {made}are neither here nor committed")
+        # What is withdrawn from now on is not there to be read; it is not waited for either.
+        entry.committed = manifest
 
     def _context(self, order: Claim, stopping: Callable[[], bool]) -> Context:
         out = self._run / order.out

@@ -226,6 +226,24 @@ def test_a_claim_that_found_no_weights_in_memory_waits_for_their_commit(tmp_path
     assert not cluster.orders()
 
 
+def test_claims_whose_weights_were_withdrawn_wait_until_they_are_made_again(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.tick()
+    for worker in WORKERS:
+        cluster.end(worker)  # their engines are loaded
+    (tmp_path / "weights" / "manifest.json").rename(tmp_path / "withdrawn")
+    for _ in ROLLOUTS:
+        cluster.tick()
+        for worker in WORKERS:
+            while cluster.queues[worker]:
+                cluster.end(worker, EXIT_REQUEUE)
+    assert not cluster.orders()
+    (tmp_path / "withdrawn").rename(tmp_path / "weights" / "manifest.json")
+    assert any(order.starts for _, order in cluster.orders())
+
+
 def test_an_heir_goes_on_with_the_weights_that_the_tail_was_begun_with(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.tick()

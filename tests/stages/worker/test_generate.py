@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.commands.experiment import compose, prepare, warm_start
-from rlinf.artifacts import read_manifest
+from rlinf.artifacts import MANIFEST, read_manifest
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, InputFailed
 from stages.activity import Activity
@@ -209,3 +209,13 @@ def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
     bench.report()
     bench.claim("another attempt", 0, **live, attempt="data-b")
     assert "data-b" in bench.report(EXIT_REQUEUE).reason
+
+
+def test_a_claim_whose_weights_were_withdrawn_goes_back(bench: Bench) -> None:
+    """Also one of committed weights: the stage that makes them again may be of this worker."""
+    (bench.run / "warm_start" / MANIFEST).rename(bench.run / "withdrawn")
+    bench.claim("first", 0)
+    assert "warm_start are neither here nor committed" in bench.report(EXIT_REQUEUE).reason
+    (bench.run / "withdrawn").rename(bench.run / "warm_start" / MANIFEST)
+    bench.claim("again", 0)
+    bench.report()
