@@ -90,6 +90,25 @@ class _OrderedAnew(Exception):
     """By another order than the one by which the other worker was asked."""
 
 
+def packed(record: Record, most: int, what: str, sent_as: str) -> Block:
+    """A request or reply as it is sent.
+
+    Args:
+        most: bytes that the other worker takes.
+        what: it is, and ``sent_as``: a request or reply, in the words of an error.
+
+    Raises:
+        DataError: it is larger.
+    """
+    encoded = encode(record)
+    if encoded.size > most:
+        raise DataError(
+            f"{what} takes {encoded.size} bytes, and {sent_as} may have {most}: let fewer be "
+            "simulated together (task.at_once), or give their stage more processes"
+        )
+    return encoded.to_bytes()
+
+
 class Asks(Channel):
     """Asks one worker, on behalf of one attempt at a stage; observations in, actions out.
 
@@ -145,14 +164,8 @@ class Asks(Channel):
         Raises:
             DataError: the other worker takes no request as large as this.
         """
-        encoded = encode(record)
-        if encoded.size > self._most:
-            raise DataError(
-                f"what the simulators of {self._order.node} observe in one step takes "
-                f"{encoded.size} bytes, and a request to {self._policy} may have {self._most}: let "
-                "fewer be simulated together (task.at_once), or give their stage more processes"
-            )
-        self._give(encoded.to_bytes())
+        what = f"what the simulators of {self._order.node} observe in one step"
+        self._give(packed(record, self._most, what, f"a request to {self._policy}"))
 
     def get(self) -> Record:
         while not self._replies:

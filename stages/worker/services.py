@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 
 from rlinf.channels.base import ChannelClosed
 from rlinf.channels.numbered import Block
-from rlinf.channels.wire import encode
 from rlinf.data.record import Record
 from rlinf.errors import DataError, RequeueRequested
 from stages.collect import Acting
 from stages.context import PAUSES, Context
-from stages.worker.asks import LOOK_S, WORD, word
+from stages.worker.asks import LOOK_S, WORD, packed, word
 from stages.worker.messages import (
     Answer,
     Answers,
@@ -215,14 +214,8 @@ class Service:
         with self.changed:
             session = self.askers.pop(_first(reply), None)
         if session is not None:
-            encoded = encode(reply)
-            if encoded.size > self.most:
-                raise DataError(
-                    f"what the policy answers {session.asker} in one step of {self.order.node} "
-                    f"takes {encoded.size} bytes, and a reply may have {self.most}: let fewer be "
-                    "simulated together (task.at_once), or give their stage more processes"
-                )
-            self.say(session, encoded.to_bytes())
+            what = f"what the policy answers {session.asker} in one step of {self.order.node}"
+            self.say(session, packed(reply, self.most, what, "a reply"))
 
     def _fell(self) -> bool:
         return self.about is not None and self.about.inputs["weights"].fell
