@@ -14,7 +14,7 @@ from rlinf.data.counted import counted
 from rlinf.data.record import Record, Scalar
 from rlinf.data.transitions import ENDS
 from rlinf.envs.base import Environment
-from rlinf.rewards.base import Reward
+from rlinf.rewards.base import Reward, per_step
 from stages.context import Context
 from stages.parts import WEIGHTS, held_environment, held_reward, make_algorithm
 
@@ -25,7 +25,8 @@ class Verdict(NamedTuple):
     scores: list[float]
     """The task's, where the reward needs them."""
     rewards: list[dict[str, np.ndarray]]
-    """Of the steps of each: ``rewards``, and :data:`ENDS` where it says so."""
+    """Of the steps of each: ``rewards``, where they are chunks ``action_rewards`` ``[T, C]`` too,
+    and :data:`ENDS` where it says so."""
     totals: np.ndarray
     """``[N]`` their sums."""
     groups: np.ndarray
@@ -58,7 +59,10 @@ def judged(
     judgements = reward.judgements(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
     for judgement in judgements:
-        steps = {"rewards": np.asarray(judgement.worth, np.float32)}
+        worth = np.asarray(judgement.worth, np.float32)
+        steps = {"rewards": per_step(worth)}
+        if worth.ndim > 1:
+            steps["action_rewards"] = worth
         if judgement.ends is not None:
             steps[ENDS] = np.asarray(judgement.ends, np.uint8)
         rewards.append(steps)

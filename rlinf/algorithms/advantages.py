@@ -144,6 +144,46 @@ def generalised(
     return advantages, (advantages + values) * mask
 
 
+def generalised_of_actions(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    bootstrap: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """The same where a step is a chunk of ``C`` actions, over all of them one after another:
+    ``gamma`` and ``lam`` are of an action.
+
+    Args:
+        rewards, values, mask: ``[N, T, C]``.
+        terminated, truncated, bootstrap: ``[N, T]``, of the end of each chunk.
+
+    Returns:
+        ``[N, T, C]`` each.
+    """
+
+    def at_the_end(column: Tensor) -> Tensor:
+        # Behind an action that was left out too: it takes no time.
+        wide = torch.zeros_like(rewards)
+        wide[..., -1] = column
+        return wide.flatten(1)
+
+    advantages, returns = generalised(
+        rewards.flatten(1),
+        values.flatten(1),
+        at_the_end(terminated),
+        at_the_end(truncated),
+        at_the_end(bootstrap),
+        mask.flatten(1),
+        gamma,
+        lam,
+    )
+    return advantages.view(rewards.shape), returns.view(rewards.shape)
+
+
 def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Zero mean and unit (unbiased) deviation over the steps where ``mask`` is 1; zero where it is
     0, and everywhere if all that count are equal or none does."""

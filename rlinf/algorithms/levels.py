@@ -4,7 +4,7 @@ A step may be several choices: the tokens of an action, or a chunk of actions of
 dimensions each. Its log-probabilities are ``[B, T, K]`` then for the ``K`` tokens of one action, or
 ``[B, T, C, D]`` for ``C`` actions of ``D``. Those below the level are added up, here and nowhere
 else; what remains are the units of a loss, which has ``[B, U]`` of them, the mask included. Columns
-of steps, such as advantages, hold for each unit of theirs.
+of steps, such as advantages, hold for each unit of theirs, and so do columns of actions.
 
 The trajectory's step column ``submask`` is 0 at sub-actions that do not count.
 """
@@ -54,7 +54,21 @@ def at_level(batch: StepBatch, level: Level) -> StepBatch:
         units = (reduced((batch.submask != 0).float(), None, level) > 0).to(batch.mask.dtype)
     if units.ndim < made["old_logprobs"].ndim:
         units = units[..., None].expand(made["old_logprobs"].shape)
-    return replace(batch, units=_over(batch.mask, units) * units, **made)
+    # Where a unit is a whole chunk, nothing is of its actions.
+    of_actions = None if level == "chunk" else batch.action_rewards
+    return replace(batch, units=_over(batch.mask, units) * units, action_rewards=of_actions, **made)
+
+
+def mask_of(batch: StepBatch, column: Tensor) -> Tensor:
+    """1 where an entry of a column counts, of a batch of :func:`at_level`.
+
+    Args:
+        column: of steps, ``[N, T]``, or of the actions of chunks, ``[N, T, C]``, which are units at
+            the level or consist of them.
+    """
+    if column.ndim == 2:
+        return batch.mask
+    return batch.require("units").reshape(*column.shape, -1).amax(-1)
 
 
 def by_unit(
@@ -84,9 +98,10 @@ def _over(column: Tensor, units: Tensor) -> Tensor:
 
 
 def _flat(column: Tensor, units: Tensor) -> Tensor:
-    """A column of samples as it is, one of steps or units as ``[B, U]``."""
+    """A column of samples as it is, one of steps, actions or units as ``[B, U]``."""
     if column.ndim == 1:
         return column
-    if column.ndim == 2 and units.ndim == 3:
-        return column.repeat_interleave(units.shape[2], 1)
+    if units.ndim == 3:
+        column = column if column.ndim > 2 else column[..., None]
+        column = column.repeat_interleave(units.shape[2] // column.shape[2], 2)
     return column.flatten(1)

@@ -22,7 +22,7 @@ from rlinf.algorithms.behaviour import (
     interpolated,
 )
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.levels import Level, by_unit
+from rlinf.algorithms.levels import Level, by_unit, mask_of
 from rlinf.algorithms.losses import (
     KLEstimator,
     clipped_surrogate,
@@ -183,7 +183,8 @@ class PolicyGradient(Algorithm):
 
     @abstractmethod
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
-        """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch.
+        """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch; or
+        both of each action of a chunk, ``[N, T, C]``.
 
         What ``whiten_advantages`` asks for is done with them by :meth:`judged`.
         """
@@ -192,7 +193,7 @@ class PolicyGradient(Algorithm):
         """A whole batch, with advantages as they stand in the loss."""
         advantages, returns = self.advantages(batch)
         if self.config.whiten_advantages:
-            advantages = whiten(advantages, batch.mask)
+            advantages = whiten(advantages, mask_of(batch, advantages))
         return replace(batch, advantages=advantages, returns=returns)
 
     def idle(self, batch: StepBatch) -> Tensor:

@@ -1,11 +1,18 @@
-"""Proximal policy optimisation with generalised advantages (arXiv 1707.06347, 1506.02438)."""
+"""Proximal policy optimisation with generalised advantages (arXiv 1707.06347, 1506.02438).
+
+They are of steps, or, where the policy values each action of a chunk (``model.value_level``), of
+those: each is learned from by what came after it, its own chunk included.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.algorithms.advantages import generalised
+from rlinf.algorithms.advantages import generalised, generalised_of_actions
+from rlinf.algorithms.levels import mask_of
 from rlinf.algorithms.losses import clipped_value_loss
 from rlinf.algorithms.policy_gradient import (
     PolicyGradient,
@@ -13,6 +20,7 @@ from rlinf.algorithms.policy_gradient import (
     policy_terms,
 )
 from rlinf.data.batch import StepBatch
+from rlinf.errors import ConfigError
 from rlinf.fit import VALUES
 from rlinf.models.base import StepOutputs
 from rlinf.trainers.base import Loss
@@ -44,14 +52,25 @@ class PPO(PolicyGradient):
     def learns(self, iteration: int) -> tuple[str, ...] | None:
         return ("value",) if iteration < self.config.critic_warmup else None
 
+    def check(self, model: Any) -> None:
+        of_actions = getattr(model, "value_level", "chunk") == "action"
+        if of_actions and self.config.logprob_level == "chunk":
+            raise ConfigError(
+                "model.value_level: action gives each action of a chunk an advantage of its own, "
+                "and algorithm.logprob_level=chunk has one ratio for all of them; set that to "
+                "action or token, or model.value_level to chunk"
+            )
+
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        return generalised(
-            batch.rewards,
-            batch.require("values"),
+        values = batch.require("values")
+        of_actions = values.ndim > 2
+        return (generalised_of_actions if of_actions else generalised)(
+            batch.require("action_rewards") if of_actions else batch.rewards,
+            values,
             batch.terminated,
             batch.truncated,
             batch.bootstrap,
-            batch.mask,
+            mask_of(batch, values),
             self.config.gamma,
             self.config.gae_lambda,
         )

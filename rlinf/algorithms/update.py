@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlinf.algorithms.behaviour import anchors, engine_metrics, lags
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.levels import at_level
+from rlinf.algorithms.levels import at_level, mask_of
 from rlinf.algorithms.losses import KLEstimator, kl_estimate
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import Sample, StepBatch, assemble, taken
@@ -91,7 +91,8 @@ class _Update:
             self._finish(mass)
             learner.progress(done + 1, len(cuts))
         if batch.values is not None and batch.returns is not None:
-            value = explained_variance(batch.values, batch.returns, batch.mask)
+            counts = mask_of(batch, batch.values)
+            value = explained_variance(batch.values, batch.returns, counts)
             learner.metric("explained_variance", value)
 
     def _shares(self, units: Tensor) -> tuple[Tensor, float]:
@@ -103,9 +104,9 @@ class _Update:
         config = self._algorithm.config
         batch = at_level(assemble(samples), config.logprob_level)
         if config.kl_reward:
-            divergence = reward_divergence(batch, config.kl_reward_estimator)
-            batch = replace(batch, rewards=batch.rewards - config.kl_reward * divergence)
+            divergence = unit_divergence(batch, config.kl_reward_estimator)
             mean = divergence.sum() / batch.mask.sum().clamp(min=1)
+            batch = less(batch, config.kl_reward * divergence)
             self._learner.metric("kl_reward", float(mean))
         return self._algorithm.judged(batch)
 
@@ -218,16 +219,30 @@ class _Update:
             )
 
 
-def reward_divergence(batch: StepBatch, kind: KLEstimator) -> Tensor:
-    """How far the policy before the update went from the reference, ``[N, T]``, 0 where no step
-    counts; choices of a step are added up.
+def unit_divergence(batch: StepBatch, kind: KLEstimator) -> Tensor:
+    """How far the policy before the update went from the reference, ``[N, T]`` or ``[N, T, K]`` of
+    each unit, 0 where that does not count.
 
     Args:
         batch: of :func:`rlinf.algorithms.levels.at_level`.
     """
     reference = batch.require("reference_logprobs")
-    found = kl_estimate(batch.old_logprobs, reference, kind) * batch.require("units")
-    return found if found.ndim == 2 else found.flatten(2).sum(-1)
+    return kl_estimate(batch.old_logprobs, reference, kind) * batch.require("units")
+
+
+def less(batch: StepBatch, taken: Tensor) -> StepBatch:
+    """A batch whose rewards are what remains; of a step, or an action, all that is taken from its
+    units, ``[N, T]`` or ``[N, T, K]``."""
+
+    def remains(rewards: Tensor) -> Tensor:
+        return rewards - taken.reshape(*rewards.shape, -1).sum(-1)
+
+    of_actions = batch.action_rewards
+    return replace(
+        batch,
+        rewards=remains(batch.rewards),
+        action_rewards=None if of_actions is None else remains(of_actions),
+    )
 
 
 def power_of_two(weights: Tensor) -> float:

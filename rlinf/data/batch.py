@@ -53,13 +53,16 @@ class StepBatch:
     rollout_logprobs: Tensor | None = None
     """``[N, T]`` of the policy that collected the steps."""
     values: Tensor | None = None
-    """``[N, T]`` of the version that ``bootstrap`` is of."""
+    """``[N, T]``, or ``[N, T, C]`` of each action of a chunk, of the version that ``bootstrap`` is
+    of."""
+    action_rewards: Tensor | None = None
+    """``[N, T, C]`` those of each action, where ``values`` are of them."""
     reference_logprobs: Tensor | None = None
     """``[N, T]``."""
     advantages: Tensor | None = None
-    """``[N, T]``."""
+    """``[N, T]``, or ``[N, T, C]`` of each action of a chunk."""
     returns: Tensor | None = None
-    """``[N, T]``."""
+    """Like ``advantages``."""
     turns: Tensor | None = None
     """``[N, T]`` number of the turn, from 0, that a step of a dialogue is part of."""
     submask: Tensor | None = None
@@ -175,6 +178,8 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
     # Of the version whose values the rewards are continued with after a cut: where those of the
     # inference stage are of a later one, temporal differences would mix two value functions.
     values = column(0, "values")
+    values = column(2, "values") if values is None else values
+    of_actions = values is not None and values.ndim > 2
     return StepBatch(
         mask=mask,
         rewards=rewards,
@@ -186,6 +191,7 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         terminated=torch.maximum(optional(0, "terminated"), optional(1, ENDS)),
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),
-        values=column(2, "values") if values is None else values,
+        values=values,
+        action_rewards=column(1, "action_rewards") if of_actions else None,
         reference_logprobs=column(2, "reference_logprobs"),
     )

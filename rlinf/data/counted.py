@@ -31,6 +31,16 @@ def counted_choices(trajectory: Record, column: np.ndarray) -> np.ndarray:
     return values.ravel()
 
 
+def counted_actions(trajectory: Record) -> np.ndarray | None:
+    """Of steps that are chunks of actions which of those count, bool ``[T, C]``; None: they are
+    not chunks."""
+    if "executed" not in trajectory.steps:
+        return None
+    place = np.arange(trajectory.steps["actions"].shape[1])
+    there: np.ndarray = place < np.asarray(trajectory.steps["executed"])[:, None]
+    return there & counted(trajectory)[:, None]
+
+
 def credited(rewards: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Rewards on steps that count alone; their sum is the same.
 

@@ -15,7 +15,7 @@ from rlinf.envs.base import VIDEO, Episodes
 from rlinf.envs.overlap import Part
 from rlinf.envs.processes import Processes, SimulatorError
 from rlinf.envs.seen import INSTRUCTION, STATE, Arrays, encoded, seen_in
-from rlinf.envs.simulator import TOLD, Worlds
+from rlinf.envs.simulator import GAINED, TOLD, Worlds
 from rlinf.errors import InputError, last_line
 from rlinf.seeding import generator
 
@@ -52,9 +52,10 @@ def play(
     an episode that ended is followed by another until the horizon.
 
     A step is what the policy answers at once: an action, or a chunk of them, which is carried out
-    as far as the episode goes. Its reward is the sum over its actions then, ``executed`` int32
-    ``[T]`` says how many they were, and where the policy gives log-probabilities of each action
-    (``[C]`` or ``[C, D]`` of a chunk), ``submask`` is 0 at those that were left out.
+    as far as the episode goes. Its reward is the sum over its actions then, ``action_rewards``
+    float32 ``[T, C]`` are theirs, ``executed`` int32 ``[T]`` says how many they were, and where the
+    policy gives log-probabilities of each action (``[C]`` or ``[C, D]`` of a chunk), ``submask`` is
+    0 at those that were left out.
 
     Args:
         film: cameras that the policy does not see.
@@ -108,7 +109,8 @@ def play(
         if made.cuts and episodes.split == "train":
             who, at, seen = made.where_cut()
             reply = yield _request(episodes, samples[who], seen, 0, temperature=0.0)
-            made.columns["bootstrap"][who, at] = reply.steps["value"]
+            # Of values of each action of a chunk the first: what follows the state after the cut.
+            made.columns["bootstrap"][who, at] = reply.steps["value"].reshape(len(who), -1)[:, 0]
     return made.records(version)
 
 
@@ -276,7 +278,7 @@ class _Trajectories:
             **{name: came[name] for name in TOLD if name in came},
         }
         if is_chunk(replied["action"][0]):
-            step |= _of_chunk(came["executed"], replied["logprob"])
+            step |= _of_chunk(came, replied["logprob"])
         for name, entry in step.items():
             self._column(COLUMN_OF.get(name, name), entry)[rows, time] = entry
         self._show(rows, seen_in(dict(came)))
@@ -309,7 +311,9 @@ class _Trajectories:
         lost.append(slice(int(self._first[row]), int(self._length[row])))
         # Rewards of steps that do not count are those of the choice before, which here was of
         # another episode.
-        self.columns["rewards"][row, lost[-1]] = 0
+        for name in ("rewards", "action_rewards"):
+            if name in self.columns:
+                self.columns[name][row, lost[-1]] = 0
         self._measured[:, row] = 0
         if len(lost) == FAILURES:
             raise SimulatorError(f"start {start}: the simulator fails: {error}")
@@ -409,9 +413,13 @@ def is_chunk(action: np.ndarray) -> bool:
     return bool(action.ndim > np.issubdtype(action.dtype, np.floating))
 
 
-def _of_chunk(executed: np.ndarray, logprob: np.ndarray) -> dict[str, np.ndarray]:
+def _of_chunk(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, np.ndarray]:
     """What is recorded of chunks beside their replies; see :func:`play`."""
-    found = {"executed": executed.astype(np.int32)}
+    executed = came["executed"]
+    found = {
+        "executed": executed.astype(np.int32),
+        "action_rewards": came[GAINED].astype(np.float32),
+    }
     if logprob.ndim > 1:
         counts = np.arange(logprob.shape[1]) < executed[:, None]
         counts = counts.reshape(*counts.shape, *[1] * (logprob.ndim - 2))

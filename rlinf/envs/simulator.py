@@ -59,6 +59,8 @@ LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUS
 TOLD = {"intervened": np.uint8, "performed": np.float32, "late": np.uint8}
 """What the ``info`` of a world's steps may tell beside ``success``, and of which type it is: see
 :mod:`rlinf.envs.worlds`."""
+GAINED = "gained"
+"""Column of the rewards of each action of a chunk."""
 
 
 class Worlds:
@@ -196,7 +198,8 @@ class Worlds:
 
         Returns:
             Observations ``[n, ...]`` under ``seen.`` and their name; ``reward`` float64 ``[n]``, of
-            a chunk the sum; ``executed`` int32 ``[n]``, how many actions were begun;
+            a chunk the sum, and ``gained`` float64 ``[n, H]`` of each of its actions, 0 of those
+            that were left out; ``executed`` int32 ``[n]``, how many actions were begun;
             ``terminated``, ``truncated`` and ``success`` (:func:`succeeded`) of the last of them
             and ``solved``, whether any had success, uint8 ``[n]``; what :data:`TOLD` names, where
             the worlds tell it, ``[n, ...]``, of each action of a chunk; and, by row, the tracebacks
@@ -225,7 +228,8 @@ class Worlds:
                         raise ValueError(f"a reward that is not finite: {gained}")
                     reward += gained
                     for name, column in told.items():
-                        column[row if single else (row, place)] = info[name]
+                        place_in = row if single else (row, place)
+                        column[place_in] = gained if name == GAINED else info[name]
                     success = succeeded(info)
                     solved = solved or success
                     terminated = terminated and not self._endless
@@ -354,11 +358,12 @@ class Worlds:
 
 def told_columns(names: Sequence[str], actions: np.ndarray) -> Arrays:
     """What worlds tell of steps that take ``actions`` ``[n, ...]``, zeros: ``performed`` is like
-    them, all else a number for each."""
+    them, all else a number for each. Of chunks also :data:`GAINED`."""
     each = actions.shape[:-1] if actions.dtype.kind == "f" else actions.shape
-    return {
+    found = {
         name: np.zeros(actions.shape if name == "performed" else each, TOLD[name]) for name in names
     }
+    return {**found, GAINED: np.zeros(each)} if len(each) > 1 else found
 
 
 def succeeded(info: Any) -> bool:

@@ -45,7 +45,8 @@ class StepOutputs:
     entropy: Tensor | None = None
     """Entropy of the action distribution, nats."""
     values: Tensor | None = None
-    """Value estimate of the state the action was taken in."""
+    """Value estimate of the state the action was taken in; or ``[B, T, C]`` of what is still to
+    come at each action of a chunk (:data:`rlinf.models.chunks.ValueLevel`)."""
 
 
 def joined(parts: Sequence[StepOutputs]) -> StepOutputs:

@@ -1,8 +1,27 @@
-"""Chunks of actions to imitate: at each step of an expert's episode the actions that follow."""
+"""Chunks of actions: what is valued of them, and what is imitated."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import numpy as np
+from torch import Tensor
+
+ValueLevel = Literal["chunk", "action"]
+"""What a policy values of a chunk: the state that it begins in, or what is still to come at each of
+its actions, all of which see that state."""
+VALUES = "value_head.fc2."
+"""The last layer of a head that says them."""
+
+
+def with_values(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stored tensors, with a network's own :data:`VALUES` where those stored are of the other
+    level, or of chunks of another length: that layer begins anew."""
+    return {
+        name: own[name] if name.startswith(VALUES) and own[name].shape != tensor.shape else tensor
+        for name, tensor in stored.items()
+    }
 
 
 def chunks_of(actions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

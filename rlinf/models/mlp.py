@@ -9,14 +9,14 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, StepOutputs
-from rlinf.models.chunks import chunks_of
+from rlinf.models.chunks import ValueLevel, chunks_of
 from rlinf.models.observed import Observed, ObservingPolicy, network
 
 
@@ -34,10 +34,23 @@ class MLPConfig(Section):
     """Largest magnitude of a (standardised) observation."""
     chunk: int = Field(default=1, gt=0)
     """Actions that are chosen at once and carried out one after the other."""
+    value_level: ValueLevel = "chunk"
+    """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
+    same then."""
+
+    @model_validator(mode="after")
+    def _chunks_are_valued(self) -> MLPConfig:
+        if self.value_level == "action" and self.chunk == 1:
+            raise ValueError(
+                "value_level: action is of chunks, and a step is one action here; set chunk above "
+                "1, or value_level to chunk"
+            )
+        return self
 
 
 class ActorCritic(Observed):
-    """From observations ``[..., D]`` to action parameters ``[..., A]`` and values ``[...]``."""
+    """From observations ``[..., D]`` to action parameters ``[..., A]`` and values ``[...]``, or
+    ``[..., C]`` of each action of a chunk."""
 
     def __init__(self, settings: dict[str, Any], features: int = 0) -> None:
         """``features``: how many numbers stand behind the observation."""
@@ -49,7 +62,8 @@ class ActorCritic(Observed):
         common, own = (sizes, sizes[-1:]) if settings["shared"] else (sizes[:1], sizes)
         self.trunk = network(common, last_gain=None)
         self.policy = network([*own, out], last_gain=0.01)
-        self.value = network([*own, 1], last_gain=1.0)
+        self._of_actions = settings.get("value_level") == "action"
+        self.value = network([*own, settings["chunk"] if self._of_actions else 1], last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((out,), float(settings["initial_log_std"])))
         self.log_std.requires_grad_(settings["action"]["kind"] == "box")
 
@@ -62,7 +76,8 @@ class ActorCritic(Observed):
         hidden = self.trunk(inputs if features is None else torch.cat([inputs, features], -1))
         # A copy: a sharded module frees its parameters after the forward pass.
         log_std = self.log_std.float().clone()
-        return self.policy(hidden).float(), log_std, self.value(hidden)[..., 0].float()
+        values = self.value(hidden).float()
+        return self.policy(hidden).float(), log_std, values if self._of_actions else values[..., 0]
 
 
 class MLPPolicy(ObservingPolicy):
@@ -90,7 +105,8 @@ class MLPPolicy(ObservingPolicy):
         mask = batch["mask"]
         counts = mask if self.chunk == 1 else mask[..., None, None]
         spread_out = spread * counts if entropy else None
-        return StepOutputs(logprobs * counts, spread_out, values * mask)
+        valued = mask if values.ndim == mask.ndim else mask[..., None]
+        return StepOutputs(logprobs * counts, spread_out, values * valued)
 
     def see(self, state: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What the network says of states ``[..., D]``; ``columns`` has what else there is."""
@@ -120,7 +136,8 @@ class MLPPolicy(ObservingPolicy):
     ) -> dict[str, Tensor]:
         """Of ``observation`` ``[n, D]``: ``action`` (int64 ``[n]`` or float32 ``[n, A]``),
         ``logprob`` and ``value``, float32 ``[n]``; of a chunk, actions ``[n, C]`` or ``[n, C, A]``
-        and log-probabilities ``[n, C, 1]`` or ``[n, C, A]``."""
+        and log-probabilities ``[n, C, 1]`` or ``[n, C, A]``, and of ``value_level`` ``action``
+        values ``[n, C]``."""
         out, log_std, values = self._parameters(observations["observation"], observations)
         if noise is None:
             actions = out.argmax(-1) if self.discrete else out

@@ -32,7 +32,7 @@ from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.models.chunks import chunks_of
+from rlinf.models.chunks import chunks_of, with_values
 from rlinf.models.cnn import PICTURE
 from rlinf.models.denoising import CHAIN, Denoising, log_deviation, times
 from rlinf.models.fit import check_fit
@@ -165,7 +165,7 @@ class SmolVLAPolicy(Policy):
         write_processors(folder, settings, statistics)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = SmolVLANetwork(settings, vlm, learned=config.noise == "learned")
+            module = _network(settings, vlm, config)
         _write(folder, module.state_dict())
 
     @classmethod
@@ -203,7 +203,7 @@ class SmolVLAPolicy(Policy):
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                module = SmolVLANetwork(settings, vlm, learned=config.noise == "learned")
+                module = _network(settings, vlm, config)
             tensors = load_tensors(folder / WEIGHTS)
             if (folder / HEADS).is_file():
                 tensors |= load_tensors(folder / HEADS)
@@ -215,6 +215,7 @@ class SmolVLAPolicy(Policy):
                 if name.startswith(OWN):
                     tensors.setdefault(name, tensor)
             tensors = {n: t for n, t in tensors.items() if n in own or not n.startswith(OWN)}
+            tensors = with_values(tensors, own)
             check_fit(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
             module.load_state_dict(tensors)
             tokenizer = read_tokenizer(folder / VLM)
@@ -295,7 +296,7 @@ class SmolVLAPolicy(Policy):
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
         """``action`` and ``logprob`` ``[n, C, D]``, ``chain`` ``[n, N + 1, C, max_action_dim]`` and
-        ``value`` ``[n]``, all float32."""
+        ``value`` ``[n]``, or ``[n, C]`` of each action, all float32."""
         state = observations["observation"]
         told = observations.get(INSTRUCTION)
         rows = instructions_of(None if told is None else told.cpu().numpy(), len(state))
@@ -372,6 +373,13 @@ class SmolVLAPolicy(Policy):
         size = len(self._state.low)
         scaled = self._state.normalised(observations[..., :size])
         return F.pad(scaled, (0, self._widths[0] - size))
+
+
+def _network(
+    settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig
+) -> SmolVLANetwork:
+    learned = config.noise == "learned"
+    return SmolVLANetwork(settings, vlm, learned=learned, value_level=config.value_level)
 
 
 def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:

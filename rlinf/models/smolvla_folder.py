@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Spec
+from rlinf.models.chunks import ValueLevel
 from rlinf.models.denoising import DenoisingConfig
 from rlinf.models.folder import check_links
 from rlinf.models.headers import read_object
@@ -67,6 +68,9 @@ class SmolVLAConfig(DenoisingConfig):
     """Denoising steps ``N``; null: the folder's, 4 of a new network."""
     chunk: int | None = Field(default=None, gt=0)
     """Actions that are carried out one after the other; null: the folder's, 8 of a new network."""
+    value_level: ValueLevel = "chunk"
+    """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
+    same then. Of a folder whose values are of the other, the last layer begins anew."""
     statistics: Path | None = None
     """A ``meta/stats.json`` of a data set of LeRobot's, by which states and actions are scaled
     instead; null: the folder's, and mean 0 and deviation 1 of a new network."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlinf.models.chunks import ValueLevel
 from rlinf.models.loading import without_dropout
 from rlinf.models.vision_tower import Perceptron
 
@@ -176,7 +177,12 @@ class SmolVLANetwork(nn.Module):
     """From pictures, instruction, state and noisy actions to velocities and a value."""
 
     def __init__(
-        self, settings: Mapping[str, Any], vlm: Mapping[str, Any], *, learned: bool
+        self,
+        settings: Mapping[str, Any],
+        vlm: Mapping[str, Any],
+        *,
+        learned: bool,
+        value_level: ValueLevel = "chunk",
     ) -> None:
         """
         Args:
@@ -189,7 +195,9 @@ class SmolVLANetwork(nn.Module):
         self.width, self.height = settings["resize_imgs_with_padding"]
         self.periods = (float(settings["min_period"]), float(settings["max_period"]))
         wide, narrow = vlm["text_config"]["hidden_size"], self.model.vlm_with_expert.width
-        self.value_head = Perceptron(wide, wide, 1)
+        self._value_level = value_level
+        values = int(settings["n_action_steps"]) if value_level == "action" else 1
+        self.value_head = Perceptron(wide, wide, values)
         self.noise_head = (
             Perceptron(narrow, narrow, settings["max_action_dim"]) if learned else None
         )
@@ -207,7 +215,7 @@ class SmolVLANetwork(nn.Module):
         *pictures: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Velocities and, where they are learned, what says the noise, float32 ``[n, K, C, A]``,
-        and values float32 ``[n]``.
+        and values as of :meth:`value`.
 
         Args:
             prompt: token ids ``[n, L]``, filled up on the right.
@@ -275,5 +283,6 @@ class SmolVLANetwork(nn.Module):
         return model.action_out_proj(hidden).float(), spread
 
     def value(self, prefix: Prefix) -> Tensor:
-        """float32 ``[n]``."""
-        return self.value_head(prefix.last)[:, 0].float()
+        """float32 ``[n]``, or ``[n, C]`` of each action that is carried out."""
+        values = self.value_head(prefix.last).float()
+        return values if self._value_level == "action" else values[:, 0]

@@ -36,7 +36,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.action_bins import STATISTICS, ActionBins, read_statistics
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.models.chunks import chunks_of
+from rlinf.models.chunks import chunks_of, with_values
 from rlinf.models.cnn import PICTURE
 from rlinf.models.fit import stored_shapes
 from rlinf.models.headers import check_headers, read_settings
@@ -98,7 +98,8 @@ class VLAPolicy(Policy):
             check_headers(source)
             read_tokenizer(source)
             check_task(settings, spec)
-            check_weights(source, stored_shapes(source), outline(source, settings))
+            network = outline(source, settings, config.value_level)
+            check_weights(source, stored_shapes(source), network)
         else:
             name, found = cls._statistics(config, spec)
             if len(found["action"]["q01"]) != action["size"]:
@@ -129,7 +130,7 @@ class VLAPolicy(Policy):
             (folder / PREPROCESSOR).write_text(json.dumps(new_preprocessor(settings), indent=1))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = VLANetwork(vla_settings(folder))
+            module = VLANetwork(vla_settings(folder), config.value_level)
         save_file(module.state_dict(), folder / WEIGHTS, {"format": "pt"})
 
     @staticmethod
@@ -152,13 +153,14 @@ class VLAPolicy(Policy):
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                module = VLANetwork(settings)
+                module = VLANetwork(settings, config.value_level)
             tensors = read_weights(folder)
             check_weights(folder, {n: t.shape for n, t in tensors.items()}, module)
             if module.places is not None and "places" not in tensors:
                 # OpenVLA-OFT's places are empty.
                 tensors["places"] = torch.zeros_like(module.places)
-            module.load_state_dict({**module.state_dict(), **tensors})
+            own = module.state_dict()
+            module.load_state_dict({**own, **with_values(tensors, own)})
             bins = ActionBins.of(found["action"], module.first, module.bins)
             tokenizer = read_tokenizer(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -218,7 +220,7 @@ class VLAPolicy(Policy):
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
         """``action`` float32 ``[n, C, D]``, ``tokens`` int64 and ``logprob`` float32 alike, and
-        ``value`` float32 ``[n]``."""
+        ``value`` float32 ``[n]``, or ``[n, C]`` of each action."""
         state = observations["observation"]
         told = observations.get(INSTRUCTION)
         rows = instructions_of(None if told is None else told.cpu().numpy(), len(state))

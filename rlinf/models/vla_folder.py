@@ -20,6 +20,7 @@ from rlinf.config import Section
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_bins import STATISTICS, choose_statistics, read_statistics
 from rlinf.models.base import Spec
+from rlinf.models.chunks import VALUES, ValueLevel
 from rlinf.models.fit import Shapes, check_fit
 from rlinf.models.headers import read_object, read_settings
 from rlinf.models.images import PREPROCESSOR
@@ -78,6 +79,9 @@ class VLAConfig(Section):
     """Side of a patch, pixels."""
     chunk: int = Field(default=8, gt=0)
     """Actions that are chosen at once and carried out one after the other."""
+    value_level: ValueLevel = "chunk"
+    """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
+    same then. Of a folder whose values are of the other, the last layer begins anew."""
     proprio: int = Field(default=0, ge=0)
     """So many leading numbers of the state are seen as a token; 0: pictures and the instruction
     alone."""
@@ -295,11 +299,14 @@ def check_weights(folder: Path, shapes: Shapes, module: nn.Module) -> None:
         DataError: they are not; names files and tensors.
     """
     own = {name: t.shape for name, t in module.state_dict().items() if name.startswith(OWN)}
+    anew = {name: shape for name, shape in own.items() if name.startswith(VALUES)}
     files = ", ".join(path.name for path in tensor_files(folder))
-    check_fit(f"model.path: {folder}: {files}", {**own, **shapes}, module)
+    check_fit(f"model.path: {folder}: {files}", {**own, **shapes, **anew}, module)
 
 
-def outline(folder: Path, settings: Mapping[str, Any]) -> VLANetwork:
+def outline(
+    folder: Path, settings: Mapping[str, Any], value_level: ValueLevel = "chunk"
+) -> VLANetwork:
     """The network of a folder, without memory.
 
     Raises:
@@ -310,7 +317,7 @@ def outline(folder: Path, settings: Mapping[str, Any]) -> VLANetwork:
     malformed = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
     try:
         with torch.device("meta"):
-            return VLANetwork(settings)
+            return VLANetwork(settings, value_level)
     except (*malformed, StrictDataclassError) as error:
         raise DataError(
             f"model.path: {folder}/config.json describes no network ({error!r}); fetch it again"

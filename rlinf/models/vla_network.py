@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlinf.models.chunks import ValueLevel
 from rlinf.models.vision_tower import Perceptron, PretrainedTower, VisionTower
 
 TOWERS = ("featurizer", "fused_featurizer")
@@ -89,7 +90,7 @@ class VLANetwork(nn.Module):
 
     places: nn.Parameter | None
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], value_level: ValueLevel = "chunk") -> None:
         """``settings``: :func:`rlinf.models.vla_folder.vla_settings` of a folder."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -118,7 +119,8 @@ class VLANetwork(nn.Module):
         # apart in the others: a small network takes long to learn that.
         learned = None if self.fused else nn.Parameter(0.02 * torch.randn(self._places, width))
         self.register_parameter("places", learned)
-        self.value_head = Perceptron(width, width, 1)
+        self._value_level = value_level
+        self.value_head = Perceptron(width, width, self.chunk[0] if value_level == "action" else 1)
         nn.init.zeros_(self.value_head.fc2.weight)
         nn.init.zeros_(self.value_head.fc2.bias)
 
@@ -136,7 +138,8 @@ class VLANetwork(nn.Module):
     def forward(
         self, prompt: Tensor, there: Tensor, state: Tensor | None, **pictures: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits float32 ``[n, C, D, bins]`` and values float32 ``[n]``.
+        """Logits float32 ``[n, C, D, bins]`` and values float32 ``[n]``, or ``[n, C]`` of each
+        action.
 
         Args:
             prompt: token ids ``[n, L]``, filled up on the left.
@@ -178,4 +181,5 @@ class VLANetwork(nn.Module):
         before = hidden[:, first - 1 : first - 1 + self._places]
         head = self.language_model.lm_head.weight[self.first : self.first + self.bins]
         logits = F.linear(before, head).float().reshape(len(prompt), *self.chunk, self.bins)
-        return logits, self.value_head(before[:, 0])[:, 0].float()
+        values = self.value_head(before[:, 0]).float()
+        return logits, values if self._value_level == "action" else values[:, 0]

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlinf.channels.world import World
 from rlinf.config import Section
-from rlinf.data.counted import counted, credited
+from rlinf.data.counted import counted, counted_actions, credited
 from rlinf.data.outcomes import one_number_is_of_several
 from rlinf.data.record import Record
 from rlinf.errors import InputError
@@ -44,7 +44,8 @@ class Resources:
 
 
 Worth = float | np.ndarray
-"""One number for a whole trajectory, or ``[T]`` one for each of its steps."""
+"""One number for a whole trajectory, or ``[T]`` one for each of its steps; where those are chunks
+of actions, also ``[T, C]`` one for each action."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Judgement:
     """Of a simulator's episodes that are judged as a whole: bool ``[T]``, true at the last step of
     each. Nothing comes after it, also where the episode was cut off: what a critic says of the
     state there would be the same outcome again. None: episodes end where the simulator says."""
+
+
+def per_step(worth: np.ndarray) -> np.ndarray:
+    """Of each step, float32 ``[T]``, what is given of each, or of each action of each."""
+    return worth if worth.ndim == 1 else worth.sum(1, dtype=np.float64).astype(np.float32)
 
 
 class Reward(Part, ABC):
@@ -105,20 +111,23 @@ class Reward(Part, ABC):
             For each one number, which goes on its last step that counts, or one for each step; of a
             step that does not count it goes on the last one before it that does. Where a
             simulator's trajectory holds several episodes (:mod:`rlinf.data.outcomes`), one for each
-            step. A :class:`Judgement` of one that could not be judged.
+            step. Where a step is a chunk of actions, one for each step goes on the last of them
+            that was carried out, or there is one for each of them. A :class:`Judgement` of one that
+            could not be judged.
         """
 
     @final
     def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
         """Rewards per step, float32 ``[T]`` for each trajectory; raises as :meth:`judgements`."""
         found = self.judgements(trajectories, scores)
-        return [np.asarray(judgement.worth, np.float32) for judgement in found]
+        return [per_step(np.asarray(judgement.worth, np.float32)) for judgement in found]
 
     @final
     def judgements(
         self, trajectories: Sequence[Record], scores: Sequence[float]
     ) -> list[Judgement]:
-        """What :meth:`judge` says, worths as float32 ``[T]``, on steps that count alone.
+        """What :meth:`judge` says, worths as float32 ``[T]``, on steps that count alone; where
+        steps are chunks of actions ``[T, C]``, on actions that count alone.
 
         A trajectory without any such step has none to be rewarded for: zeros.
 
@@ -135,25 +144,27 @@ class Reward(Part, ABC):
         found = []
         for trajectory, said in zip(trajectories, judged, strict=True):
             judgement = said if isinstance(said, Judgement) else Judgement(said)
-            found.append(replace(judgement, worth=self._per_step(trajectory, judgement.worth)))
+            found.append(replace(judgement, worth=self._placed(trajectory, judgement.worth)))
         return found
 
-    def _per_step(self, trajectory: Record, given: Worth) -> np.ndarray:
+    def _placed(self, trajectory: Record, given: Worth) -> np.ndarray:
         worth, length = np.asarray(given, np.float64), len(trajectory)
         where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
-        if worth.shape not in ((), (length,)):
+        actions = counted_actions(trajectory)
+        if worth.shape not in ((), (length,), () if actions is None else actions.shape):
+            each = "" if actions is None else f", or for each of their {actions.shape[1]} actions"
             raise InputError(
                 f"{where} got rewards of shape {list(worth.shape)}; give one number, or one for "
-                f"each of its {length} steps"
+                f"each of its {length} steps{each}"
             )
         if not np.isfinite(worth).all():
             raise InputError(
                 f"{where} got {worth[~np.isfinite(worth)].flat[0]}; a reward must be finite, or it "
                 "makes every weight so"
             )
-        counts = counted(trajectory)
+        counts = counted(trajectory) if actions is None else actions
         if not counts.any():
-            return np.zeros(length, np.float32)
+            return np.zeros(counts.shape, np.float32)
         if not worth.ndim:
             if one_number_is_of_several(trajectory):
                 raise InputError(
@@ -162,7 +173,11 @@ class Reward(Part, ABC):
                     "or set rollout.group_size above 1: a sample is one episode then"
                 )
             worth = np.append(np.zeros(length - 1), worth)
-        return credited(worth, counts)
+        if worth.shape != counts.shape:
+            # What a chunk is worth came of all that was done in it, and lies on the last of that.
+            last = np.where(counts.any(1), counts.cumsum(1).argmax(1), 0)
+            worth = worth[:, None] * (np.arange(counts.shape[1]) == last[:, None])
+        return credited(worth.ravel(), counts.ravel()).reshape(counts.shape)
 
     def close(self) -> None:
         """Free devices and end processes of its own."""

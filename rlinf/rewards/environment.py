@@ -1,4 +1,4 @@
-"""The rewards a simulator gave, step by step."""
+"""The rewards a simulator gave, step by step; of chunks of actions, action by action."""
 
 from __future__ import annotations
 
@@ -27,7 +27,5 @@ class EnvironmentReward(Reward):
     config: EnvironmentConfig
 
     def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        return [
-            np.asarray(trajectory.steps["rewards"], np.float32) * self.config.scale
-            for trajectory in trajectories
-        ]
+        given = [t.steps.get("action_rewards", t.steps["rewards"]) for t in trajectories]
+        return [np.asarray(rewards, np.float32) * self.config.scale for rewards in given]

@@ -72,6 +72,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmoe": {},
 }
 """Of language models, beside the first one, with what lets them show what is their own."""
+OF_ACTIONS = "values of actions"
+VALUED = {"value_level": "action", "chunk": 3}
+"""Of policies that choose chunks of actions and may value each."""
 CASES = [(name, kind, "") for name in parts(policies) for kind in kinds(name)]
 CASES += [
     (name, "tokens", architecture)
@@ -79,6 +82,12 @@ CASES += [
     if "tokens" in kinds(name)
     for architecture in ARCHITECTURES
     if name == "causal_lm" or (name == "causal_lm_critic" and architecture == "gemma2")
+]
+CASES += [
+    (name, kind, OF_ACTIONS)
+    for name in policies.names()
+    if "value_level" in policies.get(name).Config.model_fields
+    for kind in kinds(name)
 ]
 
 
@@ -88,10 +97,10 @@ class Tried:
     def __init__(self, case: tuple[str, str, str], folder: Path) -> None:
         name, self.kind, architecture = case
         self.cls = policies.get(name)
-        further = ARCHITECTURES.get(architecture, {})
-        if architecture:
+        further = VALUED if architecture == OF_ACTIONS else ARCHITECTURES.get(architecture, {})
+        if architecture in ARCHITECTURES:
             further = {"architecture": architecture, **further}
-        self.options = self.cls.Config(**SMALL.get(name, {}), **further)
+        self.options = self.cls.Config(**SMALL.get(name, {}) | further)
         self.first, self.folder = folder / "first", folder / "served"
         for each in (self.first, self.folder):
             each.mkdir()
@@ -175,6 +184,22 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
     for record, row in zip(records, judged, strict=True):
         acted = record.steps["logprobs"].reshape(len(record), -1)
         np.testing.assert_allclose(row[:, : acted.shape[1]], acted, atol=1e-5)
+        if "values" in record.steps:
+            values = record.steps["values"].reshape(len(record), -1)
+            np.testing.assert_allclose(row[:, -values.shape[1] :], values, atol=1e-5)
+
+
+def test_there_is_a_value_for_each_step_or_for_each_action_of_its_chunk(tried: Tried) -> None:
+    if not tried.acts:
+        return
+    valued = getattr(tried.options, "value_level", "chunk") == "action"
+    record = tried.record(0, 6)
+    with torch.no_grad():
+        said = tried.policy.evaluate(tried.policy.collate([record]), 1.0)
+    if said.values is not None:
+        assert said.values.shape == (1, 6, *[3] * valued)
+    if "values" in record.steps:
+        assert record.steps["values"].shape == (6, *[3] * valued)
 
 
 def generated(tried: Tried, temperature: float) -> list[Record]:
@@ -231,16 +256,21 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
     if tried.kind == "box":
         return
     record = tried.record(1, 1)
+    # Of a chunk the first action is varied.
+    rest = record.steps["actions"].shape[1:] if tried.kind == "discrete" else ()
     count = 3
     if tried.kind == "tokens":
         count = tried.policy.network.config.get_text_config().vocab_size
     every = []
     for action in range(count):
-        steps = {**record.steps, "actions": np.array([action])}
+        actions = np.zeros((1, *rest), np.int64)
+        actions[(0,) * actions.ndim] = action
+        steps = {**record.steps, "actions": actions}
         every.append(Record(Identity(0, action), steps, record.context))
     rows = np.stack(tried.judged(every, temperature))[:, 0].astype(np.float64)
     assert np.exp(rows[:, 0]).sum() == pytest.approx(1, abs=1e-5)
-    assert -(np.exp(rows[:, 0]) * rows[:, 0]).sum() == pytest.approx(rows[0, 1], abs=1e-5)
+    entropy = rows[0, 1 if not rest else rest[0]]
+    assert -(np.exp(rows[:, 0]) * rows[:, 0]).sum() == pytest.approx(entropy, abs=1e-5)
 
 
 def test_saving_and_loading_keeps_everything(tried: Tried) -> None:

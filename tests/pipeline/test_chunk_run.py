@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.commands.experiment import execute
+from pipeline.metrics import collect
 from rlinf.artifacts import read_manifest
 from rlinf.channels.file import FileReader
 from rlinf.data.record import Record
@@ -51,6 +52,30 @@ def test_two_iterations_agree_about_log_probs_at_every_level(compose: Compose, l
             assert (record.steps["submask"].sum((1, 2)) == record.steps["executed"]).all()
             cut_short += int((record.steps["executed"] < 3).sum())
         assert cut_short, "episodes of CartPole end within chunks"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_actions_with_values_of_their_own_are_learned_from(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """Through rollout, reward, inference and training; the critic alone learns at first."""
+    pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+    words = ["model.value_level=action", "algorithm.logprob_level=action"]
+    values = compose(*SMALL, *words, "algorithm.critic_warmup=1", experiment="cartpole_ppo")
+    execute(values)
+    records, measured = rolled_out(values, 1)
+    assert measured["logprob_gap_max"] < 1e-5
+    for record in records:
+        steps = record.steps
+        assert steps["values"].shape == steps["action_rewards"].shape == (16, 3)
+        assert (steps["values"][:, 0] != steps["values"][:, 1]).all()
+        # CartPole gives 1 for each action.
+        assert (steps["action_rewards"].sum(1) == steps["executed"]).all()
+    warming, learning = collect(tmp_path / "cartpole_ppo")
+    assert warming["train/kl_old"] == pytest.approx(0, abs=1e-9)
+    assert learning["train/kl_old"] > 1e-6
+    assert warming["train/value_loss"] > 0
+    assert learning["train/value_loss"] != warming["train/value_loss"]
 
 
 @pytest.mark.usefixtures("undrawn")

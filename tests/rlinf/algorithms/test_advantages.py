@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.advantages import generalised, group_means, group_relative, whiten
+from rlinf.algorithms.advantages import (
+    generalised,
+    generalised_of_actions,
+    group_means,
+    group_relative,
+    whiten,
+)
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.data.batch import StepBatch
 from tests.contracts.test_algorithm import batch_of
@@ -106,6 +112,58 @@ def test_steps_that_do_not_count_take_no_time(seed: int, gamma: float, lam: floa
     counts = torch.tensor(mask) != 0
     torch.testing.assert_close(got[:, counts], want)
     assert not got[:, ~counts].any()
+
+
+@given(st.integers(0, 500), st.integers(1, 4), st.floats(0.5, 1), st.floats(0, 1), st.booleans())
+def test_actions_of_chunks_are_as_if_each_were_a_step(
+    seed: int, length: int, gamma: float, lam: float, open_: bool
+) -> None:
+    """What was carried out of each chunk, one action after another; against the sum of discounted
+    errors over that list (arXiv 1506.02438, eq. 16)."""
+    random = np.random.default_rng(seed)
+    n, t = 3, 5
+    rewards, values = random.normal(size=(2, n, t, length))
+    done = np.full((n, t), length)
+    terminated, truncated, bootstrap = np.zeros((3, n, t))
+    steps = random.integers(1, t + 1, n)
+    for row, count in enumerate(steps):
+        for at in range(count):
+            last = at + 1 == count
+            how = random.integers(3) if not last or open_ else random.integers(1, 3)
+            terminated[row, at], truncated[row, at] = how == 1, how == 2
+            if how:
+                done[row, at] = random.integers(1, length + 1)
+            if how == 2 or (last and how == 0):
+                bootstrap[row, at] = random.normal()
+    counts = np.arange(length) < done[..., None]
+    counts &= (np.arange(t) < steps[:, None])[..., None]
+    rewards *= counts
+    given = [rewards, values, terminated, truncated, bootstrap, counts.astype(float)]
+    got, returns = generalised_of_actions(*map(torch.tensor, given), gamma, lam)
+    assert got.shape == returns.shape == rewards.shape
+
+    for row in range(n):
+        places = list(zip(*np.nonzero(counts[row]), strict=True))
+        for first, begin in enumerate(places):
+            total, factor = 0.0, 1.0
+            for number, (at, action) in enumerate(places[first:], first):
+                end = action + 1 == done[row, at]
+                ends = end and (terminated[row, at] or truncated[row, at])
+                final = number + 1 == len(places)
+                ahead = bootstrap[row, at] if ends or final else values[row][places[number + 1]]
+                ahead = 0.0 if end and terminated[row, at] else ahead
+                error = rewards[row, at, action] + gamma * ahead - values[row, at, action]
+                total += factor * error
+                if ends:
+                    break
+                factor *= gamma * lam
+            assert abs(float(got[(row, *begin)]) - total) < 1e-9
+    torch.testing.assert_close(returns, (got + torch.tensor(values)) * torch.tensor(counts))
+    assert not got[torch.tensor(~counts)].any()
+    if length == 1:
+        flat = [column[..., 0] if column.ndim > 2 else column for column in given]
+        same, _ = generalised(*map(torch.tensor, flat), gamma, lam)
+        torch.testing.assert_close(got[..., 0], same)
 
 
 @given(

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
-from rlinf.algorithms.levels import at_level
+from rlinf.algorithms.levels import at_level, mask_of
+from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.algorithms.shares import step_shares
+from rlinf.algorithms.update import less, unit_divergence
 from rlinf.data.batch import StepBatch
 from rlinf.data.packing import Span
 from rlinf.models.base import StepOutputs
@@ -194,3 +196,105 @@ def test_the_loss_does_not_depend_on_the_cut(seed: int, level: str) -> None:
         )
         total = total + loss
     torch.testing.assert_close(total, whole)
+
+
+def valued(seed: int) -> tuple[StepBatch, StepOutputs]:
+    """Chunks of three actions of two numbers each, every action with a value and a reward."""
+    random = np.random.default_rng(seed)
+    shape = (4, 5, 3)
+    done = random.integers(1, 4, shape[:2])
+    mask = random.random(shape[:2]) < 0.8
+    counts = (np.arange(3) < done[..., None]) & mask[..., None]
+    ends = (random.random(shape[:2]) < 0.3) & mask
+
+    def drawn_like(*size: int) -> Tensor:
+        return torch.tensor(random.normal(size=size), dtype=torch.float32)
+
+    rewards = drawn_like(*shape) * torch.tensor(counts)
+    old = drawn_like(*shape, 2)
+    batch = StepBatch(
+        mask=torch.tensor(mask, dtype=torch.float32),
+        rewards=rewards.sum(-1),
+        action_rewards=rewards,
+        groups=torch.zeros(4, dtype=torch.int64),
+        old_logprobs=old,
+        reference_logprobs=old + 0.2 * drawn_like(*shape, 2),
+        terminated=torch.tensor(ends, dtype=torch.float32),
+        truncated=torch.zeros(shape[:2]),
+        bootstrap=torch.zeros(shape[:2]),
+        values=drawn_like(*shape),
+        submask=torch.tensor(counts[..., None].repeat(2, -1), dtype=torch.float32),
+    )
+    said = StepOutputs(
+        (old + 0.2 * drawn_like(*shape, 2)).requires_grad_(),
+        drawn_like(*shape, 2).abs(),
+        drawn_like(*shape).requires_grad_(),
+    )
+    return batch, said
+
+
+def as_steps(batch: StepBatch, said: StepOutputs) -> tuple[StepBatch, StepOutputs]:
+    """The same with every action as a step of its own, and an episode's end on the last of them."""
+    assert batch.submask is not None
+    assert batch.action_rewards is not None
+    assert said.entropy is not None
+    assert said.values is not None
+
+    def at_the_end(column: Tensor) -> Tensor:
+        wide = torch.zeros_like(batch.require("action_rewards"))
+        wide[..., -1] = column
+        return wide.flatten(1)
+
+    other = replace(
+        batch,
+        mask=(batch.submask[..., 0] * batch.mask[..., None]).flatten(1),
+        rewards=batch.action_rewards.flatten(1),
+        action_rewards=None,
+        submask=batch.submask.flatten(1, 2),
+        **{n: batch.require(n).flatten(1, 2) for n in ("old_logprobs", "reference_logprobs")},
+        **{n: at_the_end(batch.require(n)) for n in ("terminated", "truncated", "bootstrap")},
+        values=batch.require("values").flatten(1),
+    )
+    columns = (said.logprobs.flatten(1, 2), said.entropy.flatten(1, 2), said.values.flatten(1))
+    return other, StepOutputs(*columns)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    level=st.sampled_from(["token", "action"]),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    kl_reward=st.sampled_from([0.0, 0.3]),
+)
+def test_actions_with_values_of_their_own_are_learned_from_as_steps_are(
+    seed: int, level: Any, aggregation: Any, kl_reward: float
+) -> None:
+    """Advantages, whitening, what is taken from rewards, both losses and their gradients."""
+    batch, said = valued(seed)
+    config = PPOConfig(
+        logprob_level=level, aggregation=aggregation, epochs=2, entropy_bonus=0.05, value_clip=0.5
+    )
+    algorithm, found = PPO(config), []
+    for columns, outputs in ((batch, said), as_steps(batch, said)):
+        reduced = at_level(columns, level)
+        reduced = less(reduced, kl_reward * unit_divergence(reduced, "k1"))
+        reduced = algorithm.judged(reduced)
+        units = reduced.require("units")
+        weights, mass = step_shares(units.flatten(1), aggregation)
+        weights = weights.view(units.shape) / max(1, mass)
+        policy: Any = Saying(outputs)
+        loss, metrics = algorithm.objective(
+            policy, {}, reduced, weights, temperature=1.0, entropy=True
+        )
+        gradients = torch.autograd.grad(loss, [said.logprobs, said.values])  # type: ignore[list-item]
+        counts = mask_of(reduced, reduced.require("advantages"))
+        assert not reduced.require("advantages")[counts == 0].any()
+        found.append((loss, metrics, gradients, reduced.require("advantages").flatten(1)))
+    (one, metrics, gradients, advantages), (other, expected, wanted, gains) = found
+    torch.testing.assert_close(advantages, gains)
+    torch.testing.assert_close(one, other)
+    assert metrics.keys() == expected.keys()
+    for name, value in metrics.items():
+        torch.testing.assert_close(value, expected[name])
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, want)
+    assert wanted[1].abs().sum() > 0 or not batch.mask.any()

@@ -20,7 +20,7 @@ from rlinf.algorithms.reinforce_plus_plus import (
     ReinforcePlusPlusConfig,
 )
 from rlinf.algorithms.rloo import RLOO, RLOOConfig
-from rlinf.algorithms.update import reward_divergence
+from rlinf.algorithms.update import less, unit_divergence
 from rlinf.config import validate
 from rlinf.data.batch import StepBatch
 from rlinf.errors import ConfigError
@@ -116,16 +116,15 @@ def test_the_divergence_of_every_token_that_counts_is_taken_from_its_reward(
         units=batch.mask,
     )
     want = kl_estimate(torch.tensor(-1.0), torch.tensor(-1.5), kind)
-    torch.testing.assert_close(reward_divergence(batch, kind), torch.tensor([[float(want), 0.0]]))
+    torch.testing.assert_close(unit_divergence(batch, kind), torch.tensor([[float(want), 0.0]]))
     tokens = replace(
         batch,
         old_logprobs=torch.tensor([[[-1.0, -1.0], [-1.0, -1.0]]]),
         reference_logprobs=torch.tensor([[[-1.5, -1.5], [-9.0, -9.0]]]),
         units=torch.tensor([[[1.0, 1.0], [0.0, 0.0]]]),
     )
-    torch.testing.assert_close(
-        reward_divergence(tokens, kind), torch.tensor([[2 * float(want), 0.0]])
-    )
+    remains = less(tokens, 0.5 * unit_divergence(tokens, kind)).rewards
+    torch.testing.assert_close(remains, torch.tensor([[-float(want), 1.0]]))
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +16,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.algorithms.levels import at_level
 from rlinf.algorithms.ppo import PPO, PPOConfig
-from rlinf.config import validate
+from rlinf.config import Section, validate
 from rlinf.data.batch import Sample, assemble
 from rlinf.data.instructions import INSTRUCTION, decoded
 from rlinf.data.record import Identity, Record
+from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.envs.seen import encoded
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.rewards.base import Resources, Reward
+from rlinf.rewards.environment import EnvironmentConfig, EnvironmentReward
 from rlinf.seeding import generator
 from stages.collect import collect
+from stages.reward import judged
 
 WORDS = "tests.rlinf.envs.speaking_worlds:make"
 
 
 def collected(
-    task: GymConfig, chunk: int, *, horizon: int, seed: int = 0, split: Any = "train"
+    task: GymConfig,
+    chunk: int,
+    *,
+    horizon: int,
+    seed: int = 0,
+    split: Any = "train",
+    value_level: Any = "chunk",
 ) -> tuple[list[Record], MLPPolicy]:
     """Experience of three samples with a policy of chunks, and that policy."""
-    policy = MLPConfig(hidden=(8,), chunk=chunk)
+    policy = MLPConfig(hidden=(8,), chunk=chunk, value_level=value_level)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         MLPPolicy.create(policy, GymEnvironment.measured(task), seed, folder)
@@ -64,11 +77,13 @@ def replayed(task: GymConfig, record: Record, seed: int, split: str) -> dict[str
             seen = world.reset(seed=int(random.integers(2**31)))[0]
             episode, over = episode + 1, False
         row = {"observations": seen.astype(np.float32), "rewards": 0.0, "executed": 0}
+        gained = row["action_rewards"] = np.zeros(len(chunk))
         ends = (False, False)
         for action in chunk:
             box = hasattr(world.action_space, "low")
             taken = np.clip(action, world.action_space.low, world.action_space.high) if box else 0
             seen, reward, *ends, _ = world.step(taken if box else int(action))
+            gained[row["executed"]] = reward
             row["rewards"] += float(reward)
             row["executed"] += 1
             if any(ends):
@@ -152,6 +167,94 @@ def test_advantages_of_chunks_are_those_of_their_summed_rewards() -> None:
                     break
             assert float(found[n, t]) == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert {(True, False), (False, True)} <= kinds
+
+
+def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
+    """From the simulator's rewards of each, which the reward passes on, to the advantages of all
+    that was carried out; after a cut comes the first value of what was shown then."""
+    gamma, lam = 0.9, 0.8
+    task = GymConfig(id="Pendulum-v1", kwargs={"max_episode_steps": 9})
+    records, policy = collected(task, 4, horizon=7, value_level="action")
+    reward = EnvironmentReward(EnvironmentConfig(scale=0.1), Resources())
+    verdict = judged(reward, PPO(PPOConfig()), None, records, Counter())
+    given = [
+        Record(r.identity, s, info={"keep": 1})
+        for r, s in zip(records, verdict.rewards, strict=True)
+    ]
+    batch = at_level(assemble(list(map(Sample, records, given))), "action")
+    config = PPOConfig(gamma=gamma, gae_lambda=lam, whiten_advantages=False, logprob_level="action")
+    found, returns = PPO(config).advantages(batch)
+    cuts = 0
+    for n, record in enumerate(records):
+        steps = record.steps
+        assert steps["values"].shape == (7, 4)
+        for at, seen in zip(
+            record.context[CUT_STEPS], record.context[CUT_OBSERVATIONS], strict=True
+        ):
+            with torch.no_grad():
+                said = policy.act({"observation": torch.tensor(seen)[None]}, None, 0.0)["value"]
+            assert steps["bootstrap"][at] == pytest.approx(float(said[0, 0]), abs=1e-5)
+            cuts += 1
+        np.testing.assert_allclose(0.1 * steps["rewards"], given[n].steps["rewards"], rtol=1e-5)
+        places = [(t, c) for t in range(7) for c in range(int(steps["executed"][t]))]
+        assert len(places) < 7 * 4
+        for first, begin in enumerate(places):
+            expected, weight = 0.0, 1.0
+            for k, (t, c) in enumerate(places[first:], first):
+                over = c + 1 == steps["executed"][t] and steps["truncated"][t]
+                last = k + 1 == len(places)
+                after = steps["bootstrap"][t] if over or last else steps["values"][places[k + 1]]
+                gain = 0.1 * steps["action_rewards"][t, c]
+                expected += weight * (gain + gamma * after - steps["values"][t, c])
+                weight *= gamma * lam
+                if over:
+                    break
+            assert float(found[(n, *begin)]) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+            wanted = expected + steps["values"][begin]
+            assert float(returns[(n, *begin)]) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    assert cuts > 3
+
+
+class Given(Reward):
+    """What a test says."""
+
+    Config = Section
+    needs_score = False
+    says: Any = None
+
+    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Any]:
+        return [self.says for _ in trajectories]
+
+
+def test_what_a_chunk_is_worth_lies_on_the_last_action_that_was_carried_out() -> None:
+    """Also what a step was given that does not count: it goes to the action before."""
+    steps = {
+        "actions": np.zeros((4, 3, 1), np.float32),
+        "executed": np.array([3, 2, 1, 3], np.int32),
+        "mask": np.array([1, 1, 0, 0], np.float32),
+    }
+    record = Record(Identity(0, 0), steps)
+    reward = Given(Section(), Resources())
+    each = np.arange(1.0, 13).reshape(4, 3)
+    for said, wanted in (
+        (5.0, [[0, 0, 0], [0, 5, 0]]),
+        (np.array([1.0, 2, 3, 4]), [[0, 0, 1], [0, 9, 0]]),
+        # What was left out of a chunk was not carried out: it goes to what came before it, too.
+        (each, [[1, 2, 3], [4, 5 + 6 + each[2:].sum(), 0]]),
+    ):
+        reward.says = said
+        (judgement,) = reward.judgements([record], [])
+        assert np.asarray(judgement.worth).tolist() == [*wanted, [0, 0, 0], [0, 0, 0]]
+        (rewards,) = reward.rewards([record], [])
+        assert rewards.dtype == np.float32
+        assert rewards.tolist() == [*map(sum, wanted), 0, 0]
+    reward.says = np.zeros((4, 2))
+    with pytest.raises(InputError, match=r"shape \[4, 2\]; .* 4 steps, or for .* 3 actions"):
+        reward.judgements([record], [])
+    none = Record(Identity(0, 0), {**steps, "mask": np.zeros(4, np.float32)})
+    reward.says = each
+    (judgement,) = reward.judgements([none], [])
+    assert np.asarray(judgement.worth).tolist() == [[0, 0, 0]] * 4
 
 
 @pytest.mark.parametrize("processes", [0, 1])

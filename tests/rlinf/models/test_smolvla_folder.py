@@ -162,3 +162,24 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(vlm))
     with pytest.raises(DataError, match=r"tokens and the model 50; they do not belong together"):
         SmolVLAPolicy.load(tmp_path, SmolVLAConfig())
+
+
+def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_their_actions(
+    tmp_path: Path,
+) -> None:
+    """All else is taken over; and the other way round."""
+    state = made(tmp_path / "one").module.state_dict()
+    for level, size, source in (("action", 4, "one"), ("chunk", 1, "action_saved")):
+        config = SmolVLAConfig(path=tmp_path / source, value_level=level)  # type: ignore[arg-type]
+        (tmp_path / level).mkdir()
+        SmolVLAPolicy.create(config, SPEC, 5, tmp_path / level)
+        policy = SmolVLAPolicy.load(tmp_path / level, config)
+        found = policy.module.state_dict()
+        assert found["value_head.fc2.weight"].shape[0] == size
+        assert not found["value_head.fc2.weight"].any(), "it begins anew, at zero"
+        assert all(torch.equal(t, state[n]) for n, t in found.items() if "value_head.fc2." not in n)
+        saved = tmp_path / f"{level}_saved"
+        saved.mkdir()
+        policy.save(saved, found)
+        again = SmolVLAPolicy.load(saved, config).module.state_dict()
+        assert all(torch.equal(t, found[n]) for n, t in again.items())
