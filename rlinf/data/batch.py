@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.counted import counted
+from rlinf.data.counted import counted, counted_actions, on_last_actions
 from rlinf.data.packing import Span
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
@@ -143,7 +143,8 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
     """Step columns of samples.
 
     Raises:
-        InputError: a reward lies on a step that does not count.
+        InputError: a reward lies on a step that does not count, or a step that is no chunk has
+            several values.
     """
     trajectories = [sample.trajectory for sample in rows]
     length = max(map(len, trajectories))
@@ -192,6 +193,25 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),
         values=values,
-        action_rewards=column(1, "action_rewards") if of_actions else None,
+        action_rewards=_of_actions(rows, length) if of_actions else None,
         reference_logprobs=column(2, "reference_logprobs"),
     )
+
+
+def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
+    """Rewards of each action of chunks, ``[N, T, C]``; where a stage gave those of chunks alone, on
+    the last that was carried out."""
+    found = []
+    for sample in rows:
+        given = {} if sample.reward is None else sample.reward.steps
+        rewards, actions = given.get("action_rewards"), counted_actions(sample.trajectory)
+        if rewards is None:
+            if actions is None:
+                raise InputError(
+                    f"{sample.trajectory.identity}: the policy gave several values for a step, and "
+                    "its steps are no chunks of actions; one value is for a step"
+                )
+            worth = given.get("rewards", np.zeros(len(sample.trajectory)))
+            rewards = on_last_actions(np.asarray(worth), actions)
+        found.append(np.asarray(rewards, np.float32))
+    return pad(found, length)

@@ -41,6 +41,21 @@ def counted_actions(trajectory: Record) -> np.ndarray | None:
     return there & counted(trajectory)[:, None]
 
 
+def on_last_actions(worth: np.ndarray, actions: np.ndarray) -> np.ndarray:
+    """What each chunk is worth, ``[T]``, on the last of its actions that counts: it came of all
+    that was done in the chunk.
+
+    Args:
+        actions: :func:`counted_actions`, ``[T, C]``; of a chunk without one it is the first.
+
+    Returns:
+        ``[T, C]``.
+    """
+    last = np.maximum(actions.sum(1) - 1, 0)
+    placed: np.ndarray = worth[:, None] * (np.arange(actions.shape[1]) == last[:, None])
+    return placed
+
+
 def credited(rewards: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Rewards on steps that count alone; their sum is the same.
 

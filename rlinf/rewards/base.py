@@ -12,7 +12,7 @@ import numpy as np
 
 from rlinf.channels.world import World
 from rlinf.config import Section
-from rlinf.data.counted import counted, counted_actions, credited
+from rlinf.data.counted import counted, counted_actions, credited, on_last_actions
 from rlinf.data.outcomes import one_number_is_of_several
 from rlinf.data.record import Record
 from rlinf.errors import InputError
@@ -174,9 +174,7 @@ class Reward(Part, ABC):
                 )
             worth = np.append(np.zeros(length - 1), worth)
         if worth.shape != counts.shape:
-            # What a chunk is worth came of all that was done in it, and lies on the last of that.
-            last = np.where(counts.any(1), counts.cumsum(1).argmax(1), 0)
-            worth = worth[:, None] * (np.arange(counts.shape[1]) == last[:, None])
+            worth = on_last_actions(worth, counts)
         return credited(worth.ravel(), counts.ravel()).reshape(counts.shape)
 
     def close(self) -> None:

@@ -213,6 +213,17 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
             wanted = expected + steps["values"][begin]
             assert float(returns[(n, *begin)]) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
     assert cuts > 3
+    # A stage between may have changed what chunks are worth, and said nothing of their actions.
+    plain = [Record(r.identity, {"rewards": r.steps["rewards"]}, info={"keep": 1}) for r in given]
+    placed = assemble(list(map(Sample, records, plain))).require("action_rewards")
+    torch.testing.assert_close(placed.sum(-1), batch.rewards)
+    done = torch.tensor(np.stack([record.steps["executed"] for record in records])).long()
+    at_last = placed.gather(2, done[..., None] - 1)[..., 0]
+    torch.testing.assert_close(at_last, batch.rewards)
+    for record in records:
+        del record.steps["executed"]
+    with pytest.raises(InputError, match="several values for a step"):
+        assemble(list(map(Sample, records, plain)))
 
 
 class Given(Reward):

@@ -69,6 +69,7 @@ def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) ->
                 steps.setdefault(COLUMN_OF.get(name, name), []).append(column[row])
         columns = {name: np.stack(column) for name, column in steps.items()}
         columns["submask"] = np.ones_like(columns["logprobs"], np.uint8)
+        columns["executed"] = np.full(3, columns["actions"].shape[1], np.int32)
         info: dict[str, Any] = {"group": row, "policy_version": 0}
         records.append(Record(Identity(0, row), columns, info=info))
     return records
