@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.batch import StepBatch
+from rlinf.errors import InputError
 from rlinf.models.base import StepOutputs
 
 Level = Literal["token", "action", "chunk"]
@@ -65,10 +66,19 @@ def mask_of(batch: StepBatch, column: Tensor) -> Tensor:
     Args:
         column: of steps, ``[N, T]``, or of the actions of chunks, ``[N, T, C]``, which are units at
             the level or consist of them.
+
+    Raises:
+        InputError: units are larger than that.
     """
     if column.ndim == 2:
         return batch.mask
-    return batch.require("units").reshape(*column.shape, -1).amax(-1)
+    if (units := batch.require("units")).ndim == 2:
+        raise InputError(
+            "the policy values each action of a chunk, and a chunk has one ratio; set "
+            "algorithm.logprob_level to action or token, or let the policy give log-probabilities "
+            "of each action"
+        )
+    return units.reshape(*column.shape, -1).amax(-1)
 
 
 def by_unit(

@@ -21,6 +21,7 @@ from rlinf.algorithms.shares import step_shares
 from rlinf.algorithms.update import less, unit_divergence
 from rlinf.data.batch import StepBatch
 from rlinf.data.packing import Span
+from rlinf.errors import InputError
 from rlinf.models.base import StepOutputs
 
 LEVELS = ("token", "action", "chunk")
@@ -298,3 +299,10 @@ def test_actions_with_values_of_their_own_are_learned_from_as_steps_are(
     for gradient, want in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, want)
     assert wanted[1].abs().sum() > 0 or not batch.mask.any()
+
+
+def test_values_of_actions_need_ratios_as_fine() -> None:
+    batch, _ = valued(0)
+    whole = replace(batch, old_logprobs=batch.old_logprobs.sum((-1, -2)), submask=None)
+    with pytest.raises(InputError, match=r"algorithm\.logprob_level to action or token"):
+        PPO(PPOConfig(logprob_level="action")).judged(at_level(whole, "action"))
