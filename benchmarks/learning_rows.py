@@ -121,8 +121,30 @@ def _walks(task: str, environments: int, horizon: int) -> Learns:
     )
 
 
+def _by_fours(method: str, level: str, gamma: float, gae_lambda: float) -> Learns:
+    """PPO of a robot that chooses four actions at once; either level has the same discount of an
+    action."""
+    return Learns(
+        method,
+        "ppo",
+        "mlp",
+        "HalfCheetah-v5, four actions at once",
+        1_000,
+        "halfcheetah_ppo",
+        (
+            *("model.chunk=4", f"model.value_level={level}", "algorithm.logprob_level=action"),
+            *(f"algorithm.gamma={gamma}", f"algorithm.gae_lambda={gae_lambda}"),
+            *("rollout.horizon=64", "iterations=36", "evaluate.every=6", "evaluate.samples=8"),
+            *("evaluate.horizon=250", "trainer.threads=1"),
+        ),
+        unit="choices of four actions",
+    )
+
+
 ROWS = {
     "halfcheetah_ppo": _walks("HalfCheetah", 16, 128),
+    "halfcheetah_chunks": _by_fours("PPO, by chunks", "chunk", 0.960596, 0.814506),
+    "halfcheetah_actions": _by_fours("PPO, by actions of chunks", "action", 0.99, 0.95),
     "hopper_ppo": _walks("Hopper", 8, 256),
     "cartpole_ppo": Learns("PPO", "ppo", "mlp_numbered", "CartPole-v1", 475, "cartpole_ppo"),
     "cartpole_async_ppo": Learns(
