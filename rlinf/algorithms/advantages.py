@@ -116,16 +116,28 @@ def generalised(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over ``[N, T]``.
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over ``[N, T]``, or over ``[N, T,
+    C]``: all actions of chunks, one after another; ``gamma`` and ``lam`` are of an action then.
 
     A step that terminated has no future; one that was truncated, or is the last of its row, is
     followed by the state whose value is ``bootstrap``. Nothing flows across either. A step where
     ``mask`` is 0 takes no time: the one before it is followed by the next that counts, unless the
     episode ended in between.
 
+    Args:
+        rewards, values, mask: ``[N, T]`` or ``[N, T, C]``.
+        terminated, truncated, bootstrap: ``[N, T]``, of the end of a step, or of a chunk.
+
     Returns:
         Advantages and returns (advantage + value), zero where ``mask`` is 0.
     """
+    if rewards.ndim > 2:
+        # Behind the last action, also where that was left out: it takes no time.
+        last = torch.arange(rewards.shape[2], device=rewards.device) + 1 == rewards.shape[2]
+        of_ends = [column[..., None] * last for column in (terminated, truncated, bootstrap)]
+        flat = [column.flatten(1) for column in (rewards, values, *of_ends, mask)]
+        found, returns = generalised(*flat, gamma, lam)
+        return found.view(rewards.shape), returns.view(rewards.shape)
     advantages = torch.zeros_like(rewards)
     zero = torch.zeros_like(rewards[:, 0])
     # Of the steps so far, from the back: the advantage that flows to the step before, the value of
@@ -142,46 +154,6 @@ def generalised(
         tail = tail & ~counts
         advantages[:, t] = torch.where(counts, carry, zero)
     return advantages, (advantages + values) * mask
-
-
-def generalised_of_actions(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    bootstrap: Tensor,
-    mask: Tensor,
-    gamma: float,
-    lam: float,
-) -> tuple[Tensor, Tensor]:
-    """The same where a step is a chunk of ``C`` actions, over all of them one after another:
-    ``gamma`` and ``lam`` are of an action.
-
-    Args:
-        rewards, values, mask: ``[N, T, C]``.
-        terminated, truncated, bootstrap: ``[N, T]``, of the end of each chunk.
-
-    Returns:
-        ``[N, T, C]`` each.
-    """
-
-    def at_the_end(column: Tensor) -> Tensor:
-        # Behind an action that was left out too: it takes no time.
-        wide = torch.zeros_like(rewards)
-        wide[..., -1] = column
-        return wide.flatten(1)
-
-    advantages, returns = generalised(
-        rewards.flatten(1),
-        values.flatten(1),
-        at_the_end(terminated),
-        at_the_end(truncated),
-        at_the_end(bootstrap),
-        mask.flatten(1),
-        gamma,
-        lam,
-    )
-    return advantages.view(rewards.shape), returns.view(rewards.shape)
 
 
 def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.algorithms.advantages import generalised, generalised_of_actions
+from rlinf.algorithms.advantages import generalised
 from rlinf.algorithms.levels import mask_of
 from rlinf.algorithms.losses import clipped_value_loss
 from rlinf.algorithms.policy_gradient import (
@@ -63,9 +63,8 @@ class PPO(PolicyGradient):
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         values = batch.require("values")
-        of_actions = values.ndim > 2
-        return (generalised_of_actions if of_actions else generalised)(
-            batch.require("action_rewards") if of_actions else batch.rewards,
+        return generalised(
+            batch.require("action_rewards") if values.ndim > 2 else batch.rewards,
             values,
             batch.terminated,
             batch.truncated,

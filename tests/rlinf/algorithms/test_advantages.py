@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.advantages import (
-    generalised,
-    generalised_of_actions,
-    group_means,
-    group_relative,
-    whiten,
-)
+from rlinf.algorithms.advantages import generalised, group_means, group_relative, whiten
 from rlinf.algorithms.grpo import GRPO, GRPOConfig
 from rlinf.data.batch import StepBatch
 from tests.contracts.test_algorithm import batch_of
@@ -139,7 +133,7 @@ def test_actions_of_chunks_are_as_if_each_were_a_step(
     counts &= (np.arange(t) < steps[:, None])[..., None]
     rewards *= counts
     given = [rewards, values, terminated, truncated, bootstrap, counts.astype(float)]
-    got, returns = generalised_of_actions(*map(torch.tensor, given), gamma, lam)
+    got, returns = generalised(*map(torch.tensor, given), gamma, lam)
     assert got.shape == returns.shape == rewards.shape
 
     for row in range(n):

@@ -110,6 +110,37 @@ def assert_recomputed(learns: FSDPTrainer, records: list[Record], temperature: f
         np.testing.assert_allclose(outputs.values.numpy(), records[row].steps["values"], atol=1e-5)
 
 
+def assert_values_of_actions(cls: Any, config: Any, folder: Path) -> None:
+    """What was said of each action is recomputed and learned from."""
+    records = rolled_out(cls, config, folder)
+    values = records[0].steps["values"]
+    assert values.shape == (3, 4)
+    assert np.ptp(values, axis=1).min() > 1e-3
+    learns = trainer(cls, config, folder)
+    assert_recomputed(learns, records, 1.0)
+    assert_first_update(learns, records, "action")
+    learns.close()
+
+
+def assert_values_begin_anew(cls: Any, folder: Path, state: dict[str, Any]) -> None:
+    """A policy that values chunks of four actions, in ``folder / "one"``, is a start for one that
+    values their actions, and that for one of chunks; all else is taken over."""
+    for level, size, source in (("action", 4, "one"), ("chunk", 1, "action_saved")):
+        config = cls.Config(path=folder / source, value_level=level)
+        first, saved = folder / level, folder / f"{level}_saved"
+        first.mkdir()
+        saved.mkdir()
+        cls.create(config, SPEC, 5, first)
+        policy = cls.load(first, config)
+        found = policy.module.state_dict()
+        assert found["value_head.fc2.weight"].shape[0] == size
+        assert not found["value_head.fc2.weight"].any(), "it begins anew, at zero"
+        assert all(torch.equal(t, state[n]) for n, t in found.items() if "value_head.fc2" not in n)
+        policy.save(saved, found)
+        again = cls.load(saved, config).module.state_dict()
+        assert all(torch.equal(t, found[n]) for n, t in again.items())
+
+
 def assert_first_update(learns: FSDPTrainer, records: list[Record], level: Any) -> None:
     """Before any step the policy is that which sampled, and there is something to learn."""
     learner = Learner(learns, {"policy": 1e-3, "value": 1e-3}, temperature=1.0)

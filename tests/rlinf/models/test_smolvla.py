@@ -125,15 +125,9 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
 
 def test_a_value_for_each_action_is_recomputed_and_learned_from(tmp_path: Path) -> None:
     made(tmp_path, value_level="action")
-    config = SmolVLAConfig(**SIZES, value_level="action")
-    records = acting.rolled_out(SmolVLAPolicy, config, tmp_path)
-    values = records[0].steps["values"]
-    assert values.shape == (3, 4)
-    assert np.ptp(values, axis=1).min() > 1e-3
-    learns = acting.trainer(SmolVLAPolicy, config, tmp_path)
-    acting.assert_recomputed(learns, records, 1.0)
-    acting.assert_first_update(learns, records, "action")
-    learns.close()
+    acting.assert_values_of_actions(
+        SmolVLAPolicy, SmolVLAConfig(**SIZES, value_level="action"), tmp_path
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.smolvla import HEADS, SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
+from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC
 from tests.rlinf.models.test_smolvla import SIZES, made, rolled_out
 
@@ -164,22 +165,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         SmolVLAPolicy.load(tmp_path, SmolVLAConfig())
 
 
-def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_their_actions(
-    tmp_path: Path,
-) -> None:
-    """All else is taken over; and the other way round."""
+def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(tmp_path: Path) -> None:
     state = made(tmp_path / "one").module.state_dict()
-    for level, size, source in (("action", 4, "one"), ("chunk", 1, "action_saved")):
-        config = SmolVLAConfig(path=tmp_path / source, value_level=level)  # type: ignore[arg-type]
-        (tmp_path / level).mkdir()
-        SmolVLAPolicy.create(config, SPEC, 5, tmp_path / level)
-        policy = SmolVLAPolicy.load(tmp_path / level, config)
-        found = policy.module.state_dict()
-        assert found["value_head.fc2.weight"].shape[0] == size
-        assert not found["value_head.fc2.weight"].any(), "it begins anew, at zero"
-        assert all(torch.equal(t, state[n]) for n, t in found.items() if "value_head.fc2." not in n)
-        saved = tmp_path / f"{level}_saved"
-        saved.mkdir()
-        policy.save(saved, found)
-        again = SmolVLAPolicy.load(saved, config).module.state_dict()
-        assert all(torch.equal(t, found[n]) for n, t in again.items())
+    acting.assert_values_begin_anew(SmolVLAPolicy, tmp_path, state)

@@ -68,15 +68,7 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
 
 def test_a_value_for_each_action_is_recomputed_and_learned_from(tmp_path: Path) -> None:
     made(tmp_path, value_level="action")
-    config = VLAConfig(**SIZES, value_level="action")
-    records = acting.rolled_out(VLAPolicy, config, tmp_path)
-    values = records[0].steps["values"]
-    assert values.shape == (3, 4)
-    assert np.ptp(values, axis=1).min() > 1e-3
-    learns = acting.trainer(VLAPolicy, config, tmp_path)
-    acting.assert_recomputed(learns, records, 1.0)
-    acting.assert_first_update(learns, records, "action")
-    learns.close()
+    acting.assert_values_of_actions(VLAPolicy, VLAConfig(**SIZES, value_level="action"), tmp_path)
 
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])
@@ -219,22 +211,6 @@ def test_a_folder_for_another_task_or_model_is_refused(tmp_path: Path) -> None:
         VLAPolicy.check(config, SPEC)
 
 
-def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_their_actions(
-    tmp_path: Path,
-) -> None:
-    """All else is taken over; and the other way round."""
+def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(tmp_path: Path) -> None:
     state = made(tmp_path / "one").module.state_dict()
-    for level, size, source in (("action", 4, "one"), ("chunk", 1, "action_saved")):
-        config = VLAConfig(path=tmp_path / source, value_level=level)  # type: ignore[arg-type]
-        (tmp_path / level).mkdir()
-        VLAPolicy.create(config, SPEC, 5, tmp_path / level)
-        policy = VLAPolicy.load(tmp_path / level, config)
-        found = policy.module.state_dict()
-        assert found["value_head.fc2.weight"].shape[0] == size
-        assert not found["value_head.fc2.weight"].any(), "it begins anew, at zero"
-        assert all(torch.equal(t, state[n]) for n, t in found.items() if "value_head.fc2." not in n)
-        saved = tmp_path / f"{level}_saved"
-        saved.mkdir()
-        policy.save(saved, found)
-        again = VLAPolicy.load(saved, config).module.state_dict()
-        assert all(torch.equal(t, found[n]) for n, t in again.items())
+    acting.assert_values_begin_anew(VLAPolicy, tmp_path, state)
