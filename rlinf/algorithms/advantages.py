@@ -134,9 +134,11 @@ def generalised(
     if rewards.ndim > 2:
         # Behind the last action, also where that was left out: it takes no time.
         last = torch.arange(rewards.shape[2], device=rewards.device) + 1 == rewards.shape[2]
-        of_ends = [column[..., None] * last for column in (terminated, truncated, bootstrap)]
-        flat = [column.flatten(1) for column in (rewards, values, *of_ends, mask)]
-        found, returns = generalised(*flat, gamma, lam)
+        ended, cut, after = (
+            (column[..., None] * last).flatten(1) for column in (terminated, truncated, bootstrap)
+        )
+        gained, valued, counted = (column.flatten(1) for column in (rewards, values, mask))
+        found, returns = generalised(gained, valued, ended, cut, after, counted, gamma, lam)
         return found.view(rewards.shape), returns.view(rewards.shape)
     advantages = torch.zeros_like(rewards)
     zero = torch.zeros_like(rewards[:, 0])
