@@ -128,7 +128,7 @@ def _by_fours(method: str, level: str, gamma: float, gae_lambda: float) -> Learn
         method,
         "ppo",
         "mlp",
-        "HalfCheetah-v5, four actions at once",
+        f"HalfCheetah-v5, four actions at once, a value for each {level}",
         1_000,
         "halfcheetah_ppo",
         (
@@ -143,8 +143,8 @@ def _by_fours(method: str, level: str, gamma: float, gae_lambda: float) -> Learn
 
 ROWS = {
     "halfcheetah_ppo": _walks("HalfCheetah", 16, 128),
-    "halfcheetah_chunks": _by_fours("PPO, by chunks", "chunk", 0.960596, 0.814506),
-    "halfcheetah_actions": _by_fours("PPO, by actions of chunks", "action", 0.99, 0.95),
+    "halfcheetah_chunks": _by_fours("PPO", "chunk", 0.960596, 0.814506),
+    "halfcheetah_actions": _by_fours("PPO", "action", 0.99, 0.95),
     "hopper_ppo": _walks("Hopper", 8, 256),
     "cartpole_ppo": Learns("PPO", "ppo", "mlp_numbered", "CartPole-v1", 475, "cartpole_ppo"),
     "cartpole_async_ppo": Learns(

@@ -80,7 +80,7 @@ def check(config: RunConfig) -> None:
     check_turns(config, algorithm)
     check_unfinished(config, algorithm)
     check_replay(config, algorithm, trainer, trainer_options)
-    check_values(config, algorithm, trainer_options)
+    check_values(config, algorithm, model_options, trainer_options)
     warn_of_precision(config, trainer_options)
     samples = config.rollout.batch * config.rollout.group_size
     if samples % algorithm.minibatches:

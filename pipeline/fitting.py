@@ -281,15 +281,21 @@ def warn_of_precision(config: RunConfig, options: Any) -> None:
         )
 
 
-def check_values(config: RunConfig, algorithm: Algorithm, options: Any) -> None:
+def check_values(config: RunConfig, algorithm: Algorithm, model: Any, options: Any) -> None:
     """See that the value head learns, where there is one that has to.
 
     Args:
+        model: the options of the policy.
         options: of the trainer.
 
     Raises:
-        ConfigError: adapters alone are trained.
+        ConfigError: adapters alone are trained, or nothing learns from values of actions.
     """
+    if getattr(model, "value_level", "chunk") == "action" and VALUES not in algorithm.needs:
+        raise ConfigError(
+            f"model.value_level: action is for an algorithm with values (ppo, async_ppo), and "
+            f"{config.algorithm.name!r} has none; set it to chunk"
+        )
     if VALUES in algorithm.needs and getattr(options, "lora", None) is not None:
         raise ConfigError(
             f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "

@@ -55,8 +55,9 @@ def at_level(batch: StepBatch, level: Level) -> StepBatch:
         units = (reduced((batch.submask != 0).float(), None, level) > 0).to(batch.mask.dtype)
     if units.ndim < made["old_logprobs"].ndim:
         units = units[..., None].expand(made["old_logprobs"].shape)
-    # Where a unit is a whole chunk, nothing is of its actions.
-    of_actions = None if level == "chunk" else batch.action_rewards
+    of_actions = batch.action_rewards
+    if of_actions is not None and not _within(units, of_actions):
+        of_actions = None
     return replace(batch, units=_over(batch.mask, units) * units, action_rewards=of_actions, **made)
 
 
@@ -72,11 +73,11 @@ def mask_of(batch: StepBatch, column: Tensor) -> Tensor:
     """
     if column.ndim == 2:
         return batch.mask
-    if (units := batch.require("units")).ndim == 2:
+    if not _within(units := batch.require("units"), column):
         raise InputError(
-            "the policy values each action of a chunk, and a chunk has one ratio; set "
-            "algorithm.logprob_level to action or token, or let the policy give log-probabilities "
-            "of each action"
+            "the policy values each action of a chunk, and several actions have one ratio; set "
+            "algorithm.logprob_level to action (token, where the policy gives one log-probability "
+            "for each action)"
         )
     return units.reshape(*column.shape, -1).amax(-1)
 
@@ -100,6 +101,11 @@ def by_unit(
     said = StepOutputs(logprobs.flatten(1), None if entropy is None else entropy.flatten(1), values)
     columns["mask"] = columns["units"]
     return said, replace(batch, submask=None, **columns), weights.flatten(1)
+
+
+def _within(units: Tensor, column: Tensor) -> bool:
+    """Whether each action of a column ``[N, T, C]`` is a unit, or several."""
+    return units.ndim > 2 and units.shape[2] % column.shape[2] == 0
 
 
 def _over(column: Tensor, units: Tensor) -> Tensor:

@@ -63,13 +63,14 @@ class PPO(PolicyGradient):
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         values = batch.require("values")
+        mask = mask_of(batch, values)
         return generalised(
             batch.require("action_rewards") if values.ndim > 2 else batch.rewards,
             values,
             batch.terminated,
             batch.truncated,
             batch.bootstrap,
-            mask_of(batch, values),
+            mask,
             self.config.gamma,
             self.config.gae_lambda,
         )

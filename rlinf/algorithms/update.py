@@ -230,12 +230,12 @@ def unit_divergence(batch: StepBatch, kind: KLEstimator) -> Tensor:
     return kl_estimate(batch.old_logprobs, reference, kind) * batch.require("units")
 
 
-def less(batch: StepBatch, taken: Tensor) -> StepBatch:
-    """A batch whose rewards are what remains; of a step, or an action, all that is taken from its
-    units, ``[N, T]`` or ``[N, T, K]``."""
+def less(batch: StepBatch, penalty: Tensor) -> StepBatch:
+    """A batch with what remains of its rewards: a step, or an action of a chunk, pays the penalties
+    of all of its units, ``[N, T]`` or ``[N, T, K]``."""
 
     def remains(rewards: Tensor) -> Tensor:
-        return rewards - taken.reshape(*rewards.shape, -1).sum(-1)
+        return rewards - penalty.reshape(*rewards.shape, -1).sum(-1)
 
     of_actions = batch.action_rewards
     return replace(

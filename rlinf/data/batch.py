@@ -213,5 +213,16 @@ def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
                 )
             worth = given.get("rewards", np.zeros(len(sample.trajectory)))
             rewards = on_last_actions(np.asarray(worth), actions)
+        elif not _add_up(np.asarray(rewards), np.asarray(given["rewards"]), actions):
+            raise InputError(
+                f"{sample.trajectory.identity}: 'action_rewards' of actions that were carried out "
+                "do not add up to 'rewards'; a stage that changes one changes both, or leaves "
+                "'action_rewards' out"
+            )
         found.append(np.asarray(rewards, np.float32))
     return pad(found, length)
+
+
+def _add_up(of_actions: np.ndarray, rewards: np.ndarray, actions: np.ndarray | None) -> bool:
+    sums = (of_actions if actions is None else of_actions * actions).sum(1, dtype=np.float64)
+    return bool(np.allclose(sums, rewards, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(rewards).max())))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 ValueLevel = Literal["chunk", "action"]
 """What a policy values of a chunk: the state that it begins in, or what is still to come at each of
 its actions, all of which see that state."""
@@ -15,13 +18,23 @@ VALUES = "value_head.fc2."
 """The last layer of a head that says them."""
 
 
-def with_values(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stored tensors, with a network's own :data:`VALUES` where those stored are of the other
-    level, or of chunks of another length: that layer begins anew."""
-    return {
-        name: own[name] if name.startswith(VALUES) and own[name].shape != tensor.shape else tensor
-        for name, tensor in stored.items()
-    }
+def with_values(
+    stored: Mapping[str, Tensor], own: Mapping[str, Tensor], folder: Path
+) -> dict[str, Tensor]:
+    """Tensors that a folder stores, with a network's own :data:`VALUES` where those stored are of
+    the other level, or of chunks of another length: that layer begins anew, and a warning says so.
+    """
+    unlike = [n for n, t in stored.items() if n.startswith(VALUES) and t.shape != own[n].shape]
+    if unlike:
+        count, there = len(own[unlike[0]]), len(stored[unlike[0]])
+        log.warning(
+            "model.path: %s values %d at each step, and %d are to be valued (model.value_level, "
+            "model.chunk): the last layer of its value head begins anew",
+            folder,
+            there,
+            count,
+        )
+    return {**stored, **{name: own[name] for name in unlike}}
 
 
 def chunks_of(actions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

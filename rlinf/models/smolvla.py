@@ -215,7 +215,7 @@ class SmolVLAPolicy(Policy):
                 if name.startswith(OWN):
                     tensors.setdefault(name, tensor)
             tensors = {n: t for n, t in tensors.items() if n in own or not n.startswith(OWN)}
-            tensors = with_values(tensors, own)
+            tensors = with_values(tensors, own, folder)
             check_fit(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
             module.load_state_dict(tensors)
             tokenizer = read_tokenizer(folder / VLM)

@@ -70,7 +70,8 @@ class SmolVLAConfig(DenoisingConfig):
     """Actions that are carried out one after the other; null: the folder's, 8 of a new network."""
     value_level: ValueLevel = "chunk"
     """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
-    same then. Of a folder whose values are of the other, the last layer begins anew."""
+    same then. The last layer of a folder's value head begins anew where that has another
+    shape."""
     statistics: Path | None = None
     """A ``meta/stats.json`` of a data set of LeRobot's, by which states and actions are scaled
     instead; null: the folder's, and mean 0 and deviation 1 of a new network."""

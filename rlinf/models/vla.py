@@ -160,7 +160,7 @@ class VLAPolicy(Policy):
                 # OpenVLA-OFT's places are empty.
                 tensors["places"] = torch.zeros_like(module.places)
             own = module.state_dict()
-            module.load_state_dict({**own, **with_values(tensors, own)})
+            module.load_state_dict({**own, **with_values(tensors, own, folder)})
             bins = ActionBins.of(found["action"], module.first, module.bins)
             tokenizer = read_tokenizer(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

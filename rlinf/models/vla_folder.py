@@ -81,7 +81,8 @@ class VLAConfig(Section):
     """Actions that are chosen at once and carried out one after the other."""
     value_level: ValueLevel = "chunk"
     """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
-    same then. Of a folder whose values are of the other, the last layer begins anew."""
+    same then. The last layer of a folder's value head begins anew where that has another
+    shape."""
     proprio: int = Field(default=0, ge=0)
     """So many leading numbers of the state are seen as a token; 0: pictures and the instruction
     alone."""

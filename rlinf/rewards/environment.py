@@ -19,7 +19,7 @@ class EnvironmentConfig(Section):
 
 
 class EnvironmentReward(Reward):
-    """See the module."""
+    """See the module. Where steps are chunks of actions, what :meth:`judge` gives is ``[T, C]``."""
 
     Config = EnvironmentConfig
     needs = frozenset({STEP_REWARDS})

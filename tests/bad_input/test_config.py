@@ -254,6 +254,16 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         {"model.value_level": "action", "model.chunk": 4},
         ["model.value_level", "algorithm.logprob_level=chunk", "action or token"],
     ),
+    (
+        "valued-for-nothing",
+        "cartpole",
+        {
+            "model.value_level": "action",
+            "model.chunk": 4,
+            "algorithm": {"name": "reinforce_plus_plus", "logprob_level": "action"},
+        },
+        ["model.value_level", "'reinforce_plus_plus' has none"],
+    ),
     ("value-level", "cartpole", {"model.value_level": "token"}, ["model.value_level"]),
     ("value-clip", "cartpole", {"algorithm.value_clip": 0}, ["algorithm.value_clip"]),
     ("ppo-normalise", "cartpole", {"algorithm.normalise": True}, ["algorithm.normalise"]),

@@ -75,7 +75,6 @@ def test_actions_with_values_of_their_own_are_learned_from(
     assert warming["train/kl_old"] == pytest.approx(0, abs=1e-9)
     assert learning["train/kl_old"] > 1e-6
     assert warming["train/value_loss"] > 0
-    assert learning["train/value_loss"] != warming["train/value_loss"]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -301,8 +301,17 @@ def test_actions_with_values_of_their_own_are_learned_from_as_steps_are(
     assert wanted[1].abs().sum() > 0 or not batch.mask.any()
 
 
-def test_values_of_actions_need_ratios_as_fine() -> None:
+@pytest.mark.parametrize(
+    ("level", "choices"), [("chunk", (2, 3)), ("action", ()), ("chunk", (3,)), ("action", (3,))]
+)
+def test_values_of_actions_need_ratios_as_fine(level: Any, choices: tuple[int, ...]) -> None:
+    """Others learn from the steps of such a batch as ever; of actions nothing is taken there."""
     batch, _ = valued(0)
-    whole = replace(batch, old_logprobs=batch.old_logprobs.sum((-1, -2)), submask=None)
-    with pytest.raises(InputError, match=r"algorithm\.logprob_level to action or token"):
-        PPO(PPOConfig(logprob_level="action")).judged(at_level(whole, "action"))
+    old = torch.zeros(4, 5, *choices)
+    whole = replace(batch, old_logprobs=old, reference_logprobs=old - 0.5, submask=None)
+    reduced = at_level(whole, level)
+    with pytest.raises(InputError, match=r"algorithm\.logprob_level to action"):
+        PPO(PPOConfig(logprob_level=level)).judged(reduced)
+    remains = less(reduced, unit_divergence(reduced, "k2")).rewards
+    expected = 0.5 * (0.5 * old[0, 0].numel()) ** 2 * batch.mask
+    torch.testing.assert_close(batch.rewards - remains, expected)

@@ -220,6 +220,12 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
     done = torch.tensor(np.stack([record.steps["executed"] for record in records])).long()
     at_last = placed.gather(2, done[..., None] - 1)[..., 0]
     torch.testing.assert_close(at_last, batch.rewards)
+    halved = [
+        Record(r.identity, {**r.steps, "rewards": 0.5 * r.steps["rewards"]}, info={"keep": 1})
+        for r in given
+    ]
+    with pytest.raises(InputError, match="do not add up to 'rewards'; a stage that changes one"):
+        assemble(list(map(Sample, records, halved)))
     for record in records:
         del record.steps["executed"]
     with pytest.raises(InputError, match="several values for a step"):

@@ -19,6 +19,7 @@ from rlinf.data.record import Identity, Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.loop import COLUMN_OF
 from rlinf.envs.seen import encoded
+from rlinf.sharded import local
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 SPEC: dict[str, Any] = {
@@ -118,7 +119,20 @@ def assert_values_of_actions(cls: Any, config: Any, folder: Path) -> None:
     assert np.ptp(values, axis=1).min() > 1e-3
     learns = trainer(cls, config, folder)
     assert_recomputed(learns, records, 1.0)
-    assert_first_update(learns, records, "action")
+    random, before = np.random.default_rng(0), cls.load(folder, config).module.state_dict()
+    samples = []
+    for sample in rewarded(records):
+        each = random.normal(size=(3, 4)).astype(np.float32)
+        steps = {"rewards": each.sum(1), "action_rewards": each}
+        reward = Record(sample.trajectory.identity, steps, info={"keep": 1})
+        samples.append(sample._replace(reward=reward))
+    settings = PPOConfig(logprob_level="action", old_logprobs="rollout", value_coefficient=1.0)
+    learner = Learner(learns, {"policy": 1e-3, "value": 1e-3}, temperature=1.0)
+    PPO(settings).update(learner, [samples])
+    head = learns.policy.module.state_dict()["value_head.fc2.weight"]
+    changed = (local(head) - before["value_head.fc2.weight"]).abs().amax(1)
+    assert changed.shape == (4,)
+    assert (changed > 1e-4).all(), "each action's value learns"
     learns.close()
 
 

@@ -211,6 +211,11 @@ def test_a_folder_for_another_task_or_model_is_refused(tmp_path: Path) -> None:
         VLAPolicy.check(config, SPEC)
 
 
-def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(tmp_path: Path) -> None:
+def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = made(tmp_path / "one").module.state_dict()
     acting.assert_values_begin_anew(VLAPolicy, tmp_path, state)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "each time that it began anew"
+    assert "values 1 at each step, and 4 are to be valued (model.value_level" in said[0]
