@@ -225,4 +225,4 @@ def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
 
 def _add_up(of_actions: np.ndarray, rewards: np.ndarray, actions: np.ndarray | None) -> bool:
     sums = (of_actions if actions is None else of_actions * actions).sum(1, dtype=np.float64)
-    return bool(np.allclose(sums, rewards, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(rewards).max())))
+    return bool(np.allclose(sums, rewards, rtol=1e-4, atol=1e-5 * np.abs(rewards).max(initial=1.0)))
