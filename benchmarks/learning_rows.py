@@ -121,11 +121,11 @@ def _walks(task: str, environments: int, horizon: int) -> Learns:
     )
 
 
-def _by_fours(method: str, level: str, gamma: float, gae_lambda: float) -> Learns:
+def _by_fours(level: str, gamma: float, gae_lambda: float) -> Learns:
     """PPO of a robot that chooses four actions at once; either level has the same discount of an
     action."""
     return Learns(
-        method,
+        "PPO",
         "ppo",
         "mlp",
         f"HalfCheetah-v5, four actions at once, a value for each {level}",
@@ -143,8 +143,8 @@ def _by_fours(method: str, level: str, gamma: float, gae_lambda: float) -> Learn
 
 ROWS = {
     "halfcheetah_ppo": _walks("HalfCheetah", 16, 128),
-    "halfcheetah_chunks": _by_fours("PPO", "chunk", 0.960596, 0.814506),
-    "halfcheetah_actions": _by_fours("PPO", "action", 0.99, 0.95),
+    "halfcheetah_chunks": _by_fours("chunk", 0.960596, 0.814506),
+    "halfcheetah_actions": _by_fours("action", 0.99, 0.95),
     "hopper_ppo": _walks("Hopper", 8, 256),
     "cartpole_ppo": Learns("PPO", "ppo", "mlp_numbered", "CartPole-v1", 475, "cartpole_ppo"),
     "cartpole_async_ppo": Learns(

@@ -55,6 +55,7 @@ def at_level(batch: StepBatch, level: Level) -> StepBatch:
         units = (reduced((batch.submask != 0).float(), None, level) > 0).to(batch.mask.dtype)
     if units.ndim < made["old_logprobs"].ndim:
         units = units[..., None].expand(made["old_logprobs"].shape)
+    # Where a unit is more than an action, nothing is of actions.
     of_actions = batch.action_rewards
     if of_actions is not None and not _within(units, of_actions):
         of_actions = None

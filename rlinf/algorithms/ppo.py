@@ -63,7 +63,7 @@ class PPO(PolicyGradient):
 
     def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         values = batch.require("values")
-        mask = mask_of(batch, values)
+        mask = mask_of(batch, values)  # refuses what would leave no rewards of actions
         return generalised(
             batch.require("action_rewards") if values.ndim > 2 else batch.rewards,
             values,

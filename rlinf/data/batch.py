@@ -203,17 +203,18 @@ def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
     the last that was carried out."""
     found = []
     for sample in rows:
+        actions = counted_actions(sample.trajectory)
+        if actions is None:
+            raise InputError(
+                f"{sample.trajectory.identity}: the policy gave several values for a step, and its "
+                "steps are no chunks of actions; one value is for a step"
+            )
         given = {} if sample.reward is None else sample.reward.steps
-        rewards, actions = given.get("action_rewards"), counted_actions(sample.trajectory)
+        worth = np.asarray(given.get("rewards", np.zeros(len(actions))))
+        rewards = given.get("action_rewards")
         if rewards is None:
-            if actions is None:
-                raise InputError(
-                    f"{sample.trajectory.identity}: the policy gave several values for a step, and "
-                    "its steps are no chunks of actions; one value is for a step"
-                )
-            worth = given.get("rewards", np.zeros(len(sample.trajectory)))
-            rewards = on_last_actions(np.asarray(worth), actions)
-        elif not _add_up(np.asarray(rewards), np.asarray(given["rewards"]), actions):
+            rewards = on_last_actions(worth, actions)
+        elif not _add_up(np.asarray(rewards) * actions, worth):
             raise InputError(
                 f"{sample.trajectory.identity}: 'action_rewards' of actions that were carried out "
                 "do not add up to 'rewards'; a stage that changes one changes both, or leaves "
@@ -223,6 +224,6 @@ def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
     return pad(found, length)
 
 
-def _add_up(of_actions: np.ndarray, rewards: np.ndarray, actions: np.ndarray | None) -> bool:
-    sums = (of_actions if actions is None else of_actions * actions).sum(1, dtype=np.float64)
-    return bool(np.allclose(sums, rewards, rtol=1e-4, atol=1e-5 * np.abs(rewards).max(initial=1.0)))
+def _add_up(of_actions: np.ndarray, rewards: np.ndarray) -> bool:
+    sums, bound = of_actions.sum(1, dtype=np.float64), 1e-5 * np.abs(rewards).max(initial=1.0)
+    return bool(np.allclose(sums, rewards, rtol=1e-4, atol=bound))
