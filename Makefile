@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-slow test-gpu test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-slow test-gpu golden test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ test: install browser renderer vulkan envs  ## The suite, on a real Slurm brough
 
 test-slow: install renderer envs  ## What the suite leaves out: minutes each, or variants of what it has
 	RLINF_REQUIRE_SLURM=1 RLINF_REQUIRE_ENVS=1 $(PYTEST) tests -m 'slow and not chaos' $(ARGS)
+
+golden: install  ## Eight short runs against the digests on file: in one process, as jobs, in pools, killed
+	$(PYTEST) $(PARALLEL) tests/golden $(ARGS)
 
 test-gpu: install  ## What needs a CUDA device; with a torch for CUDA in .venv
 	$(PYTEST) tests -m gpu $(ARGS)

@@ -87,13 +87,14 @@ def killed_until_it_ends(
     seconds: tuple[float, float],
     attempts: int,
     last_s: float,
+    env: Mapping[str, str] | None = None,
 ) -> None:
     """A driver is killed at times between two ``seconds``, and begun again, until the run ends.
 
     Later attempts get longer, so that it ends on a slow machine too; the last has ``last_s`` more.
     """
     for attempt in range(attempts):
-        driver = start_driver(words, log)
+        driver = start_driver(words, log, env)
         deadline = time.monotonic() + chance.uniform(*seconds) * 1.3**attempt
         while driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)

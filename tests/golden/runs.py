@@ -1,0 +1,169 @@
+"""The eight short runs whose bytes every reshaping of the code must keep."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlinf.composing import forced
+from tests.conftest import QUIET, TINY
+
+HERE = Path(__file__).parent
+DIGESTS = HERE / "digests.json"
+CHAT = Path(__file__).parents[2] / "docs/examples/chat"
+
+# Every stage of every run computes in these, so that its bytes do not depend on the processor:
+# each library is held to instructions that all x86-64 processors have.
+PORTABLE = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "OPENBLAS_CORETYPE": "Nehalem",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4,-AVX512F",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+SMALL_MODEL = [word for word in TINY if "model." in word]
+SMALL_ROLLOUT = ["rollout.batch=4", "evaluate.samples=4", "evaluate.every=1", "iterations=2"]
+SMALL_WARM_START = [
+    "warm_start.max_steps=3",
+    "warm_start.batch=16",
+    "warm_start.evaluate_every=2",
+]
+
+RUNS: Mapping[str, list[str]] = {
+    "arithmetic_grpo": ["experiment=arithmetic_grpo", *TINY],
+    "arithmetic_ppo": [
+        "experiment=arithmetic_ppo",
+        *SMALL_MODEL,
+        *SMALL_ROLLOUT,
+        *SMALL_WARM_START,
+        "rollout.horizon=6",
+        "algorithm.minibatches=2",
+        "algorithm.entropy_bonus=0.1",
+        "algorithm.critic_warmup=1",
+    ],
+    "arithmetic_dapo": [
+        "experiment=arithmetic_dapo",
+        *TINY,
+        "algorithm.drop_equal_groups=true",
+        "reward.overlong_from=2",
+        "reward.overlong_to=6",
+    ],
+    "calculator_grpo": [
+        "experiment=calculator_grpo",
+        *SMALL_MODEL,
+        *SMALL_ROLLOUT,
+        *SMALL_WARM_START,
+        "rollout.group_size=2",
+        "algorithm.entropy_bonus=0.1",
+    ],
+    "cartpole_ppo": [
+        "experiment=cartpole_ppo",
+        *SMALL_ROLLOUT,
+        "rollout.horizon=32",
+        "algorithm.epochs=2",
+        "algorithm.minibatches=2",
+        "evaluate.horizon=16",
+    ],
+    "pendulum_sac": [
+        "experiment=pendulum_sac",
+        *SMALL_ROLLOUT,
+        "rollout.batch=2",
+        "rollout.horizon=40",
+        "algorithm.min_transitions=40",
+        "algorithm.batch_size=16",
+        "evaluate.horizon=20",
+        "model.hidden=[16, 16]",
+        "model.critic_hidden=[16, 16]",
+    ],
+    "metaworld_vla": [
+        "experiment=metaworld_vla",
+        "iterations=2",
+        "reward=environment",
+        "task.demonstrations=2",
+        "task.images={corner: [24, 24]}",
+        *SMALL_MODEL,
+        "model.vision_hidden=16",
+        "model.patch=8",
+        "model.vision_heads=2",
+        "warm_start.max_steps=4",
+        "warm_start.batch=1",
+        "warm_start.lr=3e-3",
+        "warm_start.lr_warmup=0",
+        "warm_start.scored=false",
+        "rollout.batch=2",
+        "rollout.group_size=2",
+        "rollout.horizon=3",
+        "algorithm.minibatches=2",
+        "evaluate.samples=2",
+        "evaluate.horizon=2",
+    ],
+    "chat_sft": [
+        "experiment=chat_sft",
+        "model=small",
+        *SMALL_MODEL,
+        f"task.train={CHAT / 'train.jsonl'}",
+        f"task.test={CHAT / 'test.jsonl'}",
+        "warm_start.max_steps=6",
+        "warm_start.batch=16",
+        "warm_start.evaluate_every=3",
+        "warm_start.held_out=12",
+        "rollout.horizon=8",
+        "evaluate.samples=4",
+    ],
+}
+
+ON_POLICY = ["rollout", "reward", "inference", "train"]
+OFF_POLICY = ["rollout", "reward", "train"]
+WAYS: Mapping[str, list[str]] = {
+    "process": ["cluster=inprocess"],
+    "jobs": ["cluster=local"],
+    "pools": ["cluster=local"],
+}
+
+
+def pool_plan(stages: list[str]) -> str:
+    """A plan in which one resident worker executes all stages in turn, as an override."""
+    pool = f"{{stages: [{', '.join(stages)}], gpus: {{local: 1}}}}"
+    return f"plan={{grain: segment, pools: [{pool}]}}"
+
+
+def command(name: str, way: str, root: Path) -> list[str]:
+    """The overrides of one run, below the folder ``root``."""
+    stages = OFF_POLICY if name == "pendulum_sac" else ON_POLICY
+    plan = [pool_plan(stages)] if way == "pools" else []
+    words = [*RUNS[name], *WAYS[way], *plan, *QUIET, f"run.root={root}", "run.name=run"]
+    return [forced(word.removeprefix("++")) for word in words]
+
+
+def environment() -> dict[str, str]:
+    """The variables that a golden run's processes start with."""
+    return {**os.environ, **PORTABLE}
+
+
+def recorded() -> dict[str, dict[str, str]]:
+    """The content digests on file: run, then stage folder."""
+    found: dict[str, Any] = json.loads(DIGESTS.read_text())
+    return found["runs"]
+
+
+def processor() -> str:
+    """The processor of this machine, for the message of a difference."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def save(runs: Mapping[str, Mapping[str, str]]) -> None:
+    """Write ``digests.json``, with the digest of all of them on its first line."""
+    whole = hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
+    content = {"all": whole, "recorded_on": processor(), "runs": runs}
+    DIGESTS.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
