@@ -23,6 +23,7 @@ from pipeline.launch import ClusterConfig
 from pipeline.needs import pool_needs
 from pipeline.plan import Plan
 from rlinf.algorithms.base import Algorithm
+from rlinf.algorithms.unread_keys import refuse_unread_keys
 from rlinf.channels.world import ParallelLayout
 from rlinf.config import RunConfig, validate
 from rlinf.engines import engines
@@ -54,6 +55,7 @@ def check(config: RunConfig) -> None:
     trainer = trainers.get(config.trainer.name)
     trainer_options = config.trainer.options(trainer.Config, "trainer")
     algorithm = make_algorithm(config)
+    refuse_unread_keys(algorithm, config.algorithm.name)
     reward, reward_options = reward_class(config)
     reward.check(reward_options)
     cluster = validate(ClusterConfig, config.cluster, "cluster")

@@ -18,6 +18,9 @@ class Algorithm(Part, ABC):
     """Holds nothing but its configuration; all that a run learns is in the trainer's state."""
 
     Config: ClassVar[type[Section]] = Section
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the configuration that the class reads where :mod:`rlinf.algorithms.unread_keys`
+    cannot see it. Any other key that is set and has no reader is refused."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

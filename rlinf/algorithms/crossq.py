@@ -22,6 +22,9 @@ class CrossQ(SAC):
         why = "CrossQ's critics normalise by the batch"
         required(model, "critic_norm", "batch_renorm", why)
 
+    def follow(self, module: Any) -> None:
+        """There are no target networks, so that ``tau`` has no reader."""
+
     def values(self, module: Any, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:
         done = torch.cat([batch["observations"], batch["actions"]], -1)
         after = torch.cat([batch["next_observations"], following], -1)

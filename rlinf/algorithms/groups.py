@@ -10,11 +10,9 @@ from pydantic import model_validator
 from torch import Tensor
 
 from rlinf.algorithms.advantages import by_turn
-from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, policy_terms
+from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
 from rlinf.data.batch import StepBatch
 from rlinf.fit import GROUPS
-from rlinf.models.base import StepOutputs
-from rlinf.trainers.base import Loss
 
 
 class GroupConfig(PolicyGradientConfig):
@@ -118,11 +116,11 @@ class Relative(OfGroups):
         return relative[:, None] * batch.mask, None
 
     def idle(self, batch: StepBatch) -> Tensor:
-        # A loss of the user's own may have other terms.
-        plain = type(self).loss is Relative.loss and type(self).objective is Relative.objective
+        # A subclass's own loss may have a gradient without an advantage.
+        plain = all(
+            getattr(type(self), name) is getattr(PolicyGradient, name)
+            for name in ("loss", "add_terms", "total_loss", "objective")
+        )
         if not plain or self.config.entropy_bonus or self.config.kl_coefficient:
             return super().idle(batch)
         return (batch.require("advantages") == 0).flatten(1).all(1)
-
-    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        return policy_terms(self.config, outputs, batch, weights)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +15,35 @@ LOG_RATIO_BOUND = 20.0
 """Largest magnitude of a log-ratio that is exponentiated: e^89 is infinite in float32, and an
 infinite ratio times an advantage of zero is not a number."""
 KL_BOUND = 10.0
-"""Largest divergence of one step; its estimate grows exponentially with the log-ratio."""
+"""Largest value of the divergence of one step; its estimate grows exponentially with the log-ratio.
+The gradient of an estimate has no such bound."""
+PULL_BOUND = math.exp(LOG_RATIO_BOUND)
+"""Largest magnitude of the gradient of one step's divergence: it is finite at any log-ratio."""
+
+
+class _Clamp(torch.autograd.Function):
+    """``values.clamp(low, high)`` whose gradient is that of ``values`` beyond the bounds too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, low: float, high: float) -> Tensor:
+        return values.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
+
+
+def clamp_value(values: Tensor, low: float, high: float) -> Tensor:
+    """Return ``values`` within ``[low, high]``. The gradient passes as if there were no bound, so
+    that what is beyond it is still pulled back."""
+    clamped: Tensor = _Clamp.apply(values, low, high)  # type: ignore[no-untyped-call]
+    return clamped
 
 
 def bounded_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """``exp(logprobs - others)`` within ``exp(±LOG_RATIO_BOUND)``; no gradient beyond."""
-    return torch.exp((logprobs - others).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    """Return ``exp(logprobs - others)`` within ``exp(±LOG_RATIO_BOUND)``; beyond, its gradient is
+    the bound's."""
+    return torch.exp(clamp_value(logprobs - others, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -89,23 +113,26 @@ def clipped_value_loss(
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator = "k3") -> Tensor:
-    """Estimate of KL(policy || reference) from samples of the policy, per step.
+    """Return an estimate of KL(policy || reference) from samples of the policy, per step.
 
     With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
-    arXiv 2402.03300, eq. 4). Of magnitude :data:`KL_BOUND` at most, so that one outlier does not
-    rule the sum.
+    arXiv 2402.03300, eq. 4). Values are of magnitude :data:`KL_BOUND` at most, so that one outlier
+    does not rule a sum or a reward. The gradient is that of the unbounded estimate: ``-1``, ``-r``
+    and ``1 - exp(r)`` by ``logprobs``, of magnitude :data:`PULL_BOUND` at most. So the pull grows
+    with the drift and never vanishes; verl's bound of the same value has no gradient beyond it.
     """
-    gap = (reference_logprobs - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    gap = reference_logprobs - logprobs
     if kind == "k1":
-        return (-gap).clamp(-KL_BOUND, KL_BOUND)
+        return clamp_value(-gap, -KL_BOUND, KL_BOUND)
     if kind == "k2":
-        return (0.5 * gap**2).clamp(max=KL_BOUND)
-    return (torch.exp(gap) - 1 - gap).clamp(max=KL_BOUND)
+        return clamp_value(0.5 * clamp_value(gap, -PULL_BOUND, PULL_BOUND) ** 2, 0.0, KL_BOUND)
+    gap = clamp_value(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return clamp_value(torch.exp(gap) - 1 - gap, -KL_BOUND, KL_BOUND)
 
 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator) -> Tensor:
-    """What is added to a loss so that the policy stays near the reference, per step.
+    """Return what is added to a loss so that the policy stays near the reference, per step.
 
     Its value is that of :func:`kl_estimate`, and so is the gradient of ``k2`` and ``k3``. On
     samples of the policy the mean gradient of ``k2`` is the divergence's own; that of ``k3`` is

@@ -115,13 +115,14 @@ class OffPolicy(Algorithm):
         def only(number: int) -> Collection[str] | None:
             return None if self._policy_learns(number, count) else self.learning
 
-        def after() -> None:
-            if getattr(module, "targets", None) is not None:
-                module.follow(config.tau)
-
         if count:
             batches = self.batches(learner, sources, count)
-            learner.steps(batches, self.loss, only=only, after=after)
+            learner.steps(batches, self.loss, only=only, after=lambda: self.follow(module))
+
+    def follow(self, module: Any) -> None:
+        """Move the target networks towards the critics, after each step."""
+        if getattr(module, "targets", None) is not None:
+            module.follow(self.config.tau)
 
     def batches(
         self, learner: Learner, sources: tuple[Transitions, Transitions], count: int

@@ -34,6 +34,7 @@ from rlinf.algorithms.shares import Aggregation
 from rlinf.algorithms.update import by_minibatches
 from rlinf.config import Section
 from rlinf.data.batch import Sample, StepBatch
+from rlinf.errors import InputError
 from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.trainers.base import Loss
 
@@ -174,6 +175,11 @@ class PolicyGradient(Algorithm):
     def streams(self) -> bool:
         return self.by_group and self.one_step and not self.config.whiten_advantages
 
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss needs the policy's entropy in every step; else it is a metric only."""
+        return bool(self.config.entropy_bonus > 0)
+
     def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
         by_minibatches(self, learner, parts)
 
@@ -201,14 +207,113 @@ class PolicyGradient(Algorithm):
         they weigh in the mean and are not computed. By default none."""
         return torch.zeros(len(batch), dtype=torch.bool)
 
-    @abstractmethod
     def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        """Sum over steps of ``weights`` times the loss, and metrics summed the same way.
+        """Return the policy's loss: the sum over steps of ``weights`` times the loss of a step, and
+        metrics that are summed the same way.
+
+        The default is the clipped surrogate. A subclass that overrides this keeps all other terms
+        of the configuration, because :meth:`total_loss` adds them around it: the importance weights
+        of ``behaviour_weight_cap`` are part of ``weights``; the entropy bonus, the divergence from
+        the reference and a critic's loss are added to the result (:meth:`add_terms`).
 
         ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
         micro-batches (and ranks) are the minibatch's however it was cut. Where a step is several
         choices, its units stand in place of the step (:mod:`rlinf.algorithms.levels`).
+
+        Args:
+            outputs: of the policy in training, ``[B, U]`` each.
+            weights: ``[B, U]``, of the aggregation times the importance weight. The former alone
+                is ``batch.shares``.
         """
+        config = self.config
+        ours, old = outputs.logprobs, batch.old_logprobs
+        if config.ratio_level == "sequence":
+            ours = sequence_log_ratio(ours, old, batch.mask)
+            old = torch.zeros_like(ours)
+        surrogate, clipped = clipped_surrogate(
+            ours,
+            old,
+            batch.require("advantages"),
+            config.clip_low,
+            config.clip_high,
+            config.clip_dual,
+        )
+        return (weights * surrogate).sum(), {
+            "clip_share": (batch.require("shares") * clipped).sum()
+        }
+
+    def add_terms(
+        self, loss: Tensor, outputs: StepOutputs, batch: StepBatch, weights: Tensor
+    ) -> Loss:
+        """Return ``loss`` with what the configuration adds to it, and metrics: minus
+        ``entropy_bonus`` times the entropy, plus ``kl_coefficient`` times the divergence from the
+        reference.
+
+        A subclass adds terms of its own to the result of ``super()``.
+
+        Args:
+            loss: the result of :meth:`loss`, a scalar.
+            weights: ``[B, U]`` of the aggregation, without importance weights.
+
+        Raises:
+            InputError: there is an entropy bonus, and the policy gives no entropy.
+        """
+        config, metrics = self.config, dict[str, Tensor]()
+        if outputs.entropy is None and config.entropy_bonus:
+            raise InputError(
+                "algorithm.entropy_bonus: the policy gives no entropy of its steps; give one in "
+                "StepOutputs, or set the bonus to 0"
+            )
+        if outputs.entropy is not None:
+            entropy = (weights * outputs.entropy).sum()
+            metrics["entropy"] = entropy.detach()
+            loss = loss - config.entropy_bonus * entropy
+        if config.kl_coefficient:
+            reference = batch.require("reference_logprobs")
+            each = kl_loss(outputs.logprobs, reference, config.kl_estimator)
+            divergence = (weights * each).sum()
+            metrics["kl_reference"] = divergence.detach()
+            loss = loss + config.kl_coefficient * divergence
+        return loss, metrics
+
+    def total_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        """Return :meth:`loss` with everything that the configuration puts around it.
+
+        Args:
+            outputs, batch: as :meth:`loss` takes them.
+            weights: ``[B, U]`` of the aggregation.
+        """
+        batch = replace(batch, shares=weights)
+        importance, metrics = self._importance(batch, weights)
+        weighted = weights if importance is None else weights * importance
+        loss, own = self.loss(outputs, batch, weighted)
+        with torch.no_grad():
+            change = kl_estimate(batch.old_logprobs, outputs.logprobs)
+            metrics |= {"policy_loss": loss.detach(), "kl_old": (weights * change).sum()}
+        loss, added = self.add_terms(loss, outputs, batch, weights)
+        return loss, {**metrics, **added, **own}
+
+    def _importance(
+        self, batch: StepBatch, weights: Tensor
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the importance weights ``[B, U]`` of ``behaviour_weight_cap``, and metrics; None
+        where the configuration asks for none."""
+        config = self.config
+        if config.behaviour_weight_cap is None:
+            return None, {}
+        ratio = behaviour_ratio(
+            batch.old_logprobs,
+            batch.require("rollout_logprobs"),
+            batch.mask,
+            config.behaviour_weight_level,
+        )
+        importance, capped = behaviour_weights(
+            ratio, config.behaviour_weight_cap, config.behaviour_weight_outside
+        )
+        return importance, {
+            "behaviour_weight": (weights * importance).sum(),
+            "behaviour_capped_share": (weights * capped).sum(),
+        }
 
     def objective(
         self,
@@ -220,7 +325,12 @@ class PolicyGradient(Algorithm):
         temperature: float,
         entropy: bool,
     ) -> Loss:
-        """:meth:`loss` of what the policy says; to be replaced where a loss needs more of it.
+        """Return the :meth:`total_loss` of one micro-batch.
+
+        A subclass overrides this where a loss needs more of the policy than its step outputs. The
+        terms of the configuration stand inside: an override that does not call ``super()`` drops
+        them, and a run that sets one of their keys is refused
+        (:mod:`rlinf.algorithms.unread_keys`).
 
         Args:
             inputs: of :meth:`Policy.collate`, on the policy's device.
@@ -234,57 +344,5 @@ class PolicyGradient(Algorithm):
             theirs = batch.require("rollout_logprobs")
             old = interpolated(outputs.logprobs, theirs, batch.anchor)
             batch = replace(batch, old_logprobs=old)
-        loss, metrics = self.loss(outputs, batch, weights)
+        loss, metrics = self.total_loss(outputs, batch, weights)
         return loss, {**metrics, **engine_gap(outputs.logprobs, batch)}
-
-
-def policy_terms(
-    config: PolicyGradientConfig, outputs: StepOutputs, batch: StepBatch, weights: Tensor
-) -> Loss:
-    """The part of the loss that GRPO and PPO share: clipped surrogate, entropy, KL."""
-    ours, old = outputs.logprobs, batch.old_logprobs
-    if config.ratio_level == "sequence":
-        ours = sequence_log_ratio(ours, old, batch.mask)
-        old = torch.zeros_like(ours)
-    surrogate, clipped = clipped_surrogate(
-        ours,
-        old,
-        batch.require("advantages"),
-        config.clip_low,
-        config.clip_high,
-        config.clip_dual,
-    )
-    metrics: dict[str, Tensor] = {}
-    if config.behaviour_weight_cap is not None:
-        ratio = behaviour_ratio(
-            batch.old_logprobs,
-            batch.require("rollout_logprobs"),
-            batch.mask,
-            config.behaviour_weight_level,
-        )
-        behaviour, capped = behaviour_weights(
-            ratio, config.behaviour_weight_cap, config.behaviour_weight_outside
-        )
-        surrogate = behaviour * surrogate
-        metrics = {
-            "behaviour_weight": (weights * behaviour).sum(),
-            "behaviour_capped_share": (weights * capped).sum(),
-        }
-    loss = (weights * surrogate).sum()
-    with torch.no_grad():
-        change = kl_estimate(batch.old_logprobs, outputs.logprobs)
-        metrics |= {
-            "policy_loss": loss.detach(),
-            "clip_share": (weights * clipped).sum(),
-            "kl_old": (weights * change).sum(),
-        }
-    if outputs.entropy is not None:
-        entropy = (weights * outputs.entropy).sum()
-        metrics["entropy"] = entropy.detach()
-        loss = loss - config.entropy_bonus * entropy
-    if config.kl_coefficient:
-        reference = batch.require("reference_logprobs")
-        divergence = (weights * kl_loss(outputs.logprobs, reference, config.kl_estimator)).sum()
-        metrics["kl_reference"] = divergence.detach()
-        loss = loss + config.kl_coefficient * divergence
-    return loss, metrics

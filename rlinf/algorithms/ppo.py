@@ -14,11 +14,7 @@ from torch import Tensor
 from rlinf.algorithms.advantages import generalised
 from rlinf.algorithms.levels import mask_of
 from rlinf.algorithms.losses import clipped_value_loss
-from rlinf.algorithms.policy_gradient import (
-    PolicyGradient,
-    PolicyGradientConfig,
-    policy_terms,
-)
+from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
 from rlinf.data.batch import StepBatch
 from rlinf.errors import ConfigError
 from rlinf.fit import VALUES
@@ -75,8 +71,11 @@ class PPO(PolicyGradient):
             self.config.gae_lambda,
         )
 
-    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        loss, metrics = policy_terms(self.config, outputs, batch, weights)
+    def add_terms(
+        self, loss: Tensor, outputs: StepOutputs, batch: StepBatch, weights: Tensor
+    ) -> Loss:
+        """Add ``value_coefficient`` times the value loss."""
+        loss, metrics = super().add_terms(loss, outputs, batch, weights)
         assert outputs.values is not None
         error = clipped_value_loss(
             outputs.values,

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from rlinf.algorithms.advantages import generalised, group_means
 from rlinf.algorithms.groups import GroupConfig, OfGroups
-from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig, policy_terms
+from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
 from rlinf.data.batch import StepBatch
-from rlinf.models.base import StepOutputs
-from rlinf.trainers.base import Loss
 
 
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
@@ -49,9 +47,6 @@ class ReinforcePlusPlus(PolicyGradient):
             1.0,
         )
         return (to_come - self.baseline(batch)[:, None]) * batch.mask, None
-
-    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        return policy_terms(self.config, outputs, batch, weights)
 
 
 class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupConfig):

@@ -85,7 +85,7 @@ class _Update:
         cuts = minibatches(learner, len(samples), settings.epochs, settings.minibatches)
         for done, chosen in enumerate(cuts):
             weights, mass = self._shares(batch.require("units")[chosen])
-            entropy = settings.entropy_bonus > 0 or done == 0
+            entropy = self._algorithm.needs_entropy or done == 0
             self._unit = power_of_two(weights)
             self._add(batch, samples, chosen, weights, entropy=entropy)
             self._finish(mass)

@@ -75,6 +75,8 @@ class StepBatch:
     fresh: Tensor | None = None
     """``[N, T]`` 1 where a step counts and was chosen by the weights that are to be updated; in
     the first update of an iteration."""
+    shares: Tensor | None = None
+    """``[N, T]`` weight of each step in the mean of the loss, without importance weights."""
 
     def __len__(self) -> int:
         return len(self.mask)

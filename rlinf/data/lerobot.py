@@ -216,8 +216,17 @@ class Dataset:
 
     def _episodes(self) -> Iterator[Episode]:
         videos = [name for name in self.cameras.values() if self.features[name]["dtype"] == "video"]
+        count = 0
         try:
-            yield from (self._of_three if self._major == "3" else self._of_two)(videos)
+            for episode in (self._of_three if self._major == "3" else self._of_two)(videos):
+                count += 1
+                yield episode
+            wanted = max(1, int(self.info.get("total_episodes", 1)))
+            if count < wanted:
+                raise DataError(
+                    f"{self.folder / 'meta'}: describes {count} of {wanted} episodes "
+                    "(total_episodes of info.json); a file is missing, so copy the whole folder"
+                )
         except (KeyError, OSError, ValueError, TypeError) as error:
             raise DataError(f"{self.folder / 'meta'}: damaged ({error!r})") from None
 
@@ -225,7 +234,7 @@ class Dataset:
         """Many episodes to a file; where each is stands in the tables of ``meta/episodes``."""
         starts: dict[Path, int] = {}
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
-            for row in _table(self._own(table)).to_pylist():
+            for row in _table(self._own(table.relative_to(self.folder))).to_pylist():
                 at = {k: int(row[f"data/{k}"]) for k in ("chunk_index", "file_index")}
                 data = self._named("data_path", **at)
                 first = int(row["dataset_from_index"])

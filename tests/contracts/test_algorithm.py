@@ -166,7 +166,10 @@ def test_steps_that_do_not_count_have_no_influence(name: str, seed: int) -> None
     unlike = StepOutputs(
         *(spoiled(c.detach()) for c in (said.logprobs, said.entropy, said.values) if c is not None)
     )
-    ours, theirs = algorithm.loss(said, first, weights), algorithm.loss(unlike, second, weights)
+    ours, theirs = (
+        algorithm.total_loss(said, first, weights),
+        algorithm.total_loss(unlike, second, weights),
+    )
     torch.testing.assert_close(ours[0], theirs[0])
     (gradient,) = torch.autograd.grad(ours[0], said.logprobs)
     assert not (gradient * hidden).any()
@@ -180,7 +183,7 @@ def test_a_step_without_advantage_has_no_gradient(name: str, seed: int) -> None:
     advantages = torch.where(indifferent, 0.0, batch.mask)
     batch = replace(algorithm.judged(batch), advantages=advantages)
     said = outputs_of(batch, seed)
-    loss, _ = algorithm.loss(said, batch, batch.mask)
+    loss, _ = algorithm.total_loss(said, batch, batch.mask)
     (gradient,) = torch.autograd.grad(loss, said.logprobs)
     assert not gradient[indifferent].any()
 
@@ -193,7 +196,7 @@ def test_the_first_step_follows_the_policy_gradient(name: str, seed: int) -> Non
     batch = replace(algorithm.judged(batch), rollout_logprobs=batch.old_logprobs)
     weights, _ = step_shares(batch.mask, "seq_mean_token_mean")
     same = batch.old_logprobs.clone().requires_grad_()
-    loss, _ = algorithm.loss(StepOutputs(same, None, batch.values), batch, weights)
+    loss, _ = algorithm.total_loss(StepOutputs(same, None, batch.values), batch, weights)
     (gradient,) = torch.autograd.grad(loss, same)
     torch.testing.assert_close(gradient, -weights * batch.require("advantages"))
 
@@ -207,7 +210,7 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     batch = algorithm.judged(batch_of(seed))
     weights, _ = step_shares(batch.mask, aggregation)
     said = outputs_of(batch, seed)
-    whole, metrics = algorithm.loss(said, batch, weights)
+    whole, metrics = algorithm.total_loss(said, batch, weights)
     (gradient,) = torch.autograd.grad(whole, said.logprobs, retain_graph=True)
     order = np.random.default_rng(seed).permutation(len(batch))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(batch) - 1), max_size=4)))
@@ -215,7 +218,7 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     for part in np.split(order, cuts):
         index = part.tolist()
         local = chosen(batch, index)
-        loss, found = algorithm.loss(rows(said, index), local, weights[index])
+        loss, found = algorithm.total_loss(rows(said, index), local, weights[index])
         total = total + loss
         assert found.keys() == metrics.keys()
         totals = {key: totals[key] + found[key] for key in totals}

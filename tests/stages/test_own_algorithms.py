@@ -46,6 +46,37 @@ def test_preferences_within_groups_are_learned(
     assert np.mean([row["train/right"] for row in rows[1:]]) > 0.7
 
 
+def published(folder: Path) -> dict[str, bytes]:
+    """The last weights that a run published."""
+    newest = sorted(folder.glob("it/*/sync/*/weights/*.safetensors"))[-1].parent
+    return {file.name: file.read_bytes() for file in newest.glob("*.safetensors")}
+
+
+def test_terms_of_the_configuration_stand_around_a_loss_of_ones_own(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever an outside algorithm returns, each of these keys changes the weights."""
+    monkeypatch.syspath_prepend(tree.ROOT / "docs" / "examples")
+    terms = {
+        "none": {},
+        "divergence": {"kl_coefficient": 5.0},
+        "entropy": {"entropy_bonus": 1.0},
+        "importance": {"behaviour_weight_cap": 1.5, "behaviour_weight_outside": "mask"},
+        "reward": {"kl_reward": 5.0},
+        "mean": {"aggregation": "seq_mean_token_sum"},
+    }
+    found = {}
+    for name, settings in terms.items():
+        words = [f"reward.name={OWN}:Favourite", f"run.name={name}", "rollout.staleness=1"]
+        words += ["evaluate.every=0", "optimizer.lr_warmup=0", "iterations=3"]
+        algorithm = {"name": "mylab.algorithm:LeaveOneOut", **settings}
+        execute(own(compose, algorithm, *words))
+        found[name] = published(tmp_path / name)
+    assert all(list(found["none"]) == list(weights) for weights in found.values())
+    plain = found.pop("none")
+    assert [name for name, weights in found.items() if weights == plain] == []
+
+
 def test_a_loss_may_ask_the_policy_for_more_than_its_step_outputs(
     compose: Compose, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def test_where_engine_and_trainer_agree_nothing_changes_by_a_bit(
     found = []
     for algorithm in (GRPO(GRPOConfig()), weighed):
         said = outputs_of(batch, seed)
-        loss, metrics = algorithm.loss(said, algorithm.judged(batch), batch.mask)
+        loss, metrics = algorithm.total_loss(said, algorithm.judged(batch), batch.mask)
         (gradient,) = torch.autograd.grad(loss, said.logprobs)
         found.append((loss, gradient, metrics))
     (plain, own, told), (other, its, more) = found
@@ -107,7 +107,7 @@ def test_the_weight_has_no_gradient_of_its_own(level: WeightLevel, seed: int) ->
         "truncate",
     )
     assert not weights.requires_grad
-    loss, _ = algorithm.loss(said, replace(own, old_logprobs=logprobs.detach()), batch.mask)
+    loss, _ = algorithm.total_loss(said, replace(own, old_logprobs=logprobs.detach()), batch.mask)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -weights * batch.mask * batch.require("advantages"))
 

@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.behaviour import behaviour_ratio, behaviour_weights
+from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.losses import (
     clipped_surrogate,
     clipped_value_loss,
@@ -19,7 +20,7 @@ from rlinf.algorithms.losses import (
     kl_loss,
     sequence_log_ratio,
 )
-from rlinf.algorithms.policy_gradient import PolicyGradientConfig, policy_terms
+from rlinf.algorithms.policy_gradient import PolicyGradientConfig
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import StepBatch
 from rlinf.models.base import StepOutputs
@@ -72,7 +73,7 @@ def test_of_the_decoupled_surrogate(level: Any, outside: Any) -> None:
     said = outputs_of(batch, 11).logprobs.detach().double().requires_grad_()
 
     def loss(given: Tensor) -> Tensor:
-        return policy_terms(config, StepOutputs(given), batch, batch.mask)[0]
+        return GRPO(config).total_loss(StepOutputs(given), batch, batch.mask)[0]
 
     assert gradcheck(loss, (said,))
     ratio = behaviour_ratio(old, theirs, batch.mask, level)
@@ -159,7 +160,7 @@ def test_of_a_whole_loss(name: str) -> None:
     said = outputs_of(batch, 9)
     columns = [c.detach().double().requires_grad_() for c in vars(said).values()]
     assert gradcheck(
-        lambda *given: algorithm.loss(StepOutputs(*given), batch, weights)[0], tuple(columns)
+        lambda *given: algorithm.total_loss(StepOutputs(*given), batch, weights)[0], tuple(columns)
     )
 
 
@@ -191,7 +192,7 @@ def test_where_no_step_counts_all_is_zero(name: str, aggregation: Any, ratio: An
     weights, divisor = step_shares(batch.mask, aggregation)
     assert not weights.any()
     said = outputs_of(batch, 2)
-    loss, metrics = algorithm.loss(said, batch, weights / max(1.0, divisor))
+    loss, metrics = algorithm.total_loss(said, batch, weights / max(1.0, divisor))
     assert float(loss.detach()) == 0
     assert all(float(metric) == 0 for metric in metrics.values()), metrics
     columns = [c for c in vars(said).values() if c is not None]

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlinf.algorithms.grpo import DAPO, DAPOConfig
+from rlinf.algorithms.grpo import DAPO, GRPO, DAPOConfig
 from rlinf.algorithms.losses import (
+    KL_BOUND,
+    PULL_BOUND,
     KLEstimator,
     clipped_surrogate,
     clipped_value_loss,
@@ -22,7 +24,7 @@ from rlinf.algorithms.losses import (
     kl_loss,
     sequence_log_ratio,
 )
-from rlinf.algorithms.policy_gradient import PolicyGradientConfig, policy_terms
+from rlinf.algorithms.policy_gradient import PolicyGradientConfig
 from rlinf.algorithms.ppo import PPOConfig
 from rlinf.algorithms.shares import Aggregation, step_shares
 from rlinf.config import OptimizerSection
@@ -200,13 +202,81 @@ def test_k1_itself_would_pull_nowhere() -> None:
     torch.testing.assert_close(found, torch.zeros_like(found))
 
 
+def pull(kind: KLEstimator, gap: float) -> tuple[float, float]:
+    """Value and gradient of the term in the loss where ``log pi_ref - log pi`` is ``gap``."""
+    logprobs = torch.tensor([0.0], requires_grad=True)
+    loss = kl_loss(logprobs, torch.tensor([gap]), kind)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    return float(loss.detach()), float(gradient)
+
+
+kinds = pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+WIDE = st.floats(-(2.0**127), 2.0**127, width=32) | st.floats(-100, 100, width=32)
+
+
+@kinds
+@given(gap=WIDE)
+def test_the_pull_towards_the_reference_never_vanishes(kind: KLEstimator, gap: float) -> None:
+    """A step that the reference likes more is made likelier, and the other way round, at any
+    distance; the value is bounded and the gradient finite."""
+    value, gradient = pull(kind, gap)
+    assert abs(value) <= KL_BOUND
+    assert abs(gradient) <= PULL_BOUND * (1 + 1e-6)
+    if abs(gap) > 1e-6:
+        assert gradient * gap < 0
+    if abs(gap) > math.sqrt(2 * KL_BOUND):
+        assert abs(gradient) >= 0.98
+
+
+@kinds
+@given(one=WIDE, other=WIDE)
+def test_the_pull_grows_with_the_distance(kind: KLEstimator, one: float, other: float) -> None:
+    near, far = sorted((one, other))
+    assert pull(kind, near)[1] >= pull(kind, far)[1]
+
+
+@kinds
+@given(gap=st.floats(-19.9, 19.9))
+def test_the_gradient_is_that_of_the_estimate_without_a_bound(
+    kind: KLEstimator, gap: float
+) -> None:
+    exact = 1 - math.exp(gap) if kind == "k3" else -gap
+    assert pull(kind, gap)[1] == pytest.approx(exact, rel=1e-5, abs=1e-6)
+
+
+@kinds
+@pytest.mark.parametrize("extreme", [-3.4e38, 3.4e38])
+def test_log_probabilities_beyond_all_measure_have_finite_gradients(
+    kind: KLEstimator, extreme: float
+) -> None:
+    """The difference of two such numbers is infinite in float32."""
+    logprobs = torch.tensor([-extreme], requires_grad=True)
+    loss = kl_loss(logprobs, torch.tensor([extreme]), kind)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(logprobs.grad).all()
+    assert float(logprobs.grad) * extreme < 0
+
+
+@given(gap=WIDE)
+def test_a_ratio_beyond_its_bound_still_has_a_gradient(gap: float) -> None:
+    """What an old policy hardly ever did, and that was bad, is made less likely."""
+    logprobs = torch.tensor([gap], requires_grad=True)
+    loss, _ = clipped_surrogate(logprobs, torch.zeros(1), torch.tensor([-1.0]), 0.2, 0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(gradient).all()
+    assert float(gradient) > 0 or gap < 0.2
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_loss_has_the_divergence_by_the_estimator_that_is_set(kind: KLEstimator) -> None:
     config = PolicyGradientConfig(kl_coefficient=0.5, kl_estimator=kind)
     batch = batch_of(3)
     batch = replace(batch, advantages=torch.zeros_like(batch.mask))
     said = StepOutputs(outputs_of(batch, 3).logprobs)
-    loss, metrics = policy_terms(config, said, batch, batch.mask)
+    loss, metrics = GRPO(config).total_loss(said, batch, batch.mask)
     reference = batch.require("reference_logprobs")
     want = (batch.mask * kl_estimate(said.logprobs, reference, kind)).sum()
     torch.testing.assert_close(loss, 0.5 * want)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms import algorithms
+from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.losses import clipped_value_loss, kl_loss
-from rlinf.algorithms.policy_gradient import PolicyGradientConfig, policy_terms
+from rlinf.algorithms.policy_gradient import PolicyGradientConfig
 from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import StepBatch
 from rlinf.models.base import StepOutputs
@@ -87,7 +88,7 @@ def test_the_surrogate_of_whole_responses() -> None:
 def surrogate(config: PolicyGradientConfig, aggregation: Any, name: str) -> None:
     logprobs = GIVEN["logprobs"].clone().requires_grad_()
     weights, divisor = step_shares(MASK, aggregation)
-    loss, _ = policy_terms(config, StepOutputs(logprobs), batch("rewards"), weights / divisor)
+    loss, _ = GRPO(config).total_loss(StepOutputs(logprobs), batch("rewards"), weights / divisor)
     alike(loss, name)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     alike(gradient, f"{name}_gradient")

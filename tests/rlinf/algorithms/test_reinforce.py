@@ -163,7 +163,7 @@ def test_a_ratio_of_the_response_is_clipped_as_a_whole(seed: int) -> None:
     advantages, _ = algorithm.advantages(batch)
     batch = replace(batch, advantages=advantages)
     logprobs = outputs_of(batch, seed).logprobs
-    loss, _ = algorithm.loss(StepOutputs(logprobs), batch, batch.mask)
+    loss, _ = algorithm.total_loss(StepOutputs(logprobs), batch, batch.mask)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     gap = ((logprobs - batch.old_logprobs) * batch.mask).sum(-1) / batch.mask.sum(-1)
     ratio = gap.detach().exp()[:, None].expand_as(logprobs)

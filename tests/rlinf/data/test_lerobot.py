@@ -96,6 +96,39 @@ def test_episodes_come_back(
         )
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_folder_is_read_by_any_path_that_leads_to_it(
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "sets/one"
+    if version == 2:
+        home.mkdir(parents=True)
+        version_two(home, features=FLAG)
+    else:
+        given = [trajectory(i, *each, images=True) for i, each in enumerate(THREE)]
+        lerobot_writer.write(home, given, fps=20, task="", png=True)
+    (tmp_path / "link").symlink_to("sets/one")
+    absolute = list(lerobot.Dataset(home).records())
+    monkeypatch.chdir(tmp_path)
+    paths = ["sets/one", "link", "sets/../sets/one", "./sets/one/"]
+    found = {path: list(lerobot.Dataset(Path(path)).records()) for path in paths}
+    monkeypatch.chdir(home)
+    found |= {path: list(lerobot.Dataset(Path(path)).records()) for path in (".", "../one")}
+    for path, records in found.items():
+        assert len(records) == len(absolute), path
+        for one, other in zip(records, absolute, strict=True):
+            np.testing.assert_array_equal(one.steps["actions"], other.steps["actions"], path)
+
+
+def test_a_folder_whose_episodes_are_not_all_described_is_refused(tmp_path: Path) -> None:
+    given = [trajectory(i, *each, images=False) for i, each in enumerate(THREE)]
+    lerobot_writer.write(tmp_path / "set", given, fps=20, task="")
+    for table in (tmp_path / "set/meta/episodes").rglob("*.parquet"):
+        table.unlink()
+    with pytest.raises(DataError, match="describes 0 of 4 episodes"):
+        list(lerobot.Dataset(tmp_path / "set").records())
+
+
 def test_instructions_that_a_policy_saw_are_the_tasks_of_episodes(tmp_path: Path) -> None:
     record = trajectory(0, [5, 7], [True, True], images=False)
     column = np.zeros((12, 256), np.uint8)

@@ -1,0 +1,210 @@
+"""Keys that an algorithm accepts are read by it, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from pipeline.commands.experiment import execute
+from rlinf import tree
+from rlinf.algorithms import algorithms
+from rlinf.algorithms.base import Algorithm
+from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.iql import IQL
+from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.policy_gradient import PolicyGradientConfig
+from rlinf.algorithms.ppo import PPO
+from rlinf.algorithms.sac import SAC
+from rlinf.algorithms.unread_keys import refuse_unread_keys, unread_keys
+from rlinf.data.batch import Sample, StepBatch
+from rlinf.errors import ConfigError
+from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.trainers.base import Loss
+from tests.contracts.own import parts
+
+SURROGATE = ["ratio_level", "clip_low", "clip_high", "clip_dual"]
+
+
+def with_all_keys(cls: type[Algorithm]) -> Any:
+    """A configuration in which every key is set."""
+    config = cls.Config.model_construct(**dict.fromkeys(cls.Config.model_fields))
+    assert config.model_fields_set == set(cls.Config.model_fields)
+    return config
+
+
+class Reinforce(GRPO):
+    """A subclass with a loss of its own."""
+
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        return -(weights * batch.require("advantages") * outputs.logprobs).sum(), {}
+
+
+class Halved(GRPO):
+    """A subclass whose loss calls the one it overrides."""
+
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        loss, metrics = super().loss(outputs, batch, weights)
+        return loss / 2, metrics
+
+
+class Named(GRPO):
+    """The same by the name of the base class."""
+
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        return GRPO.loss(self, outputs, batch, weights)
+
+
+def surrogate_of(config: Any) -> float:
+    return float(config.clip_low + getattr(config, "clip_high"))  # noqa: B009
+
+
+class Helped(GRPO):
+    """A subclass whose loss reads its keys in a function of the module, one of them by text."""
+
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        return surrogate_of(self.config) * (weights * outputs.logprobs).sum(), {}
+
+
+class Declared(Reinforce):
+    reads = frozenset({"clip_dual"})
+
+
+class Bare(GRPO):
+    """A subclass whose objective has none of the terms of the configuration."""
+
+    def objective(self, policy: Policy, inputs: Batch, *rest: Any, **options: Any) -> Loss:
+        return policy.evaluate(inputs, 1.0).logprobs.sum(), {}
+
+
+class Pairs(Algorithm):
+    """A loop of its own with the configuration of another family."""
+
+    Config = PolicyGradientConfig
+
+    def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
+        for _ in range(self.config.epochs):
+            learner.update()
+
+
+class Plain(PPO):
+    """PPO with advantages of its own: nothing discounts them."""
+
+    def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        return batch.rewards, batch.rewards
+
+
+class Uniform(GRPO):
+    def relative(self, scores: Tensor, groups: Tensor) -> Tensor:
+        return scores
+
+
+class Critics(SAC):
+    """An off-policy algorithm with a loss of its own, without a temperature."""
+
+    def loss(self, policy: Any, batch: Batch) -> Loss:
+        return policy.module.critics(batch["observations"]).mean() * self.config.gamma, {}
+
+
+KL_KEYS = {"entropy_bonus", "kl_coefficient", "kl_estimator", "behaviour_weight_cap"}
+CASES: list[tuple[type[Algorithm], set[str], set[str]]] = [
+    (
+        Reinforce,
+        set(SURROGATE),
+        KL_KEYS | {"kl_reward", "aggregation", "old_logprobs", "normalise"},
+    ),
+    (Halved, set(), {*SURROGATE, *KL_KEYS}),
+    (Named, set(), {*SURROGATE, *KL_KEYS}),
+    (Helped, {"ratio_level", "clip_dual"}, {"clip_low", "clip_high"}),
+    (Declared, {"ratio_level", "clip_low", "clip_high"}, {"clip_dual"}),
+    (Bare, {*SURROGATE, *KL_KEYS}, {"epochs", "aggregation", "kl_reward"}),
+    (Pairs, {*SURROGATE, *KL_KEYS, "minibatches", "kl_reward", "whiten_advantages"}, {"epochs"}),
+    (Plain, {"gamma", "gae_lambda"}, {"value_clip", "clip_low", "critic_warmup"}),
+    (Uniform, {"normalise"}, {"advantage_level", "clip_low"}),
+    (
+        Critics,
+        {"target_entropy", "learn_temperature", "backup_entropy", "target_aggregate"},
+        {"gamma", "tau", "prior_share", "capacity", "policy_every"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "unread", "read"), CASES, ids=lambda v: getattr(v, "__name__", ""))
+def test_keys_that_an_override_leaves_without_a_reader_are_found(
+    cls: type[Algorithm], unread: set[str], read: set[str]
+) -> None:
+    found = set(unread_keys(cls, with_all_keys(cls)))
+    assert unread <= found
+    assert not read & found
+
+
+# Targets that CrossQ has not, and the value of a policy's action, which IQL never asks for.
+NEVER = {"crossq": ["tau"], "iql": ["policy_aggregate"], "mylab.algorithm:LeaveOneOut": SURROGATE}
+
+
+@pytest.mark.parametrize("name", parts(algorithms))
+def test_algorithms_of_the_product_read_their_keys(name: str) -> None:
+    cls = algorithms.get(name)
+    assert unread_keys(cls, with_all_keys(cls)) == NEVER.get(name, [])
+
+
+def test_a_key_that_is_not_set_is_no_trouble() -> None:
+    refuse_unread_keys(Reinforce(Reinforce.Config(kl_coefficient=1.0)), "mine:Reinforce")
+
+
+def test_the_error_names_key_and_method_and_says_what_to_do() -> None:
+    algorithm = Reinforce(Reinforce.Config(clip_low=0.1, clip_dual=3.0))
+    with pytest.raises(ConfigError) as caught:
+        refuse_unread_keys(algorithm, "mine:Reinforce")
+    assert str(caught.value).startswith(
+        "algorithm.clip_low: mine:Reinforce never reads it (nor clip_dual); its own loss replaces "
+        "what does; take it out of the configuration"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.policy_aggregate: iql never reads it; take"
+    ):
+        refuse_unread_keys(IQL(IQL.Config(policy_aggregate="mean")), "iql")
+
+
+def test_a_configuration_that_is_read_as_a_whole_has_no_unread_key() -> None:
+    class Dumped(Reinforce):
+        def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+            return outputs.logprobs.sum() * len(self.config.model_dump()), {}
+
+    assert not unread_keys(Dumped, with_all_keys(Dumped))
+
+
+def test_keys_of_the_class_of_the_configuration_count_where_they_are_asked_for() -> None:
+    class Scaled(PolicyGradientConfig):
+        clip: float = 1.0
+        other: float = 1.0
+
+        @property
+        def width(self) -> float:
+            return self.clip
+
+    class Own(Reinforce):
+        Config = Scaled  # type: ignore[assignment]
+
+        def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+            return outputs.logprobs.sum() * self.config.width, {}
+
+    assert set(unread_keys(Own, with_all_keys(Own))) >= {"other", "clip_low"}
+    assert "clip" not in unread_keys(Own, with_all_keys(Own))
+
+
+def test_the_door_refuses_before_anything_is_written(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tree.ROOT / "docs" / "examples")
+    name = "mylab.algorithm:LeaveOneOut"
+    for key in ("clip_low", "clip_high", "clip_dual", "ratio_level"):
+        value = "sequence" if key == "ratio_level" else 2 if key == "clip_dual" else 0.2
+        values = compose()
+        values["algorithm"] = {"name": name, "entropy_bonus": 0.1, key: value}
+        with pytest.raises(ConfigError, match=rf"algorithm\.{key}: {name} never reads it"):
+            execute(values)
+    assert not any(tmp_path.iterdir())
