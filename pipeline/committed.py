@@ -23,6 +23,7 @@ from rlinf.errors import ArtifactError, OtherWorkError
 from stages.code import Code
 from stages.flow import EVALUATE
 from stages.identity import Ledger, read_ledger, stage_key
+from stages.retention import Retention
 
 SET_ASIDE = "set-aside"
 """Folder of a run for results that were made anew: by time, then as in the run."""
@@ -42,7 +43,7 @@ class Committed:
     """The nodes known to be done.
 
     A result counts if its key is the digest of the configuration, the code, and the inputs it is to
-    be made from, or if it is in the ledger of what was kept.
+    be made from. One that is in the ledger of what was kept counts if its inputs are still there.
     """
 
     run: Run
@@ -71,12 +72,16 @@ class Committed:
         manifest = self._whole(node)
         return manifest if manifest is not None and self._counts(node, manifest) else None
 
-    def recover(self) -> None:
-        """Find all that is done, and what cannot count."""
+    def recover(self, *, kept: bool = True) -> None:
+        """Find all that is done, and what cannot count.
+
+        Args:
+            kept: whether results that were kept earlier count.
+        """
         self.done.clear()
         self.stale.clear()
         self.waiting.clear()
-        self.ledger = read_ledger(self.run.folder)
+        self.ledger = read_ledger(self.run.folder) if kept else Ledger()
         for node in self.graph.nodes():
             manifest = self._whole(node)
             if manifest is None:
@@ -89,13 +94,44 @@ class Committed:
             else:
                 self.stale.append(node)
 
-    def affected(self) -> list[Node]:
-        """What is stale, and what is committed and was made of that."""
-        found = set(self.stale)
+    def redone(self) -> list[Node]:
+        """What has to go, so that the run becomes what a fresh one of its configuration would be.
+
+        That is what is stale, data that the retention policy removed though it would stay in a
+        fresh run, and removed data that something else is made anew from. After :meth:`recover`
+        without what was kept.
+        """
+        last = Retention(self.run.config, self.run.folder, self.graph.iterations - 1)
+        known = {*self.done, *self.waiting}
+        gone = set(self.stale)
+        for node in known:
+            stays = node.stage in self.graph.flow.stages and last.keeps(*node)
+            if stays and is_pruned(self._folder(node)):
+                gone.add(node)
+        for node in reversed(list(self.graph.nodes())):
+            if node in known and node not in gone:
+                continue
+            sources = self.graph.inputs(node).values()
+            gone.update(s for s in sources if s in known and is_pruned(self._folder(s)))
+        return _in_order(gone)
+
+    def affected(self, gone: Iterable[Node]) -> list[Node]:
+        """What goes, and what is committed and was made of that."""
+        found = set(gone)
         for node in self.graph.nodes():
             if node in self.waiting and not found.isdisjoint(self.graph.inputs(node).values()):
                 found.add(node)
-        return sorted(found, key=lambda node: (node.iteration, node.stage))
+        return _in_order(found)
+
+    def leftovers(self) -> list[Path]:
+        """Committed outputs that the graph of the configuration does not have, sorted.
+
+        They are of more iterations, of other evaluations or of another flow.
+        """
+        run, wanted = self.run.folder, set(map(self._folder, self.graph.nodes()))
+        patterns = (f"it/*/*/{MANIFEST}", f"{EVALUATE}/*/{MANIFEST}", f"*/{MANIFEST}")
+        found = {path.parent for pattern in patterns for path in run.glob(pattern)}
+        return sorted(found - wanted)
 
     def keys(self, nodes: Iterable[Node]) -> Iterator[tuple[str, str]]:
         """Names of nodes with the keys they were committed under."""
@@ -123,7 +159,11 @@ class Committed:
 
     def set_aside(self, node: Node) -> Path:
         """Move an output out of the way, whole; returns where it is."""
-        folder = self._folder(node)
+        self.waiting.discard(node)
+        return self.move_aside(self._folder(node))
+
+    def move_aside(self, folder: Path) -> Path:
+        """Move a folder or file of the run out of the way, whole; returns where it is."""
         target = self.aside / folder.relative_to(self.run.folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         number = 1
@@ -131,12 +171,17 @@ class Committed:
             number += 1
             target = target.with_name(f"{folder.name}.{number}")
         folder.rename(target)
-        self.waiting.discard(node)
         return target
 
     def _counts(self, node: Node, manifest: Manifest) -> bool:
         contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
-        return self.ledger.keeps(manifest) or manifest.key == self._key(node, contents)
+        if manifest.key == self._key(node, contents):
+            return True
+        # The configuration that it is kept under may take other outputs than it was made of.
+        return self.ledger.keeps(manifest) and (
+            manifest.inputs == contents
+            or set(self.done.values()).issuperset(manifest.inputs.values())
+        )
 
     def _own(self, node: Node, manifest: Manifest) -> bool:
         """Whether configuration and code are the same, whatever it was made of."""
@@ -164,3 +209,7 @@ class Committed:
     def _key(self, node: Node, inputs: dict[str, str]) -> str:
         code = self._digests[node.stage]
         return stage_key(self.run.config, node.stage, node.iteration, inputs, code)
+
+
+def _in_order(nodes: Iterable[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: (node.iteration, node.stage))

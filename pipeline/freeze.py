@@ -30,7 +30,7 @@ def create_run(config: RunConfig, plan: dict[str, Any], choice: Choice = Choice.
     """Make the run directory, or open it when it holds the same experiment.
 
     More iterations than before are accepted: the run goes on. With fewer it ends earlier this
-    time; what is frozen stays.
+    time; what is frozen stays, unless ``choice`` is to make the run anew.
 
     Args:
         plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one.
@@ -76,8 +76,10 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
         changes = [str(error).removesuffix(f"; {MEND}")]
         values = _remembered(folder, config)
         old = RunConfig.model_validate(values)
-    config = _with_span(config, _span_of(old, config))
-    if config.iterations < old.iterations:
+    redo = choice is Choice.REDO
+    # What is made anew is what a fresh run of this configuration would make.
+    config = _with_span(config, config.iterations if redo else _span_of(old, config))
+    if config.iterations < old.iterations and not redo:
         fewer = config.iterations
         config = config.model_copy(update={"iterations": old.iterations})
     before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
@@ -95,7 +97,7 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
         write_record(folder, frozen, was=digest(semantic(values)))
     if changes or frozen != values:
         write_atomic(folder / CONFIG, yaml.safe_dump(frozen, sort_keys=False))
-    if not same or choice is Choice.KEEP:
+    if not same or choice is not Choice.ASK:
         write_record(folder, frozen)
     if fewer is None:
         return run

@@ -1,8 +1,10 @@
 """Whether a start and what a run holds belong together; if not, what is to become of the results.
 
 Nothing that is committed is removed because it no longer matches. A start that differs is refused
-before anything is touched, unless it says ``--redo`` (make it anew; the old results are set aside
-in the run) or ``--keep`` (they count; the ledger ``kept.json`` says what differed).
+before anything is touched, unless it says ``--redo`` or ``--keep``. With ``--redo`` the run becomes
+what a fresh one of the configuration would be: only results that are the same in both stay, and the
+others are set aside in the run, with the ledger of what was kept earlier. With ``--keep`` the old
+results count, and the ledger ``kept.json`` says what differed.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def settle_frozen(committed: Committed, choice: Choice = Choice.ASK) -> None:
     folder = committed.run.folder
     changes = edited(folder)
     settle(committed, choice, changes)
-    if changes or choice is Choice.KEEP or not recorded(folder):
+    if changes or choice is not Choice.ASK or not recorded(folder):
         write_record(folder, read_config(folder / CONFIG))
 
 
@@ -80,31 +82,42 @@ def settle(committed: Committed, choice: Choice, changes: Sequence[str]) -> None
     folder = committed.run.folder
     before = _code_before(folder)
     committed.recover()
-    affected = committed.affected()
     why = list(changes)
     if committed.stale:
         why += _code_differences(before, committed.code)
-    if committed.stale or changes:
+    if choice is Choice.REDO:
+        _redo(committed)
+        committed.recover()
+    elif committed.stale or changes:
         if choice is Choice.ASK:
+            committed.recover(kept=False)
+            affected = committed.affected(committed.redone())
             raise MismatchError(_message(folder, why, affected, committed.graph.flow))
-        if choice is Choice.REDO:
-            _redo(committed, affected)
-        else:
-            _keep(committed, why, changes)
+        _keep(committed, why, changes)
         committed.recover()
     if before != committed.code:
         write_atomic(folder / CODE, committed.code.to_json())
 
 
-def _redo(committed: Committed, affected: Sequence[Node]) -> None:
-    for node in committed.stale:
+def _redo(committed: Committed) -> None:
+    """Set aside all that a fresh run of the configuration would not have."""
+    ledger = committed.run.folder / KEPT
+    if ledger.exists():
+        committed.move_aside(ledger)
+    committed.recover(kept=False)
+    gone, leftovers = committed.redone(), committed.leftovers()
+    affected = committed.affected(gone)
+    for node in gone:
         committed.set_aside(node)
-    if committed.stale:
-        log.info(
-            "%s made anew; the old is in %s",
-            _named(affected, committed.graph.flow),
-            committed.aside,
-        )
+    for folder in leftovers:
+        committed.move_aside(folder)
+    if gone:
+        flow = committed.graph.flow
+        log.info("%s made anew; the old is in %s", _named(affected, flow), committed.aside)
+    if leftovers:
+        names = ", ".join(str(path.relative_to(committed.run.folder)) for path in leftovers[:SHOWN])
+        more = f" and {len(leftovers) - SHOWN} more" if len(leftovers) > SHOWN else ""
+        log.info("not part of the run any more, now in %s: %s%s", committed.aside, names, more)
 
 
 def _keep(committed: Committed, why: Sequence[str], changes: Sequence[str]) -> None:

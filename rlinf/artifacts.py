@@ -351,8 +351,7 @@ def is_pruned(out: Path) -> bool:
 
 def prune(out: Path) -> None:
     """Remove the data of a committed output and keep its manifest."""
-    manifest = read_manifest(out)
-    if manifest is None or is_pruned(out):
+    if is_pruned(out) or (manifest := read_manifest(out)) is None:
         return
     (out / PRUNED).touch()
     shutil.rmtree(out / manifest.data, ignore_errors=True)

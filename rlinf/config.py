@@ -287,6 +287,9 @@ class RetentionSection(Section):
     """Newest versions kept."""
     every: int = Field(default=0, ge=0)
     """Also keep each version divisible by this; 0: none."""
+    best: int = Field(default=1, ge=0)
+    """Also keep the weights of so many versions, those with the highest held-out scores; 0: none.
+    Without evaluations between the first and the last weights it keeps nothing more."""
     trajectories: int = Field(default=5, ge=1)
     """Iterations whose trajectories are kept, besides the first."""
 

@@ -84,6 +84,7 @@ CARRIERS = (
     "stages.layout",
     "stages.lives",
     "stages.ranks",
+    "stages.retention",
     "stages.runner",
     "stages.turns",
     "stages.usage",

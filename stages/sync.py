@@ -6,13 +6,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlinf.artifacts import prune, read_manifest
-from rlinf.config import RunConfig
+from rlinf.artifacts import prune
 from rlinf.models.base import Policy
 from stages.context import Context
-from stages.flow import EVALUATE, flow_of
-from stages.layout import stage_folder
 from stages.parts import WEIGHTS, held_trainer, save_weights, trainer_published
+from stages.retention import Retention
 
 
 def run(ctx: Context) -> None:
@@ -47,36 +45,5 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _prune(ctx: Context) -> None:
-    for old in expired(ctx.config, ctx.run, ctx.iteration):
+    for old in Retention(ctx.config, ctx.run, ctx.iteration).expired():
         prune(old)
-
-
-def expired(config: RunConfig, run: Path, iteration: int) -> list[Path]:
-    """Outputs that the retention policy removes once ``iteration`` is about to be published.
-
-    The newest two checkpoints always stay, for a damaged one is rebuilt from the one before; so do
-    weights whose evaluation is still to come.
-    """
-    policy, out, flow = config.retention, [], flow_of(config)
-    streams = [name for name, stage in flow.stages.items() if stage.streams]
-    states = [name for name in flow.stages if name not in streams]
-    # What a stage takes of several iterations stays until it was taken.
-    last = max(2, policy.last, *map(flow.taken, states))
-    oldest_weights = iteration + 1 - last - config.rollout.staleness
-    trajectories = max([policy.trajectories, *map(flow.taken, streams)])
-    for old in range(max(0, iteration - 50 - max(last, trajectories)), iteration):
-        # The first trajectories stay: the report compares them with the last.
-        if 0 < old < iteration + 1 - trajectories:
-            out += [stage_folder(run, stage, old) for stage in streams]
-        version = old + 1
-        kept = policy.every and version % policy.every == 0
-        if old < oldest_weights and not kept and not _evaluation_due(config, run, version):
-            out += [stage_folder(run, stage, old) for stage in states]
-    return out
-
-
-def _evaluation_due(config: RunConfig, run: Path, version: int) -> bool:
-    every = config.evaluate.every
-    if not every or version % every:
-        return False
-    return read_manifest(stage_folder(run, EVALUATE, version)) is None

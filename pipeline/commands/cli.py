@@ -186,11 +186,20 @@ def export(
     weights: Annotated[
         int | None, typer.Option("--version", help="Version of the weights; the newest by default")
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The version with the best held-out score")
+    ] = False,
 ) -> None:
     """Copy a version of the weights out of a run, as an ordinary model folder."""
-    from pipeline.commands.export import export_weights
+    from pipeline.commands.export import best_version, export_weights
 
-    typer.echo(f"version {export_weights(folder, to, weights)} in {to}")
+    if best and weights is not None:
+        raise ConfigError("--best and --version both choose the weights: give one of them")
+    note = ""
+    if best:
+        weights, score = best_version(folder)
+        note = f" (after iteration {weights}, the best held-out score: {score:.3g})"
+    typer.echo(f"version {export_weights(folder, to, weights)}{note} in {to}")
 
 
 @app.command()

@@ -11,6 +11,7 @@ from rlinf.artifacts import is_pruned, read_manifest, verify
 from rlinf.checked import copy_file
 from rlinf.errors import InputError
 from stages.layout import offline_folder
+from stages.retention import best_weights
 
 
 def versions(run: Path) -> dict[int, Path]:
@@ -22,6 +23,26 @@ def versions(run: Path) -> dict[int, Path]:
         if read_manifest(folder) is not None and not is_pruned(folder):
             found[int(folder.parent.name) + 1] = folder
     return found
+
+
+def best_version(folder: Path) -> tuple[int, float]:
+    """Return the version of the weights with the highest held-out score, and that score.
+
+    Raises:
+        InputError: no version was evaluated, or the retention policy removed the best one.
+    """
+    run = Run.open(folder)
+    best = best_weights(run.config, run.folder)
+    if best is None:
+        raise InputError(f"--best: {folder} has no held-out evaluation yet; leave --best out")
+    if best.folder is None:
+        kept = ", ".join(str(number) for number in sorted(versions(run.folder)))
+        raise InputError(
+            f"--best: version {best.version} has the best held-out score, {best.score:.3g}, but "
+            "the retention policy removed it (retention.best keeps such weights); "
+            f"give --version, one of {kept}"
+        )
+    return best.version, best.score
 
 
 def export_weights(folder: Path, to: Path, version: int | None) -> int:

@@ -29,6 +29,7 @@ from slurm.client import Queued, SlurmClient
 from stages.flow import EVALUATE, flow_of
 from stages.identity import Kept, read_ledger
 from stages.layout import offline_folder, stage_folder
+from stages.retention import BestWeights, best_weights
 from stages.runner import FELL
 
 REFRESH_S = 2.0
@@ -61,6 +62,8 @@ class RunStatus:
     edge; of elastic generators by claim."""
     kept: tuple[Kept, ...] = ()
     """Results that count though configuration or code is another now."""
+    best: BestWeights | None = None
+    """The weights with the best held-out score, once there is one."""
 
     @property
     def eta_s(self) -> float | None:
@@ -130,6 +133,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         fell=_fell(run, graph, synced[-NEWEST:]),
         pools=read_pools(run.folder),
         kept=read_ledger(run.folder).kept,
+        best=best_weights(run.config, run.folder),
     )
 
 
@@ -171,6 +175,8 @@ def table(status: RunStatus) -> Table:
         out.add_row("reward", f"{status.reward:.3f}")
     if status.score is not None:
         out.add_row("held-out score", f"{status.score:.3f}")
+    if status.best is not None:
+        out.add_row("best held-out score", shown_best(status.best))
     out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
     for notice in status.notices:
         out.add_row("notice", notice)
@@ -183,6 +189,12 @@ def table(status: RunStatus) -> Table:
     for identity, name, state, partition, reason in status.jobs:
         out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
     return out
+
+
+def shown_best(best: BestWeights) -> str:
+    """The best weights for a person: score, version, and where they are."""
+    where = "removed by the retention policy" if best.folder is None else str(best.folder)
+    return f"{best.score:.3f} of version {best.version}: {where}"
 
 
 def _fell(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:

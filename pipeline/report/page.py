@@ -27,6 +27,7 @@ from pipeline.report.transcripts import pack
 from rlinf.artifacts import write_atomic
 from rlinf.errors import ConfigError
 from stages.layout import CONFIG, PLAN
+from stages.retention import best_weights
 
 ASSETS = TEMPLATES / "assets"
 LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
@@ -75,9 +76,12 @@ def html(data: ReportData) -> str:
         iterations=len(data.rows),
         videos=data.videos,
         predicted=compare(data.run) if plan else [],
-        facts=facts(
-            {} if record is None else record.model_dump(), data.run.config.seed, data.manifests
-        ),
+        facts=[
+            *facts(
+                {} if record is None else record.model_dump(), data.run.config.seed, data.manifests
+            ),
+            *_best(data),
+        ],
         config=shown((run / CONFIG).read_text(encoding="utf-8")),
         plan=plan,
     )
@@ -138,12 +142,12 @@ def tiles(data: ReportData) -> list[tuple[str, str]]:
         ("iterations", f"{len(data.rows)} of {config.iterations}"),
     ]
     if data.scores:
-        first, best, last = data.scores[0][1], max(s for _, s in data.scores), data.scores[-1][1]
         found += [
-            ("held-out score before RL", f"{first:.3g}"),
-            ("held-out score now", f"{last:.3g}"),
-            ("best held-out score", f"{best:.3g}"),
+            ("held-out score before RL", f"{data.scores[0][1]:.3g}"),
+            ("held-out score now", f"{data.scores[-1][1]:.3g}"),
         ]
+    if (best := best_weights(config, data.run.folder)) is not None:
+        found.append(("best held-out score", f"{best.score:.3g} (version {best.version})"))
     if data.wall_s:
         found.append(("wall time", duration(data.wall_s)))
         found.append(("time in stages", duration(data.busy_s)))
@@ -151,6 +155,18 @@ def tiles(data: ReportData) -> list[tuple[str, str]]:
     if steps:
         found.append(("steps collected", f"{steps:,.0f}"))
     return found
+
+
+def _best(data: ReportData) -> list[tuple[str, str]]:
+    """Where the weights with the best held-out score are, as a fact."""
+    best = best_weights(data.run.config, data.run.folder)
+    if best is None:
+        return []
+    where = f"version {best.version}, held-out score {best.score:.3g}: "
+    if best.folder is None:
+        return [("best weights", f"{where}removed by the retention policy")]
+    path = best.folder.relative_to(data.run.folder)
+    return [("best weights", f"{where}{path} of the run (rlinf export --best copies them)")]
 
 
 def stage_table(data: ReportData) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError
 from stages import flow as flows
 from stages.flow import Flow, Source, Stage, continued, flow_named, on_policy
-from stages.sync import expired
+from stages.retention import Retention
 from tests.bad_input.door import judged
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -140,7 +140,11 @@ def test_a_window_takes_the_newest_outputs_and_keeps_them(
     assert "trajectories.3" not in Graph(tiny).inputs(Node("train", 2))
     retention = tiny.retention.model_copy(update={"trajectories": 1, "last": 1})
     config = tiny.model_copy(update={"retention": retention})
-    gone = {path.parent.name for path in expired(config, tmp_path, 9) if path.name == "rollout"}
+    gone = {
+        path.parent.name
+        for path in Retention(config, tmp_path, 9).expired()
+        if path.name == "rollout"
+    }
     assert max(gone) == "0005", "iteration 9 took those of 9 to 6, and may be made again"
 
 

@@ -1,0 +1,156 @@
+"""The retention policy: which outputs of a run stay on disk, and where its best weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from rlinf.artifacts import MANIFEST, is_pruned, read_manifest
+from rlinf.config import RunConfig
+from rlinf.errors import ArtifactError
+from stages.flow import EVALUATE, Flow, flow_of
+from stages.layout import offline_folder, stage_folder
+
+WINDOW = 50
+"""Iterations before the oldest ones kept that are searched for outputs to remove."""
+
+
+class Retention:
+    """The policy of a run at the time when an iteration is about to be published."""
+
+    def __init__(self, config: RunConfig, run: Path, iteration: int) -> None:
+        """
+        Args:
+            iteration: the iteration that is published, counted from 0.
+        """
+        self._policy, self._evaluate = config.retention, config.evaluate
+        self._run, self._iteration, self._flow = run, iteration, flow_of(config)
+        stages = self._flow.stages
+        self._streams = [name for name, stage in stages.items() if stage.streams]
+        self._states = [name for name in stages if name not in self._streams]
+        taken = self._flow.taken
+        # What a stage takes of several iterations stays until it was taken. The newest two
+        # checkpoints always stay, because a damaged one is rebuilt from the one before.
+        newest = max(2, self._policy.last, *map(taken, self._states))
+        self._trajectories = max([self._policy.trajectories, *map(taken, self._streams)])
+        self._oldest = iteration + 1 - newest - config.rollout.staleness
+        self._reach = WINDOW + max(newest, self._trajectories)
+        self._scores = evaluations(self._flow, run)
+        self._best = best_versions(self._scores, self._policy.best)
+
+    def keeps(self, stage: str, iteration: int) -> bool:
+        """Whether the output of a stage of an earlier iteration stays.
+
+        Weights also stay while their evaluation is still to come, and while they are among the
+        best by held-out score.
+        """
+        if stage in self._streams:
+            # The first trajectories stay: the report compares them with the last.
+            return not 0 < iteration < self._iteration + 1 - self._trajectories
+        version = iteration + 1
+        if iteration >= self._oldest or self._due(version):
+            return True
+        if self._policy.every and version % self._policy.every == 0:
+            return True
+        return stage == self._flow.publishes and version in self._best
+
+    def expired(self) -> list[Path]:
+        """Output folders whose data is removed now."""
+        window = range(max(0, self._iteration - self._reach), self._iteration)
+        # Weights that were the best until now may be older than that.
+        scored = {version - 1 for version in self._scores if 0 < version <= self._iteration}
+        return [
+            stage_folder(self._run, stage, old)
+            for old in sorted(scored.union(window))
+            for stage in (*self._streams, *self._states)
+            if not self.keeps(stage, old)
+        ]
+
+    def _due(self, version: int) -> bool:
+        every = self._evaluate.every
+        return every > 0 and version % every == 0 and version not in self._scores
+
+
+@dataclass(frozen=True)
+class BestWeights:
+    """The version of the weights with the highest held-out score."""
+
+    version: int
+    score: float
+    folder: Path | None
+    """Its output folder in the run; None: its data was removed by the retention policy."""
+
+
+def best_weights(config: RunConfig, run: Path) -> BestWeights | None:
+    """The best weights of a run; None before any version was evaluated."""
+    flow = flow_of(config)
+    scores = evaluations(flow, run)
+    for version in best_versions(scores, 1):
+        folder, score = weights_folder(flow, run, version), scores[version]
+        assert score is not None
+        return BestWeights(version, score, None if is_pruned(folder) else folder)
+    return None
+
+
+def best_versions(scores: Mapping[int, float | None], count: int) -> list[int]:
+    """The versions with the ``count`` highest scores, best first; of equal ones the earliest."""
+    scored = [(-score, version) for version, score in scores.items() if score is not None]
+    return [version for _, version in sorted(scored)[:count]]
+
+
+def evaluations(flow: Flow, run: Path) -> dict[int, float | None]:
+    """The held-out score of each version that was evaluated, ascending by version.
+
+    An evaluation of weights that were replaced since does not count. The score is None where an
+    evaluation of the user's own has none.
+    """
+    found = {}
+    for folder in sorted((run / EVALUATE).glob("[0-9]*"), key=lambda path: int(path.name)):
+        evaluation = _committed(folder)
+        weights = _committed(weights_folder(flow, run, int(folder.name)))
+        if evaluation is None or weights is None:
+            continue
+        of = [
+            evaluation.inputs.get(name)
+            for name, source in flow.evaluate.inputs.items()
+            if source.stage == flow.publishes
+        ]
+        if all(content == weights.content for content in of):
+            found[int(folder.name)] = evaluation.score
+    return found
+
+
+def weights_folder(flow: Flow, run: Path, version: int) -> Path:
+    """Output folder that holds a version of the weights: 0 before the first iteration."""
+    if not version:
+        return offline_folder(run, flow.initial)
+    return stage_folder(run, flow.publishes, version - 1)
+
+
+@dataclass(frozen=True)
+class _Commit:
+    content: str
+    inputs: Mapping[str, str]
+    score: float | None
+
+
+def _committed(out: Path) -> _Commit | None:
+    try:
+        mark = (out / MANIFEST).stat()
+        return _read(out, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+    except FileNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=1 << 15)
+def _read(out: Path, mark: tuple[int, ...]) -> _Commit | None:
+    """What is needed of a manifest. It is read once, because all of them are asked for often."""
+    try:
+        manifest = read_manifest(out)
+    except ArtifactError:
+        return None
+    if manifest is None:
+        return None
+    return _Commit(manifest.content, manifest.inputs, manifest.metrics.get("score"))

@@ -1,0 +1,112 @@
+"""The weights with the best held-out score: kept by default, said where they are, exported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.commands.cli import app
+from pipeline.commands.experiment import execute
+from pipeline.commands.export import best_version, versions
+from pipeline.commands.status import page, read_status
+from pipeline.report.data import read
+from pipeline.report.page import html
+from pipeline.settle import Choice
+from pipeline.terminal import terminal
+from rlinf.artifacts import read_manifest
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError, InputError
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.envs.gym import GymEnvironment
+
+Compose = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("undrawn")
+HELD_OUT = 3
+
+
+class Peaked(GymEnvironment):
+    """CartPole whose held-out scores rise and fall again, in the order of the evaluations."""
+
+    scores: ClassVar[list[float]] = []
+
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+        found = super().score(trajectories, counts)
+        return [self.scores.pop(0)] * HELD_OUT if len(found) == HELD_OUT else found
+
+
+SMALL = [
+    "task.name=tests.pipeline.test_best:Peaked",
+    "run.name=best",
+    "iterations=6",
+    "rollout.batch=2",
+    "rollout.horizon=8",
+    "algorithm.epochs=1",
+    "algorithm.minibatches=1",
+    "evaluate.every=1",
+    f"evaluate.samples={HELD_OUT}",
+    "evaluate.horizon=4",
+    "retention.last=1",
+]
+
+
+def go(compose: Compose, scores: list[float], *words: str, choice: Choice = Choice.ASK) -> Path:
+    Peaked.scores[:] = scores
+    values = compose(*SMALL, *words, experiment="cartpole_ppo")
+    execute(values, choice)
+    assert not Peaked.scores
+    return Path(values["run"]["root"]) / "best"
+
+
+def weights(folder: Path) -> bytes:
+    (file,) = folder.glob("*.safetensors")
+    return file.read_bytes()
+
+
+def test_the_best_weights_stay_through_restarts_keep_and_redo(
+    compose: Compose, tmp_path: Path
+) -> None:
+    run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1])
+    assert best_version(run) == (2, 0.5)
+    assert sorted(versions(run)) == [0, 2, 5, 6]
+    go(compose, [0.2, 0.2], "iterations=8")
+    assert 2 in versions(run)
+    go(compose, [0.4], "iterations=9", "optimizer.lr=0.5", choice=Choice.KEEP)
+    assert 2 in versions(run)
+    # Version 0 does not depend on the rate, and stays as it was evaluated.
+    scores = [0.1, 0.2, 0.3, 0.75, 0.2, 0.2, 0.2, 0.2, 0.2]
+    go(compose, scores, "iterations=9", "optimizer.lr=0.9", choice=Choice.REDO)
+    assert best_version(run) == (4, 0.75)
+    assert sorted(versions(run)) == [0, 4, 8, 9]
+
+
+def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path) -> None:
+    run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1])
+    done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out"), "--best"])
+    assert "version 2 (after iteration 2, the best held-out score: 0.5)" in done.stdout
+    manifest = read_manifest(run / "it/0001/sync")
+    assert manifest is not None
+    assert weights(tmp_path / "out") == weights(run / "it/0001/sync" / manifest.data / "weights")
+    console = terminal()
+    console.width = 400
+    with console.capture() as shown:
+        console.print(page(read_status(run)))
+    assert f"0.500 of version 2: {run / 'it/0001/sync'}" in shown.get()
+    text = html(read(run))
+    assert "0.5 (version 2)" in text
+    assert "version 2, held-out score 0.5: it/0001/sync of the run" in text
+    both = CliRunner().invoke(app, ["export", str(run), "new", "--best", "--version", "6"])
+    assert isinstance(both.exception, ConfigError)
+
+
+def test_best_weights_that_were_removed_are_not_passed_off(compose: Compose) -> None:
+    run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1], "retention.best=0")
+    assert sorted(versions(run)) == [0, 5, 6]
+    with pytest.raises(InputError, match=r"version 2 .* removed it .*one of 0, 5, 6"):
+        best_version(run)
+    assert "removed by the retention policy" in html(read(run))

@@ -1,0 +1,270 @@
+"""Runs, --keep, --redo, more or fewer iterations and edits of code, in every order.
+
+After a redo a run equals a fresh run of its configuration, byte for byte. After a keep everything
+that was there is unchanged, and further iterations are of the new configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.commands.experiment import compose, drive
+from pipeline.commands.export import versions
+from pipeline.freeze import create_run
+from pipeline.run import Run
+from pipeline.settle import Choice
+from rlinf.artifacts import read_manifest
+from rlinf.config import RunConfig, validate
+from rlinf.errors import MismatchError
+from stages import code
+from stages.layout import KEPT, METRICS, stage_folder
+from tests.pipeline.helpers import contents, no_report
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+WORDS = [
+    "experiment=cartpole_ppo",
+    "++log.trackers=[]",
+    "++model.hidden=[4]",
+    "++rollout.batch=2",
+    "++rollout.horizon=8",
+    "++algorithm.epochs=1",
+    "++algorithm.minibatches=1",
+    "++evaluate.every=1",
+    "++evaluate.samples=2",
+    "++evaluate.horizon=4",
+    "++retention.last=1",
+    "++retention.trajectories=1",
+    "++reward.name=reward_of_orders:Mine",
+    "++reward.scale=1.0",
+]
+REWARD = """
+from rlinf.rewards.environment import EnvironmentReward
+
+class Mine(EnvironmentReward):
+    def judge(self, trajectories, scores):
+        return [{factor} * reward for reward in super().judge(trajectories, scores)]
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides the results of a run in these tests."""
+
+    seed: int = 0
+    iterations: int = 2
+    rate: float = 1e-3
+    scale: float = 1.0
+    samples: int = 2
+    edition: int = 1
+    """Of the user's own reward."""
+
+    def values(self, root: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {**_composed(), "seed": self.seed, "iterations": self.iterations}
+        found["run"] = {"name": "orders", "root": str(root)}
+        found["optimizer"] = {**found["optimizer"], "lr": self.rate}
+        found["reward"] = {**found["reward"], "scale": self.scale}
+        found["evaluate"] = {**found["evaluate"], "samples": self.samples}
+        return found
+
+
+_cache: dict[str, dict[str, Any]] = {}
+
+
+def _composed() -> dict[str, Any]:
+    if not _cache:
+        _cache["values"] = compose([*WORDS, "++run.name=orders"])
+    return _cache["values"]
+
+
+def longer(setting: Setting) -> Setting:
+    return replace(setting, iterations=setting.iterations + 1)
+
+
+def shorter(setting: Setting) -> Setting:
+    return replace(setting, iterations=max(1, setting.iterations - 1))
+
+
+def other_rate(setting: Setting) -> Setting:
+    return replace(setting, rate=3e-3 if setting.rate == 1e-3 else 1e-3)
+
+
+def other_scale(setting: Setting) -> Setting:
+    return replace(setting, scale=0.5 if setting.scale == 1.0 else 1.0)
+
+
+def other_evaluation(setting: Setting) -> Setting:
+    return replace(setting, samples=5 - setting.samples)
+
+
+def edit(setting: Setting) -> Setting:
+    return replace(setting, edition=3 - setting.edition)
+
+
+def same(setting: Setting) -> Setting:
+    return setting
+
+
+Step = tuple[Choice, Callable[[Setting], Setting]]
+CHANGES = (longer, other_rate, other_scale, other_evaluation, edit)
+STEPS: list[Step] = [
+    (Choice.ASK, longer),
+    *((Choice.KEEP, change) for change in CHANGES),
+    *((Choice.REDO, change) for change in (*CHANGES, shorter, same)),
+]
+FEW: list[Step] = [
+    (Choice.ASK, longer),
+    (Choice.KEEP, other_rate),
+    (Choice.KEEP, edit),
+    (Choice.REDO, other_scale),
+    (Choice.REDO, shorter),
+]
+
+
+class Lab:
+    """Makes runs, and fresh runs to compare them with."""
+
+    def __init__(self, root: Path, sources: Path) -> None:
+        self._root, self._sources = root, sources
+        self._fresh: dict[Setting, Path] = {}
+        self._count = itertools.count()
+
+    def place(self) -> Path:
+        return self._root / f"r{next(self._count)}"
+
+    def go(self, setting: Setting, root: Path, choice: Choice = Choice.ASK) -> Path:
+        self._write_code(setting.edition)
+        run = create_run(validate(RunConfig, setting.values(root)), {}, choice)
+        drive(run)
+        return run.folder
+
+    def fresh(self, setting: Setting) -> Path:
+        if setting not in self._fresh:
+            self._fresh[setting] = self.go(setting, self.place())
+        return self._fresh[setting]
+
+    def copy(self, run: Path) -> Path:
+        root = self.place()
+        shutil.copytree(run, root / "orders", symlinks=True)
+        return root
+
+    def take(self, run: Path, root: Path, setting: Setting, step: Step) -> Setting:
+        """Take one step in a run, and check what it promises."""
+        choice, change = step
+        after = change(setting)
+        before = contents(run)
+        if choice is Choice.ASK and after.iterations <= setting.iterations and after != setting:
+            with pytest.raises(MismatchError):
+                self.go(after, root, choice)
+            return setting
+        self.go(after, root, choice)
+        if choice is Choice.REDO:
+            self._equals_a_fresh_run(run, after)
+        else:
+            now = contents(run)
+            assert {name: now[name] for name in before} == before, "what was there is unchanged"
+            for iteration in range(setting.iterations, after.iterations):
+                manifest = read_manifest(stage_folder(run, "train", iteration))
+                assert manifest is not None
+                assert manifest.metrics["lr"] == pytest.approx(after.rate * self._share(run))
+        return after
+
+    def _equals_a_fresh_run(self, run: Path, setting: Setting) -> None:
+        fresh = self.fresh(setting)
+        assert contents(run) == contents(fresh)
+        assert (run / METRICS).read_bytes() == (fresh / METRICS).read_bytes()
+        assert not (run / KEPT).exists()
+        there, wanted = versions(run), versions(fresh)
+        assert there.keys() >= wanted.keys()
+        for version in wanted:
+            assert _bytes(there[version]) == _bytes(wanted[version])
+
+    @staticmethod
+    def _share(run: Path) -> float:
+        """Further iterations run at the last rate of the schedule."""
+        settings = Run.open(run).config.optimizer
+        return settings.rate(10**6, settings.schedule_iterations or 1) / settings.lr
+
+    def _write_code(self, edition: int) -> None:
+        text = REWARD.format(factor=float(edition))
+        path = self._sources / "reward_of_orders.py"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            forget_code()
+
+
+def forget_code() -> None:
+    """Let this process read the user's module again, as the process of a new start would."""
+    sys.modules.pop("reward_of_orders", None)
+    importlib.invalidate_caches()
+    for cached in (code._module, code._file, code._path, code._recorded):
+        cached.cache_clear()
+
+
+def _bytes(out: Path) -> dict[str, bytes]:
+    manifest = read_manifest(out)
+    assert manifest is not None
+    return {name: (out / manifest.data / name).read_bytes() for name in manifest.files}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    sources = tmp_path_factory.mktemp("sources")
+    with pytest.MonkeyPatch.context() as patch, no_report():
+        patch.syspath_prepend(str(sources))
+        patch.setattr(sys, "dont_write_bytecode", True)
+        yield Lab(tmp_path_factory.mktemp("orders"), sources)
+    forget_code()
+
+
+def go_all_ways(lab: Lab, steps: Sequence[Step], depth: int, start: Setting) -> None:
+    """Every sequence of so many steps; those that begin alike share their beginning."""
+
+    def further(run: Path, setting: Setting, left: int) -> None:
+        for step in steps if left else ():
+            root = lab.copy(run)
+            after = lab.take(root / "orders", root, setting, step)
+            further(root / "orders", after, left - 1)
+            shutil.rmtree(root)
+
+    further(lab.fresh(start), start, depth)
+
+
+def test_every_pair_of_steps(lab: Lab) -> None:
+    go_all_ways(lab, FEW, 2, Setting())
+
+
+def test_redo_after_keep_makes_anew_what_was_kept(lab: Lab) -> None:
+    start = Setting(iterations=4)
+    root = lab.copy(lab.fresh(start))
+    run = root / "orders"
+    kept = lab.take(run, root, start, (Choice.KEEP, lambda s: longer(other_rate(s))))
+    after = lab.take(run, root, kept, (Choice.REDO, other_scale))
+    assert list((run / "set-aside").glob(f"*/{KEPT}")), "the ledger is not lost"
+    lab.take(run, root, after, (Choice.REDO, lambda s: replace(s, iterations=2)))
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2), st.lists(st.sampled_from(STEPS), min_size=3, max_size=4))
+def test_longer_sequences(lab: Lab, seed: int, steps: list[Step]) -> None:
+    setting = Setting(seed=seed)
+    root = lab.copy(lab.fresh(setting))
+    for step in steps:
+        setting = lab.take(root / "orders", root, setting, step)
+    lab.take(root / "orders", root, setting, (Choice.REDO, same))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_sequence_of_three_steps(lab: Lab, seed: int) -> None:
+    go_all_ways(lab, STEPS, 3, Setting(seed=seed))
