@@ -61,8 +61,10 @@ class PartitionSite(Hardware):
     """Prefix of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif]``."""
     env: dict[str, str] = {}
     sbatch: dict[str, Value] = {}
-    """Further sbatch options by long name (:func:`slurm.options.check_options`). They are defaults:
-    memory that the plan gives (``mem_mb``) replaces ``mem``, ``mem-per-cpu`` and ``mem-per-gpu``."""
+    """Further sbatch options by long name, which :func:`slurm.options.check_options` checks.
+
+    They are defaults: ``mem_mb`` of the plan replaces ``mem``, ``mem-per-cpu`` and ``mem-per-gpu``.
+    """
     signal_delay_s: int = Field(default=90, ge=1)
     """Seconds between the warning signal and the end."""
     duty_cycle: Duty | dict[str, Duty] = 1.0
