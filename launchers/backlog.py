@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 from launchers.base import Job
-from launchers.sbatch import sbatch, sbatch_together
+from launchers.sbatch import marked, new_mark, sbatch, sbatch_together
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmSilent
 from slurm.client import Queued, SlurmClient
@@ -71,7 +70,7 @@ class Backlog:
     """At the last look. With what was submitted since, it tells how much room there is."""
     _since: list[Resources] = field(default_factory=list)
     _unanswered: str | None = None
-    """Word in the comment of jobs that may have been submitted."""
+    """Mark of jobs that may have been submitted."""
     _pause_s: float = FIRST_PAUSE_S
     _resume: float = 0.0
 
@@ -180,11 +179,11 @@ class Backlog:
         """
         entries = [entry for unit in units for entry in unit]
         submit = sbatch_together if _heterogeneous(units[0]) else sbatch
-        word = f"rlinf-{secrets.token_hex(8)}"
+        mark = new_mark()
         try:
-            ids = submit([_commented(entry.job, word) for entry in entries])
+            ids = submit([marked(entry.job, mark) for entry in entries])
         except SlurmSilent:
-            self._unanswered, self._resume = word, time.monotonic() + self.shows_s
+            self._unanswered, self._resume = mark, time.monotonic() + self.shows_s
             raise
         except SlurmError as error:
             if is_full(str(error)):
@@ -239,17 +238,6 @@ def active(queue: Mapping[str, Queued] | None, identity: str) -> bool:
     """Whether a job was in the queue, and not at its end."""
     status = (queue or {}).get(identity)
     return status is not None and status.state.active
-
-
-def _commented(job: Job, word: str) -> Job:
-    """The job with a word in its comment, by which it is found though sbatch was not answered."""
-
-    def with_word(part: Resources) -> Resources:
-        comment = f"{part.sbatch.get('comment', '')} {word}".strip()
-        return replace(part, sbatch={**part.sbatch, "comment": comment})
-
-    further = tuple(with_word(part) for part in job.further)
-    return replace(job, resources=with_word(job.resources), further=further)
 
 
 def note(job: Job, identity: str) -> None:

@@ -152,9 +152,25 @@ def hosts_of_ranks() -> list[str]:
     return [
         host
         for suffix in suffixes
-        for host in _scontrol("hostnames", os.environ[f"SLURM_JOB_NODELIST{suffix}"]).split()
+        for host in expand_hosts(os.environ[f"SLURM_JOB_NODELIST{suffix}"])
         for _ in range(int(os.environ[f"SLURM_NTASKS_PER_NODE{suffix}"]))
     ]
+
+
+def expand_hosts(nodes: str) -> list[str]:
+    """Return the names in a list of nodes such as ``a100-[1-3],cpu-1``, by scontrol.
+
+    A wrapper of scontrol may print more; a host is alone on its line and begins as the list does.
+    """
+    beginnings = {re.split(r"[\d\[]", part, maxsplit=1)[0] for part in _parts(nodes)}
+    lines = map(str.strip, _scontrol("hostnames", nodes).splitlines())
+    hosts = [line for line in lines if re.fullmatch(r"[\w.-]+", line)]
+    return [host for host in hosts if re.split(r"\d", host, maxsplit=1)[0] in beginnings]
+
+
+def _parts(nodes: str) -> list[str]:
+    """Return the parts of a list of nodes; commas in brackets part numbers."""
+    return re.split(r",(?![^\[]*\])", nodes)
 
 
 def speeds(shares: tuple[tuple[str, float], ...], hosts: Sequence[str]) -> tuple[float, ...]:
@@ -181,7 +197,10 @@ def speeds(shares: tuple[tuple[str, float], ...], hosts: Sequence[str]) -> tuple
 
 def node_words(host: str) -> set[str]:
     """All that Slurm says of a node: its GPUs' names and its features are among the words."""
-    return set(re.split(r"[\s,:=()]+", _scontrol("node", host, "-o")))
+    lines = _scontrol("node", host, "-o").splitlines()
+    # Around that line a wrapper of scontrol may print words of its own.
+    said = [line for line in lines if line.lstrip().startswith("NodeName=")]
+    return set(re.split(r"[\s,:=()]+", " ".join(said)))
 
 
 def _scontrol(*what: str) -> str:

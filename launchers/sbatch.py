@@ -7,11 +7,14 @@ heterogeneous jobs; their script is written here, from the same options.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,10 +23,12 @@ from launchers.job import ModuleCall
 from rlinf import machine
 from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError, SlurmSilent
 from rlinf.tree import python_path
-from slurm.client import blocked_signals, failure, run
+from slurm.client import FOREIGN, KEPT, SlurmClient, blocked_signals, failure, run
 from slurm.deadline import MARGIN
-from slurm.ids import COMPONENT
+from slurm.ids import COMPONENT, whole_of
 from slurm.jobs import Resources
+from slurm.options import sbatch_options, step_options
+from slurm.submission import UnreadSubmission, read_submission
 
 EARLY_S = 30
 """Slurm looks at the time of jobs so rarely, and sends a signal that much too early (measured on
@@ -57,6 +62,8 @@ if [ $code -gt 128 ] && [ $SECONDS -ge {long_s} -o "${{SLURM_RESTART_COUNT:-0}}"
 fi
 exit $code
 """
+MARK = "rlinf-"
+"""Begins a word in the comment of jobs by which one submission is told from all others."""
 LONG_S, TIMES = 600, 10
 """A killed job is started again if it ran for so long, or was not started that often."""
 
@@ -68,22 +75,24 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
 
     Raises:
         SlurmSilent: no answer; the job may be there or not.
-        SlurmError: it was refused; carries Slurm's message.
+        SlurmError: it was refused, with Slurm's message; or its id cannot be read from the answer,
+            and it was cancelled.
     """
-    import submitit
     from submitit.core.utils import FailedJobError
 
     first, needs = jobs[0], jobs[0].resources
     _make_folders(jobs)
-    executor = submitit.SlurmExecutor(folder=first.logs, python=_python(needs))
+    executor = slurm_executor()(folder=first.logs, python=_python(needs))
     at_once = {"array_parallelism": len(jobs)}
     executor.update_parameters(**at_once | parameters(first.name, needs, requeues=first.requeues))
     try:
-        with _outside_of_jobs(), executor.batch():
+        with outside_of_jobs(), executor.batch():
             submitted = [executor.submit(_call(job)) for job in jobs]
         return [str(entry.job_id) for entry in submitted]
     except FailedJobError as error:
         raise _failed(first.name, error) from None
+    except UnreadSubmission as error:
+        raise _withdrawn(jobs, error) from None
 
 
 def sbatch_together(jobs: Sequence[Job]) -> list[str]:
@@ -93,8 +102,7 @@ def sbatch_together(jobs: Sequence[Job]) -> list[str]:
     others end too, and Slurm calls all of them failed.
 
     Raises:
-        SlurmSilent: no answer; the job may be there or not.
-        SlurmError: it was refused; carries Slurm's message.
+        SlurmSilent, SlurmError: as :func:`sbatch`.
     """
     leader = _submit(together_script(jobs), jobs)
     return [f"{leader}+{number}" for number in _firsts(jobs)]
@@ -104,8 +112,7 @@ def sbatch_lasting(job: Job) -> str:
     """Submit a job of one process that is started again when it was killed, too; returns its id.
 
     Raises:
-        SlurmSilent: no answer; the job may be there or not.
-        SlurmError: it was refused; carries Slurm's message.
+        SlurmSilent, SlurmError: as :func:`sbatch`.
     """
     return _submit(lasting_script(job), [job])
 
@@ -116,23 +123,108 @@ def _submit(script: str, jobs: Sequence[Job]) -> str:
         file.write(script)
         file.flush()
         try:
-            with _outside_of_jobs():
+            with outside_of_jobs():
                 answer = run(("sbatch", "--parsable", file.name))
         except SlurmError as error:
             raise _failed(" and ".join(job.name for job in jobs), error) from None
-    # With several clusters it says on which one: 12;name.
-    return answer.strip().partition(";")[0]
+    try:
+        return read_submission(answer, lambda: _marked(jobs))
+    except UnreadSubmission as error:
+        raise _withdrawn(jobs, error) from None
+
+
+def new_mark() -> str:
+    """Return a word that no other submission has in the comment of its jobs."""
+    return f"{MARK}{secrets.token_hex(8)}"
+
+
+def marked(job: Job, mark: str) -> Job:
+    """Return the job with a mark in its comment, by which it is found without its id."""
+
+    def with_mark(part: Resources) -> Resources:
+        comment = f"{part.sbatch.get('comment', '')} {mark}".strip()
+        return replace(part, sbatch={**part.sbatch, "comment": comment})
+
+    further = tuple(with_mark(part) for part in job.further)
+    return replace(job, resources=with_mark(job.resources), further=further)
+
+
+def _marked(jobs: Sequence[Job]) -> list[str]:
+    """Return the ids of jobs in the queue that have the mark of these."""
+    words = str(jobs[0].resources.sbatch.get("comment", "")).split()
+    mark = next((word for word in reversed(words) if word.startswith(MARK)), None)
+    return [] if mark is None else SlurmClient().with_comment(mark)
+
+
+def _withdrawn(jobs: Sequence[Job], error: UnreadSubmission) -> SlurmError:
+    """Cancel jobs whose id could not be read; returns the error that says so."""
+    name = " and ".join(job.name for job in jobs)
+    advice = "let sbatch print 'Submitted batch job ID', as Slurm's own does"
+    try:
+        found = {whole_of(identity) for identity in _marked(jobs)}
+        SlurmClient().cancel(found)
+    except SlurmSilent as silence:
+        return SlurmSilent(f"{name}: {error}; {silence}")
+    except SlurmError as refusal:
+        return SlurmError(f"{name}: {error}; it was not cancelled either: {refusal}; {advice}")
+    left = f"job {', '.join(sorted(found))} was cancelled" if found else "no such job is queued"
+    return SlurmError(f"{name}: {error}; {left}; {advice}")
+
+
+@functools.cache
+def slurm_executor() -> type[Any]:
+    """Return submitit's executor for Slurm, which reads sbatch's answers and writes srun as we do.
+
+    It takes the place of submitit's own class, of which submitit makes its arrays and Hydra its
+    sweeps (``hydra/launcher=submitit_slurm``).
+    """
+    from submitit.core import plugins
+    from submitit.slurm import slurm
+
+    class SlurmExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
+        """See :func:`slurm_executor`."""
+
+        def _submit_command(self, command: str) -> Any:
+            with outside_of_jobs():
+                return super()._submit_command(command)
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            wanted = _of_sweep(self.parameters)
+            return str(slurm._make_sbatch_string(command=command, folder=self.folder, **wanted))
+
+        @staticmethod
+        def _get_job_id_from_submission_command(string: str | bytes) -> str:
+            return read_submission(string if isinstance(string, str) else string.decode())
+
+    slurm.SlurmExecutor = SlurmExecutor
+    plugins._get_plugins.cache_clear()
+    plugins.get_executors.cache_clear()
+    return SlurmExecutor
+
+
+def _of_sweep(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return submitit's keywords with what a sweep's leave out, which are written by hand.
+
+    Raises:
+        PlanError: several of them say how much memory a job has.
+    """
+    memory = [key for key in ("mem", "mem_per_cpu", "mem_per_gpu") if given.get(key) is not None]
+    if len(memory) > 1:
+        raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; leave one")
+    step = list(given.get("srun_args") or ())
+    needs = Resources(cpus_per_task=given.get("cpus_per_task") or 1)
+    named = {word.partition("=")[0] for word in step}
+    step += [word for word in step_options(needs) if word.partition("=")[0] not in named]
+    return {"wckey": None, **given, "srun_args": step}
 
 
 def script(jobs: Sequence[Job]) -> str:
     """The batch script by which one job, or several that start together, would be submitted."""
-    import submitit
-
     first = jobs[0]
     if len(jobs) > 1 or first.further:
         return together_script(jobs)
     with tempfile.TemporaryDirectory() as folder:
-        executor = submitit.SlurmExecutor(folder=folder, python=_python(first.resources))
+        executor = slurm_executor()(folder=folder, python=_python(first.resources))
         executor.update_parameters(
             **parameters(first.name, first.resources, requeues=first.requeues)
         )
@@ -145,7 +237,7 @@ def lasting_script(job: Job) -> str:
     """The batch script of :func:`sbatch_lasting`."""
     needs = job.resources
     wanted = parameters(job.name, needs, requeues=job.requeues)
-    wanted["additional_parameters"]["output"] = job.logs / "%j_batch.log"
+    wanted["additional_parameters"]["output"] = str(job.logs / "%j_batch.log")
     log = shlex.quote(str(job.logs / "%j_%t_log"))
     python = _python(needs)
     call = [*wanted["srun_args"], python, "-u -m launchers.job", shlex.quote(_call(job).dump())]
@@ -167,7 +259,7 @@ def together_script(jobs: Sequence[Job]) -> str:
         groups = ",".join(str(first + i) for i in range(len(job.components)))
         for number, needs in enumerate(job.components, first):
             wanted = parameters(job.name, needs, requeues=job.requeues)
-            wanted["additional_parameters"]["output"] = job.logs / "%j_batch.log"
+            wanted["additional_parameters"]["output"] = str(job.logs / "%j_batch.log")
             options.append(_flags(wanted))
             call = [_python(needs), "-u", "-m", "launchers.job", shlex.quote(_call(job).dump())]
             lines = [*wanted["setup"], f"export {COMPONENT}={groups}", f"exec {' '.join(call)}"]
@@ -214,18 +306,12 @@ def _firsts(jobs: Sequence[Job]) -> list[int]:
 def _options(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """sbatch's options for what :func:`parameters` gives, by name."""
     values = {
-        key: value
-        for key, value in wanted.items()
-        if key not in ("setup", "srun_args", "additional_parameters", "signal_delay_s")
-    }
-    # Slurm has no arrays of heterogeneous jobs.
-    values.pop("array_parallelism", None)
-    values |= {
-        "signal": f"USR2@{wanted['signal_delay_s']}",
         "gres": "none",
+        "job-name": wanted["job_name"],
+        "time": wanted["time"],
         **wanted["additional_parameters"],
     }
-    return {key.replace("_", "-"): value for key, value in values.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _flags(wanted: Mapping[str, Any]) -> list[str]:
@@ -258,21 +344,25 @@ def _call(job: Job) -> ModuleCall:
 
 
 @contextlib.contextmanager
-def _outside_of_jobs() -> Iterator[None]:
-    """Inside another job, sbatch would inherit that job's settings."""
+def outside_of_jobs() -> Iterator[None]:
+    """Submit as from a login node: what is set here by a job, or for sbatch, changes no other job.
+
+    sbatch hands its environment on to the job, so this holds for the job's srun, too.
+    """
     from submitit.helpers import clean_env
 
-    configuration = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
-    with clean_env(), blocked_signals():
-        os.environ.update(configuration)
+    foreign = [name for name in os.environ if name.startswith(FOREIGN)]
+    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    with clean_env(foreign), blocked_signals():
+        os.environ.update(kept)
         yield
 
 
 def parameters(name: str, needs: Resources, *, requeues: bool = True) -> dict[str, Any]:
-    """submitit's keywords for what a job asks for: the one place that translates them.
+    """submitit's keywords for what a job asks for.
 
-    They are sbatch's options with underscores, and submitit's own ``setup``, ``srun_args``,
-    ``signal_delay_s``, ``array_parallelism`` and ``additional_parameters``.
+    Options of sbatch are its ``additional_parameters``, by their names
+    (:func:`slurm.options.sbatch_options`), but for the job's name and time.
 
     Args:
         requeues: whether Slurm starts it again itself after preemption or the loss of a node.
@@ -288,34 +378,19 @@ def parameters(name: str, needs: Resources, *, requeues: bool = True) -> dict[st
         **needs.env,
     }
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
-    again = "requeue" if requeues else "no-requeue"
-    further: dict[str, Any] = {again: True, "open-mode": "append", **needs.sbatch}
-    if needs.reservation:
-        further["reservation"] = needs.reservation
-    if needs.gpus_per_node:
-        kind = f"{needs.gpu_type}:" if needs.gpu_type else ""
-        further["gres"] = f"gpu:{kind}{needs.gpus_per_node}"
+    options = sbatch_options(name, needs, requeues=requeues, warning_s=delay_s)
     wanted: dict[str, Any] = {
-        "job_name": name.replace("/", "-"),
-        "nodes": needs.nodes,
-        "ntasks_per_node": needs.tasks_per_node,
-        "cpus_per_task": needs.cpus_per_task,
-        "mem": f"{needs.mem_mb}M" if needs.mem_mb else None,
-        "partition": needs.partition,
-        "account": needs.account,
-        "qos": needs.qos,
-        "constraint": needs.constraint,
-        "exclude": needs.exclude,
+        "job_name": options.pop("job-name"),
+        # None leaves it to the cluster; submitit would ask for five minutes.
+        "time": options.pop("time", None),
         "signal_delay_s": delay_s,
-        "array_parallelism": needs.parallel_tasks,
         "setup": [*exports, *needs.setup],
-        # One dead rank must not leave the others waiting for it.
-        "srun_args": ["--kill-on-bad-exit=1"],
-        "additional_parameters": further,
+        "srun_args": step_options(needs),
+        "additional_parameters": options,
     }
-    given = {key: value for key, value in wanted.items() if value is not None}
-    # Where nothing is said, None leaves it to the cluster; submitit would ask for five minutes.
-    return given | {"time": needs.time_min}
+    if needs.parallel_tasks is not None:
+        wanted["array_parallelism"] = needs.parallel_tasks
+    return wanted
 
 
 def _failed(name: str, error: Exception) -> SlurmError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from launchers.base import Job, Launcher
 from pipeline.driver import Outcome
@@ -37,7 +37,11 @@ log = logging.getLogger("rlinf")
 
 
 class DriverJob(Section):
-    """What the job of a driver asks for (``rlinf submit``)."""
+    """What the job of a driver asks for (``rlinf submit``).
+
+    It is a small job without GPUs. Of a site file it has what every job needs to start (account,
+    set-up lines, container, environment), and nothing that makes a job large or sends it to GPUs.
+    """
 
     partition: str | None = None
     """Null: the cluster's default one."""
@@ -49,6 +53,24 @@ class DriverJob(Section):
     partition allows."""
     mail: str | None = None
     """Whom Slurm tells when the job ends or fails."""
+    account: str | None = None
+    """Null: the site file's."""
+    qos: str | None = None
+    """Null: what the site file says of this very partition if it has no GPUs, else Slurm's default.
+    So for the next two."""
+    constraint: str | None = None
+    reservation: str | None = None
+    exclude: str | None = None
+    """Null: the site file's."""
+    sbatch: dict[str, str | int | bool] = {}
+    """Further sbatch options by long name, as in a site file."""
+
+    @field_validator("sbatch")
+    @classmethod
+    def _obeyed(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+        from slurm.options import check_options
+
+        return check_options(value)
 
 
 class ClusterConfig(Section):

@@ -130,6 +130,10 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
                 # A sweep's launcher reports a point as failed only when it raises.
                 raise SystemExit(code)
 
+    if any(word.endswith("hydra/launcher=submitit_slurm") for word in words):
+        from launchers.sbatch import slurm_executor
+
+        slurm_executor()
     # Hydra prints what it cannot compose, and ends with 1; so it hands its errors on instead.
     shown = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"
@@ -139,6 +143,9 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
         told = explained(error)
         print(f"error: {told}", file=sys.stderr)
         return told.exit_code
+    except RlinfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     finally:
         if shown is None:
             del os.environ[FULL_ERROR]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlinf.errors import SlurmError, SlurmSilent
-from slurm.ids import expand, whole_of
+from slurm.ids import expand, is_id, whole_of
 from slurm.jobs import State, Status
 from slurm.states import parse_state
 
@@ -23,8 +23,11 @@ PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a|%s")
 # -r gives each element of a pending array a line. The reason comes last: it may be free text.
 QUEUE = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
 ACCOUNTING = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
-FILTERS = ("SQUEUE_", "SACCT_", "SINFO_")
-"""Variables of a user's own that change what Slurm's commands show (``SQUEUE_PARTITION``)."""
+FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_")
+"""Beginnings of variables that change what Slurm's commands do or show: those of a job that this
+process runs in (``SLURM_MEM_PER_CPU``), and a user's own (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
+KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+"""Variables without which no command finds its controller."""
 WARNINGS = (signal.SIGUSR2, signal.SIGTERM)
 """Signals by which Slurm says that a job is to end."""
 COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
@@ -34,6 +37,13 @@ _SILENT = re.compile(
     re.IGNORECASE,
 )
 """In messages of commands that had no answer from the controller."""
+_PARTITION_LINE = re.compile(
+    r"[^|\s]+\|[^|\s]+\|\d+\|\d+\+?\|\d+\+?\|[^|]*\|(?:up|down|drain|inact)(?:\|.*)?"
+)
+"""A line of sinfo's answer to :data:`PARTITIONS`. Around such lines sites print texts of their own,
+which all readers of Slurm's answers pass over."""
+_STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
+_EXIT_CODE = re.compile(r"(\d+):\d+")
 _GONE = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
 
 
@@ -123,7 +133,7 @@ class SlurmClient:
         Raises:
             SlurmError: Slurm does not answer.
         """
-        rows = _rows(self.run(*COMMENTS), 2)
+        rows = _job_rows(self.run(*COMMENTS), 2)
         return [identity for ids, comment in rows if word in comment for identity in expand(ids)]
 
     def accounting(self, ids: Collection[str]) -> dict[str, Status]:
@@ -177,9 +187,17 @@ class SlurmClient:
         return parse_settings(self.run("scontrol", "show", "config"))
 
     def version(self) -> str:
-        """Slurm's version, such as ``22.05.8``."""
+        """Slurm's version, such as ``22.05.8``.
+
+        Raises:
+            SlurmError: Slurm is not installed, does not answer, or says no version.
+        """
+        text = self.run("sinfo", "--version")
         # Debian's says "slurm-wlm 22.05.8".
-        return self.run("sinfo", "--version").split()[-1]
+        found = re.search(r"^slurm\S*[ \t]+(\d\S*)", text, re.MULTILINE | re.IGNORECASE)
+        if found is None:
+            raise SlurmError(f"sinfo --version: no version in {text.strip()[:200]!r}")
+        return found[1]
 
     def run(self, *command: str, errors: bool = False) -> str:
         """Standard output of a Slurm command; its error output, where ``errors``.
@@ -204,6 +222,14 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def command_environment() -> dict[str, str]:
+    """Return this process's environment without what changes Slurm's commands.
+
+    All of them are started so, from a login node, an interactive job or a driver's job alike.
+    """
+    return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(FOREIGN)}
+
+
 def run(command: Sequence[str], *, errors: bool = False) -> str:
     """See :meth:`SlurmClient.run`."""
     if shutil.which(command[0]) is None:
@@ -219,7 +245,7 @@ def run(command: Sequence[str], *, errors: bool = False) -> str:
                 text=True,
                 timeout=TIMEOUT_S,
                 check=False,
-                env={k: v for k, v in os.environ.items() if not k.startswith(FILTERS)},
+                env=command_environment(),
             )
     except subprocess.TimeoutExpired:
         raise SlurmSilent(f"{command[0]} did not answer within {TIMEOUT_S:.0f} s") from None
@@ -230,18 +256,23 @@ def run(command: Sequence[str], *, errors: bool = False) -> str:
 
 
 def failure(said: str) -> type[SlurmError]:
-    """What a command's message means: that there was no answer, or that it was refused."""
-    return SlurmSilent if _SILENT.search(said) else SlurmError
+    """What a command's message means: that there was no answer, or that it was refused.
+
+    Where lines of it speak of an error, only these count: a banner may tell of nodes that are not
+    responding.
+    """
+    lines = said.splitlines()
+    lines = [line for line in lines if re.search("error|fatal", line, re.IGNORECASE)] or lines
+    return SlurmSilent if any(map(_SILENT.search, lines)) else SlurmError
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
     """Read sinfo's answer to :data:`PARTITIONS`; unlike nodes have lines of their own."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) < 7:
+        if not _PARTITION_LINE.fullmatch(line.strip()):
             continue
-        name, limit, nodes, cpus, memory, gres, state, *sizes = parts[:8]
+        name, limit, nodes, cpus, memory, gres, state, *sizes = line.strip().split("|")[:8]
         known = found.get(name.rstrip("*"))
         group = LikeNodes(_number(nodes), _number(cpus), _number(memory), parse_gpus(gres))
         found[name.rstrip("*")] = Partition(
@@ -301,7 +332,7 @@ def partition_names(text: str) -> tuple[str, ...]:
 def parse_queue(text: str) -> dict[str, Queued]:
     """Read squeue's answer to :data:`QUEUE`."""
     found = {}
-    for ids, state, partition, account, qos, node, reason in _rows(text, 7):
+    for ids, state, partition, account, qos, node, reason in _job_rows(text, 7):
         why = "" if reason in ("None", "(null)") else reason
         status = Queued(parse_state(state), None, why, partition, node, account, qos)
         for identity in expand(ids):
@@ -312,9 +343,9 @@ def parse_queue(text: str) -> dict[str, Queued]:
 def parse_accounting(text: str) -> dict[str, Status]:
     """Read sacct's answer to :data:`ACCOUNTING`."""
     found = {}
-    for ids, state, code, partition, node in _rows(text, 5):
-        kind = parse_state(state)
-        exit_code = int(code.split(":")[0]) if code.split(":")[0].isdigit() else None
+    for ids, state, code, partition, node in _job_rows(text, 5):
+        kind, numbers = parse_state(state), _EXIT_CODE.fullmatch(code)
+        exit_code = int(numbers[1]) if numbers else None
         reason = "" if kind is State.DONE else state
         for identity in expand(ids):
             found[identity] = Status(kind, exit_code, reason, partition, node)
@@ -327,11 +358,15 @@ def parse_settings(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _rows(text: str, columns: int) -> Iterator[list[str]]:
-    """Lines of values parted by ``|``; the last may hold more of these. Others are left out."""
+def _job_rows(text: str, columns: int) -> Iterator[list[str]]:
+    """Lines of values parted by ``|``, the first a job's id, a second one of several its state.
+
+    The last value may hold more of these bars. Other lines are left out.
+    """
     for line in text.splitlines():
         parts = line.strip().split("|", columns - 1)
-        if len(parts) == columns:
+        has_state = columns < 3 or (len(parts) > 1 and _STATE.fullmatch(parts[1]))
+        if len(parts) == columns and is_id(parts[0]) and has_state:
             yield parts
 
 

@@ -98,7 +98,8 @@ def job_span(
 
 def parse_span(text: str) -> Span:
     """StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` is None."""
-    found = {key: _seconds(value) for key, value in _FIELD.findall(text)}
+    job = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("JobId="))
+    found = {key: _seconds(value) for key, value in _FIELD.findall(job or text)}
     return Span(found.get("StartTime"), found.get("EndTime"))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 COMPONENT = "RLINF_HET_GROUPS"
 """Variable with the numbers of the components of a heterogeneous job that are a process's own."""
+_ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,:%.-]*\]?)|\+\d+)?")
 _SEVERAL = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
@@ -33,6 +34,11 @@ def expand(text: str) -> list[str]:
             last = int(span[2] or first)
             found += [f"{several[1]}_{i}" for i in range(first, last + 1, int(span[3] or 1))]
     return found
+
+
+def is_id(text: str) -> bool:
+    """Return whether a text is an id of one of these forms, and no word of a banner."""
+    return _ID.fullmatch(text) is not None
 
 
 def whole_of(identity: str) -> str:

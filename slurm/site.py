@@ -14,6 +14,7 @@ from rlinf.errors import ConfigError, PlanError, nearest
 from rlinf.yaml_file import read_yaml
 from slurm import gpus
 from slurm.client import partition_names
+from slurm.options import Value, check_options
 
 
 class Hardware(Section):
@@ -59,14 +60,22 @@ class PartitionSite(Hardware):
     python: tuple[str, ...] = ()
     """Prefix of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif]``."""
     env: dict[str, str] = {}
-    sbatch: dict[str, str | int | bool] = {}
-    """Further sbatch options by long name."""
+    sbatch: dict[str, Value] = {}
+    """Further sbatch options by long name, which :func:`slurm.options.check_options` checks.
+
+    They are defaults: ``mem_mb`` of the plan replaces ``mem``, ``mem-per-cpu`` and ``mem-per-gpu``.
+    """
     signal_delay_s: int = Field(default=90, ge=1)
     """Seconds between the warning signal and the end."""
     duty_cycle: Duty | dict[str, Duty] = 1.0
     """Share of the time that the processes of jobs may run, to make nodes of a dev cluster slower
     than others: a number, or by kind of node (a GPU's GRES name, a feature), so that it holds in
     partitions of several kinds too. Leave it at 1 on real clusters."""
+
+    @field_validator("sbatch")
+    @classmethod
+    def _obeyed(cls, value: dict[str, Value]) -> dict[str, Value]:
+        return check_options(value)
 
     def duty_of(self, *kinds: str) -> float:
         """The duty cycle of a node that these words describe; 1 where nothing is said of it."""
@@ -111,6 +120,10 @@ class Site(Section):
                     "Make them alike or name one partition"
                 )
         return found
+
+    def own(self, partition: str | None) -> PartitionSite:
+        """What is said of one partition itself, without the defaults of all."""
+        return self.partitions.get(partition or "", PartitionSite())
 
     def check(self, partitions: Collection[str], path: Path) -> None:
         """See that the cluster has every partition that is spoken of.

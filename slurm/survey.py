@@ -176,7 +176,7 @@ def parse_nodes(text: str) -> list[Node]:
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")
-        if len(parts) >= 7:
+        if len(parts) >= 7 and _all_numbers(parts[3:5]):
             name, partition, state, cpus, memory, gres, features = parts[:7]
             found.append(
                 Node(name, partition, state, _number(cpus), _number(memory), gres, features)
@@ -188,9 +188,8 @@ def parse_records(text: str) -> list[dict[str, str]]:
     """Read ``scontrol -o show partition``: a line of ``Key=value`` words per partition."""
     found = []
     for line in text.splitlines():
-        record = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if "PartitionName" in record:
-            found.append(record)
+        if line.startswith("PartitionName="):
+            found.append(dict(word.split("=", 1) for word in line.split() if "=" in word))
     return found
 
 
@@ -240,6 +239,10 @@ def parse_usage(text: str) -> dict[str, dict[str, int]]:
     return found
 
 
+_PENDING_JOB = re.compile(r"\s*\S+\s+\d\S*\s+(?:\S*=\S*|N/A)\s+\S+\s+\S")
+"""A line of squeue's answer to :data:`PENDING`."""
+
+
 def parse_pending(text: str) -> dict[str, Pending]:
     """Read squeue's answer to :data:`PENDING`.
 
@@ -250,7 +253,7 @@ def parse_pending(text: str) -> dict[str, Pending]:
     wanted: Counter[str] = Counter()
     for line in text.splitlines():
         parts = line.split(maxsplit=4)
-        if len(parts) < 5 or HELD.match(parts[4]):
+        if len(parts) < 5 or not _PENDING_JOB.match(line) or HELD.match(parts[4]):
             continue
         partitions, nodes, whole, per_node, _ = parts
         amount = _gpus_of_tres(whole) or _gpus_of_tres(per_node)
@@ -271,7 +274,7 @@ def parse_qos(text: str) -> dict[str, QosLimits]:
     found = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
-        if len(parts) < 9 or not parts[0]:
+        if len(parts) < 9 or not parts[0] or not _all_numbers([parts[1], *parts[4:6]]):
             continue
         name, priority, preempts, wall, jobs, submit, per_user, per_job, in_all = parts[:9]
         found[name] = QosLimits(
@@ -292,7 +295,7 @@ def parse_associations(text: str) -> tuple[Association, ...]:
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")
-        if len(parts) < 10:
+        if len(parts) < 10 or not all(parts[:2]) or not _all_numbers(parts[4:6]):
             continue
         cluster, account, partition, qos, jobs, submit, wall, per_job, in_all, default = parts[:10]
         found.append(
@@ -416,6 +419,11 @@ def _user() -> str:
 def _number(text: str) -> int:
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 0
+
+
+def _all_numbers(words: Iterable[str]) -> bool:
+    """Whether words are numbers or empty, as in a line of Slurm's and hardly in a banner's."""
+    return all(re.fullmatch(r"(?:\d+\+?)?", word) for word in words)
 
 
 def _limit(text: str) -> int | None:

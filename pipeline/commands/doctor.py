@@ -15,7 +15,7 @@ from typing import Literal
 
 from pipeline.commands.findings import Finding
 from rlinf.errors import RlinfError
-from slurm.client import Partition, SlurmClient
+from slurm.client import Partition, SlurmClient, command_environment
 
 PACKAGES = {
     "submitit": "slurm",
@@ -116,7 +116,7 @@ def probe_partition(name: str, probe: Path) -> Finding:
         "json.dump({'host':socket.gethostname(),'python':sys.version.split()[0],"
         "'time':time.time()},open(p+'.part','w'));os.replace(p+'.part',p)"
     )
-    command = ["srun", "-p", name, "-n1", "-t", "2", "--mem=500", "--immediate=30", "-Q"]
+    command = ["srun", "-p", name, "-n1", "-c1", "-t", "2", "--mem=500", "--immediate=30", "-Q"]
     try:
         done = subprocess.run(
             [*command, sys.executable, "-c", code, str(probe)],
@@ -124,6 +124,7 @@ def probe_partition(name: str, probe: Path) -> Finding:
             text=True,
             timeout=PROBE_S,
             check=False,
+            env=command_environment(),
         )
     except subprocess.TimeoutExpired:
         return Finding("warn", what, f"no free node within {PROBE_S:.0f} s; not checked")

@@ -8,28 +8,34 @@ life finds pools and jobs by their notes in the run directory, as any driver doe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from launchers.backlog import note, noted
 from launchers.base import Job
-from launchers.sbatch import sbatch_lasting
+from launchers.sbatch import marked, new_mark, sbatch_lasting
 from pipeline.launch import ClusterConfig, check_quotas, plan_jobs, resources
-from pipeline.lock import LOCK, is_driven
+from pipeline.lock import LOCK, Lock, is_driven
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf import machine
-from rlinf.errors import PlanError, RlinfError, RunLockedError
+from rlinf.artifacts import write_atomic
+from rlinf.errors import PlanError, RlinfError, RunLockedError, SlurmError, SlurmSilent
 from slurm.client import Partition, Queued, SlurmClient, default_partition, partition_names
 from slurm.ids import own_id
 from slurm.jobs import Resources
 from slurm.limits import check_resources
+from slurm.options import small_job_options
 from slurm.quotas import read_quotas
+from slurm.site import PartitionSite, load_site
 from stages.layout import DRIVER
 
 LONGEST_MIN = 24 * 60
+SUBMITS, MARKED = "submits.json", "mark"
+"""In the driver's folder: which process submits its job, and the mark of a job without an id."""
 
 
 def driver_job(run: Run, needs: Resources) -> Job:
@@ -61,9 +67,7 @@ def driver_needs(cluster: ClusterConfig, plan: Plan, client: SlurmClient) -> Res
         mem_mb=asked.mem_mb,
         time_min=asked.time_min or _time_min(partition, partitions),
     )
-    needs = resources(own, cluster)
-    mail = {} if asked.mail is None else {"mail-user": asked.mail, "mail-type": "END,FAIL"}
-    needs = replace(needs, sbatch={**needs.sbatch, **mail})
+    needs = _small(resources(own, cluster), cluster, partitions)
     quotas = read_quotas(client)
     try:
         check_resources(needs, partitions, "cluster.driver")
@@ -75,6 +79,30 @@ def driver_needs(cluster: ClusterConfig, plan: Plan, client: SlurmClient) -> Res
     return needs
 
 
+def _small(
+    needs: Resources, cluster: ClusterConfig, partitions: Mapping[str, Partition]
+) -> Resources:
+    """Return what the driver asks for without what a site file says for larger jobs.
+
+    QOS, constraint and reservation are kept where the site file says them of the driver's own
+    partition and that has no GPUs; those of the defaults may be for GPUs.
+    """
+    asked, site = cluster.driver, PartitionSite()
+    found = partitions.get(needs.partition or "")
+    if cluster.site is not None and found is not None and not found.gpus:
+        site = load_site(cluster.site).own(needs.partition)
+    mail = {} if asked.mail is None else {"mail-user": asked.mail, "mail-type": "END,FAIL"}
+    return replace(
+        needs,
+        account=asked.account or needs.account,
+        qos=asked.qos or site.qos,
+        constraint=asked.constraint or site.constraint,
+        reservation=asked.reservation or site.reservation,
+        exclude=asked.exclude or needs.exclude,
+        sbatch={**small_job_options(needs.sbatch), **asked.sbatch, **mail},
+    )
+
+
 def _time_min(partition: str | None, partitions: dict[str, Partition]) -> int:
     """A day, or less where the partition, or one of a list, allows no more."""
     names = partition_names(partition or "")
@@ -83,14 +111,47 @@ def _time_min(partition: str | None, partitions: dict[str, Partition]) -> int:
     return min([LONGEST_MIN, *limits])
 
 
-def submit(job: Job) -> str:
-    """Submit the driver of a run and note its id, which is returned.
+@contextlib.contextmanager
+def submitting(run: Run) -> Iterator[None]:
+    """Be the only one who submits a driver for a run.
+
+    Raises:
+        RunLockedError: another process is at it, or the run has a driver.
+    """
+    (run.folder / DRIVER).mkdir(exist_ok=True)
+    try:
+        lock = Lock(run.folder / DRIVER / SUBMITS)
+    except RunLockedError:
+        raise RunLockedError(
+            f"{run.folder}: another process is submitting its driver; see rlinf status {run.folder}"
+        ) from None
+    try:
+        refuse_driven(run)
+        yield
+    finally:
+        lock.release()
+
+
+def submit(run: Run, job: Job) -> str:
+    """Submit the driver of a run and note its id, which is returned; within :func:`submitting`.
+
+    The mark of the job is noted first: should this process end before it has noted the id, the job
+    is found by its mark.
 
     Raises:
         SlurmError: sbatch refused it.
     """
-    identity = sbatch_lasting(job)
+    mark, path = new_mark(), run.folder / DRIVER / MARKED
+    write_atomic(path, mark)
+    try:
+        identity = sbatch_lasting(marked(job, mark))
+    except SlurmSilent:
+        raise  # it may be queued, and be found
+    except SlurmError:
+        path.unlink()
+        raise
     note(job, identity)
+    path.unlink()
     return identity
 
 
@@ -115,11 +176,13 @@ def submitted(run: Run, client: SlurmClient | None = None) -> tuple[str, Queued]
     Raises:
         SlurmError: one was submitted, and Slurm does not answer.
     """
-    identity = noted_job(run)
-    if identity is None:
-        return None
-    status = (client or SlurmClient()).queue().get(identity)
-    return None if status is None or not status.state.active else (identity, status)
+    client = client or SlurmClient()
+    ids = [
+        identity for identity in (noted_job(run), *_unnoted(run, client)) if identity is not None
+    ]
+    queue = client.queue() if ids else {}
+    there = ((i, queue[i]) for i in ids if i in queue and queue[i].state.active)
+    return next(there, None)
 
 
 def noted_job(run: Run) -> str | None:
@@ -128,16 +191,25 @@ def noted_job(run: Run) -> str | None:
     return None if last is None else last.id
 
 
+def _unnoted(run: Run, client: SlurmClient) -> list[str]:
+    """The ids of jobs whose submission was not seen to its end, by their mark."""
+    try:
+        mark = (run.folder / DRIVER / MARKED).read_text().strip()
+    except OSError:
+        return []
+    return client.with_comment(mark) if mark else []
+
+
 def refuse_beside_job(run: Run) -> None:
     """Let no other driver begin while there is a job to drive the run, which may only wait.
 
     Raises:
         RunLockedError: there is.
     """
-    if noted_job(run) in (None, own_id()):
+    if noted_job(run) in (None, own_id()) and not (run.folder / DRIVER / MARKED).exists():
         return
     found = submitted(run)
-    if found is not None:
+    if found is not None and found[0] != own_id():
         raise RunLockedError(
             f"{run.folder}: job {found[0]}, {found[1].state.value}, drives this run; see rlinf "
             f"status {run.folder}, or end it with: rlinf stop {run.folder}"

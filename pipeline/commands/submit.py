@@ -11,7 +11,7 @@ import yaml
 
 from launchers.base import Job
 from launchers.sbatch import lasting_script, script
-from pipeline.commands.driver_job import driver_job, driver_needs, refuse_driven
+from pipeline.commands.driver_job import driver_job, driver_needs, refuse_driven, submitting
 from pipeline.commands.driver_job import submit as submit_job
 from pipeline.commands.experiment import checked, cluster_of, composed, is_folder
 from pipeline.committed import Committed
@@ -54,7 +54,8 @@ def submit(
             settle_frozen(Committed(run, Graph(run.config)), choice)
     else:
         run = create_run(run.config, plan.dump(), choice)
-    identity = submit_job(driver_job(run, needs))
+    with submitting(run):
+        identity = submit_job(run, driver_job(run, needs))
     said = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
     if cluster.launcher != "slurm":
         said.append(f"cluster={cluster.launcher}: the stages run inside that job, and have no more")

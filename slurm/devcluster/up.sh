@@ -16,6 +16,9 @@
 #        plain: no namespaces at all (`hostname` = the machine's), all nodes on 127.0.0.1
 #   RLINF_DEVCLUSTER_NODES  "name:gputype:count ..."           [a100-1:a100:4 a100-2:a100:4 h100-1:h100:4 h100-2:h100:4 cpu-1::0]
 #   RLINF_DEVCLUSTER_CPUS / RLINF_DEVCLUSTER_MEM   claimed per node    [8 / 16000 MiB]
+#   RLINF_DEVCLUSTER_BIND   yes: tasks are bound to the CPUs of their step, as on most clusters (task/affinity by cores; with
+#               PROCTRACK=cgroup also ConstrainCores). CPUS is then by default what the machine has: nodes that claim more
+#               are not bound. All nodes bind to the same CPUs, so that jobs of several nodes slow each other. [no]
 #   RLINF_DEVCLUSTER_GRACE  GraceTime of partition spot (s)    [5]
 #   RLINF_DEVCLUSTER_CRED_EXPIRE  s; a requeued job starts this + 1 s later  [5]
 #   RLINF_DEVCLUSTER_PROCTRACK  linuxproc | pgid | cgroup      [linuxproc]  (cgroup: +task/cgroup +ConstrainDevices)
@@ -26,7 +29,8 @@ S=${RLINF_DEVCLUSTER_DIR:-/tmp/rlinf-devcluster}
 PORT=${RLINF_DEVCLUSTER_PORT:-26800}
 MODE=${RLINF_DEVCLUSTER_MODE:-uts}
 NODES=${RLINF_DEVCLUSTER_NODES:-a100-1:a100:4 a100-2:a100:4 h100-1:h100:4 h100-2:h100:4 cpu-1::0}
-CPUS=${RLINF_DEVCLUSTER_CPUS:-8}; MEM=${RLINF_DEVCLUSTER_MEM:-16000}
+BIND=${RLINF_DEVCLUSTER_BIND:-no}; CPUS=8; CPUBIND=; [ "$BIND" = yes ] && { CPUS=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc); CPUBIND=CpuBind=core; }
+CPUS=${RLINF_DEVCLUSTER_CPUS:-$CPUS}; MEM=${RLINF_DEVCLUSTER_MEM:-16000}
 GRACE=${RLINF_DEVCLUSTER_GRACE:-5}; CREDEXP=${RLINF_DEVCLUSTER_CRED_EXPIRE:-5}; PROCTRACK=${RLINF_DEVCLUSTER_PROCTRACK:-linuxproc}
 BR=rlf$PORT; NET=10.77.0
 T0=$(date +%s%N); now() { echo "$(( ($(date +%s%N)-T0)/1000000 )) ms"; }
@@ -70,7 +74,7 @@ case $MODE in net) CTLADDR=$NET.1; pre=$NET.;; uts) CTLADDR=127.0.0.1; pre=127.0
 HOST=$(hostname -s)
 
 # a running cluster with another configuration is restarted, with the same one it is kept
-SIG="$MODE|$PORT|$NODES|$CPUS|$MEM|$GRACE|$CREDEXP|$PROCTRACK|$HOST|$(cksum <"$HERE/up.sh")"
+SIG="$MODE|$PORT|$NODES|$CPUS|$MEM|$GRACE|$CREDEXP|$PROCTRACK|$BIND|$HOST|$(cksum <"$HERE/up.sh")"
 if [ -e "$S/run/sig" ] && [ "$(cat "$S/run/sig")" != "$SIG" ]; then say "configuration changed: restarting"; RLINF_DEVCLUSTER_DIR=$S "$HERE/down.sh"; mkdir -p "$S/run"; fi
 
 # ---------------------------------------------------------------- configuration files
@@ -81,7 +85,7 @@ for spec in $NODES; do
   IFS=: read -r n gt gc <<<"$spec"; i=$((i+1)); names+=("$n")
   a=127.0.0.1; [ -n "$pre" ] && a=$pre$((10+i)); addr[$n]=$a
   p=$((PORT+100+i)); hn=$n; [ "$MODE" = plain ] && hn=$HOST
-  l="NodeName=$n NodeHostname=$hn NodeAddr=$a Port=$p CPUs=$CPUS RealMemory=$MEM Feature=${gt:-cpu}"
+  l="NodeName=$n NodeHostname=$hn NodeAddr=$a Port=$p CPUs=$CPUS RealMemory=$MEM $CPUBIND Feature=${gt:-cpu}"
   if [ "${gc:-0}" -gt 0 ]; then
     l+=" Gres=gpu:$gt:$gc Weight=10"
     # a GPU is a char device node that nobody opens (major 195 = nvidia, no driver behind it). The name must end in its index.
@@ -103,8 +107,11 @@ if [ -n "$gpunodes" ]; then
 fi
 printf %s "$hosts" >"$S/etc/hosts"
 printf '%s' "$greslines" >"$S/etc/gres.conf"
-if [ "$PROCTRACK" = cgroup ]; then TASK=task/cgroup; printf 'CgroupPlugin=cgroup/v1\nConstrainDevices=yes\nConstrainCores=no\nConstrainRAMSpace=no\n' >"$S/etc/cgroup.conf"
-else TASK=task/none; rm -f "$S/etc/cgroup.conf"; fi
+TASK=task/none; [ "$BIND" = yes ] && TASK=task/affinity
+if [ "$PROCTRACK" = cgroup ]; then
+  [ "$BIND" = yes ] && TASK=task/cgroup,task/affinity || TASK=task/cgroup
+  printf 'CgroupPlugin=cgroup/v1\nConstrainDevices=yes\nConstrainCores=%s\nConstrainRAMSpace=no\n' "$BIND" >"$S/etc/cgroup.conf"
+else rm -f "$S/etc/cgroup.conf"; fi
 
 cat >"$S/etc/my.cnf" <<EOF
 [mariadbd]

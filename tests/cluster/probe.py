@@ -22,6 +22,7 @@ def main() -> int:
         "node": os.environ["SLURMD_NODENAME"],
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         "shares": os.environ.get("RLINF_SHARES", ""),
+        "cpus": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
     }
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     written = out / f".rank-{rank}"

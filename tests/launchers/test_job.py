@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launchers.job import ModuleCall, set_rank_variables
+from launchers.job import ModuleCall, expand_hosts, node_words, set_rank_variables
 from rlinf import tree
 from rlinf.channels.world import GROUP
 from rlinf.errors import EXIT_REQUEUE
+from tests.slurm.wrapped import write_command
 
 
 @given(
@@ -77,3 +78,17 @@ def test_a_warning_while_libraries_are_still_read_asks_for_another_start(
     )
     assert done.returncode == EXIT_REQUEUE
     assert json.loads((tmp_path / "7.exit").read_text())["code"] == EXIT_REQUEUE
+
+
+def test_hosts_are_told_from_what_a_wrapper_of_scontrol_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A word of a banner would be a host, and every rank after it have another's speed."""
+    said = "printf 'Welcome\\n-----\\na100-7\\na100-8\\ncpu-1\\nbye-bye\\n'"
+    node = "echo 'new h100 nodes'; echo 'NodeName=a100-7 Gres=gpu:a100:4 Features=fast,x'"
+    write_command(tmp_path, "scontrol", f'[ "$2" = hostnames ] && {said} || {{ {node}; }}')
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert expand_hosts("a100-[7-8],cpu-1") == ["a100-7", "a100-8", "cpu-1"]
+    words = node_words("a100-7")
+    assert {"a100", "fast"} <= words
+    assert "h100" not in words

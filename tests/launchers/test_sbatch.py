@@ -1,8 +1,10 @@
-"""The batch script of heterogeneous jobs says what is meant, whatever the words hold."""
+"""Batch scripts say what is meant, whatever the words hold; and jobs are submitted by them."""
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +12,21 @@ import pytest
 
 from launchers.base import Job
 from launchers.job import ModuleCall
-from launchers.sbatch import check_components, together_script
-from rlinf.errors import PlanError
+from launchers.sbatch import (
+    check_components,
+    lasting_script,
+    marked,
+    new_mark,
+    sbatch,
+    sbatch_lasting,
+    sbatch_together,
+    script,
+    slurm_executor,
+    together_script,
+)
+from rlinf.errors import PlanError, SlurmError
 from slurm.jobs import Resources
+from tests.slurm.wrapped import wrap, write_command
 
 ODD = """a 'b' "c" $HOME; `d` * \\n"""
 A100 = Resources("a100", gpus_per_node=1, gpu_type="a100", env={"X": ODD}, setup=("module load x",))
@@ -58,3 +72,166 @@ def test_what_one_component_would_take_over_is_refused(
     check_components([("pools[0]", A100), ("pools[1]", more)])
     with pytest.raises(PlanError, match=rf"pools\[0\] and pools\[1\].*--{option} "):
         check_components([("pools[0]", more), ("pools[1]", CPU)])
+
+
+SITE = {"mem-per-cpu": "2G", "exclusive": True, "comment": "of a site"}
+STAGE = Resources("a100", tasks_per_node=2, cpus_per_task=3, mem_mb=700, sbatch=SITE)
+
+
+def scripts(folder: Path) -> dict[str, str]:
+    """The script of each writer: one process, several that start together, a driver."""
+    job = Job("a/b", ("--x",), folder / "o", folder / "l", STAGE, "m")
+    return {
+        "alone": script([job]),
+        "together": together_script([job, job]),
+        "lasting": lasting_script(job),
+    }
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("writer", ["alone", "together", "lasting"])
+def test_every_script_says_each_thing_once_and_gives_tasks_their_cpus(
+    tmp_path: Path, writer: str
+) -> None:
+    text = scripts(tmp_path)[writer]
+    for component in text.split("#SBATCH hetjob"):
+        lines = [line for line in component.splitlines() if line.startswith("#SBATCH --")]
+        names = [line.removeprefix("#SBATCH --").partition("=")[0] for line in lines]
+        assert sorted(set(names)) == sorted(names), "options given twice"
+        assert not [name for name in names if "_" in name]
+        assert [name for name in names if name.startswith("mem")] == ["mem"]
+        assert "#SBATCH --mem=700M" in lines
+        assert "#SBATCH --cpus-per-task=3" in lines
+        assert "#SBATCH --exclusive" in lines
+        assert "wckey" not in names, "where wckeys are enforced, a foreign one is refused"
+    starts = text.split("srun ")[1:]
+    assert starts
+    for start in starts:
+        words = shlex.split(start.split(" : ")[0].split("&\n")[0])
+        assert "--cpus-per-task=3" in words
+        assert "--export=ALL" in words
+        assert "--kill-on-bad-exit=1" in words
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with stand-ins of sbatch, squeue and scancel; ``answer`` is what sbatch prints.
+
+    sbatch keeps its script and environment, and squeue shows the job that it took as 71.
+    """
+    at = tmp_path / "slurm"
+    write_command(
+        at,
+        "sbatch",
+        f'env > {at}/env; cp "${{@: -1}}" {at}/script; echo "$@" >> {at}/calls; '
+        f"grep -o 'rlinf-[0-9a-f]*' {at}/script | head -1 > {at}/mark; cat {at}/answer",
+    )
+    write_command(
+        at, "squeue", f'echo Welcome; [ -s {at}/mark ] && echo "71|(null) $(cat {at}/mark)"'
+    )
+    write_command(at, "scancel", f'echo "$@" >> {at}/cancelled')
+    write_command(at, "srun", "exit 1")
+    (at / "answer").write_text(wrap("Submitted batch job 71"))
+    monkeypatch.setenv("PATH", f"{at}{os.pathsep}{os.environ['PATH']}")
+    return at
+
+
+def submissions(folder: Path) -> dict[str, Callable[[], list[str]]]:
+    """Every way to submit, each of which returns ids."""
+    one = marked(Job("a/b", (), folder / "o", folder / "l", Resources("cpu"), "m"), new_mark())
+    two = replace(one, out=folder / "p")
+    return {
+        "alone": lambda: sbatch([one]),
+        "array": lambda: sbatch([one, two]),
+        "together": lambda: sbatch_together([one, two]),
+        "lasting": lambda: [sbatch_lasting(one)],
+    }
+
+
+WAYS = {
+    "alone": ["71"],
+    "array": ["71_0", "71_1"],
+    "together": ["71+0", "71+1"],
+    "lasting": ["71"],
+}
+
+
+@pytest.mark.parametrize(
+    "sentence", ["Submitted batch job 71", "Submitted batch job 71 on cluster x"]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_id_is_read_past_a_banner(tmp_path: Path, slurm: Path, way: str, sentence: str) -> None:
+    (slurm / "answer").write_text(wrap(sentence))
+    assert submissions(tmp_path)[way]() == WAYS[way]
+    assert not (slurm / "cancelled").exists()
+
+
+@pytest.mark.parametrize("answer", ["71", "71;hill"])
+@pytest.mark.parametrize("way", ["together", "lasting"])
+def test_the_short_answer_is_read_past_a_banner(
+    tmp_path: Path, slurm: Path, way: str, answer: str
+) -> None:
+    (slurm / "answer").write_text(wrap(answer))
+    assert submissions(tmp_path)[way]() == WAYS[way]
+    (slurm / "answer").write_text(f"2026\n{answer}\n")
+    assert submissions(tmp_path)[way]() == WAYS[way], "the queue tells which number it is"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_whose_id_is_not_told_is_cancelled_and_the_answer_shown(
+    tmp_path: Path, slurm: Path, way: str
+) -> None:
+    (slurm / "answer").write_text("Your job was accepted.\n")
+    with pytest.raises(SlurmError, match=r"no job id: 'Your job was accepted.'; job 71 was cancel"):
+        submissions(tmp_path)[way]()
+    assert (slurm / "cancelled").read_text().split() == ["71"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_without_a_job_says_so(tmp_path: Path, slurm: Path, way: str) -> None:
+    (slurm / "answer").write_text("Your job was accepted.\n")
+    write_command(slurm, "squeue", "echo Welcome")
+    with pytest.raises(SlurmError, match="no such job is queued"):
+        submissions(tmp_path)[way]()
+    assert not (slurm / "cancelled").exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_is_submitted_as_from_a_login_node(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The job would have these too, for its srun to stumble over."""
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "7")
+    for name in ("SBATCH_EXCLUSIVE", "SBATCH_EXPORT", "SRUN_CPUS_PER_TASK", "SALLOC_QOS"):
+        monkeypatch.setenv(name, "7")
+    before = dict(os.environ)
+    submissions(tmp_path)[way]()
+    seen = {line.partition("=")[0] for line in (slurm / "env").read_text().splitlines()}
+    foreign = ("SLURM", "SBATCH", "SRUN", "SALLOC")
+    assert {name for name in seen if name.startswith(foreign)} == {"SLURM_CONF"}
+    assert dict(os.environ) == before
+
+
+def test_a_sweep_is_submitted_in_the_same_way(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra's launcher makes its executor by submitit's AutoExecutor."""
+    import submitit
+
+    slurm_executor()
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "7")
+    executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
+    executor.update_parameters(cpus_per_task=3, mem_gb=4)
+    ids = [job.job_id for job in executor.map_array(len, ["a", "b"])]
+    assert ids == ["71_0", "71_1"]
+    text = (slurm / "script").read_text()
+    assert "--cpus-per-task=3" in next(
+        line for line in text.splitlines() if line.startswith("srun")
+    )
+    assert "wckey" not in text
+    assert "SLURM_MEM_PER_CPU" not in (slurm / "env").read_text()
+    executor.update_parameters(slurm_mem_per_cpu="2G")
+    with pytest.raises(PlanError, match="mem and mem_per_cpu exclude each other"):
+        executor.map_array(len, ["a", "b"])
