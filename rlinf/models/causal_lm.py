@@ -14,27 +14,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlinf.checked import private_copy
 from rlinf.config import Section
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
-from rlinf.errors import ArtifactError, ConfigError, DataError
+from rlinf.errors import ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
 from rlinf.models.architectures import Architecture, check_sizes, settings_of
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.chat_format import check_arguments
 from rlinf.models.fit import as_published, check_weights, renames
-from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
-from rlinf.models.loading import (
-    WEIGHTS,
-    check_checkpoint,
-    companions,
-    copy_companions,
-    fill,
-    load_module,
-    outline_module,
-    outline_new,
-    weight_files,
-)
+from rlinf.models.loading import fill, load_module, outline_module, outline_new
 from rlinf.models.logprobs import (
     WHOLE,
     final_cap,
@@ -47,6 +36,15 @@ from rlinf.models.logprobs import (
     without,
 )
 from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
+from rlinf.models.published_folder import (
+    WEIGHTS,
+    PublishedFolder,
+    check_checkpoint,
+    check_vocabulary,
+    check_weight_files,
+    copy_companions,
+    weight_files,
+)
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
@@ -75,6 +73,9 @@ class CausalLMConfig(Section):
     """Of each layer of a mixture of experts; null: 4."""
     experts_per_token: int = Field(default=2, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the checkpoint's chat template (``enable_thinking: false``), for rollout,
+    fine-tuning and evaluation."""
 
 
 class CausalLM(Policy):
@@ -106,27 +107,27 @@ class CausalLM(Policy):
     @classmethod
     def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
         if config.path is not None:
-            folder = config.path.expanduser()
-            check_checkpoint(folder, config.trust_remote_code)
-            check_family(folder, config)
-            check_headers(folder)
-            tokenizer = load_tokenizer(folder, config.trust_remote_code)
-            check_vocabulary(folder, tokenizer)
-            check_weights(folder)
-            return tokenizer
+            published = PublishedFolder.of(config)
+            check_checkpoint(published.folder, config.trust_remote_code)
+            check_family(published)
+            check_weight_files(published.folder)
+            check_vocabulary(published)
+            check_weights(published.folder)
+            return published.tokenizer
         if "alphabet" not in spec:
             raise ConfigError(
                 "model.path: this task brings no alphabet to build a tokenizer from; "
                 "give the folder of a checkpoint, or choose a task that fits model.name"
             )
         check_sizes(config)
+        check_arguments(config.chat_template_kwargs, spec.get("chat_template"))
         return None
 
     @classmethod
     def positions(cls, config: CausalLMConfig) -> int | None:
         if config.path is None:
             return config.max_positions
-        return positions(read_settings(config.path.expanduser()))
+        return PublishedFolder.of(config).context_length
 
     @classmethod
     def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
@@ -154,7 +155,7 @@ class CausalLM(Policy):
 
     @classmethod
     def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
-        return load_tokenizer(folder, config.trust_remote_code)
+        return PublishedFolder.of(config, folder).tokenizer
 
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
@@ -367,75 +368,18 @@ def causal_mask(attend: Tensor) -> Tensor:
     return ((attend[:, None, :] & causal) | itself)[:, None]
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a checkpoint folder, with a pad token.
-
-    Raises:
-        DataError: none there, or it has no end-of-sequence token.
-    """
-    from transformers import AutoTokenizer
-
-    check_checkpoint(folder, trust_remote_code)
-    try:
-        with private_copy(folder, companions(folder)) as small:
-            tokenizer = AutoTokenizer.from_pretrained(
-                small, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-    except ArtifactError:
-        raise
-    except Exception as error:  # the tokenizer library raises plain Exception
-        raise DataError(f"model.path: {folder}: cannot load a tokenizer ({brief(error)})") from None
-    size = vocabulary(read_settings(folder))
-    # A tokenizer class may make up an end token that the model was never given.
-    if tokenizer.eos_token_id is None or (size and tokenizer.eos_token_id >= size):
-        raise DataError(
-            f"model.path: the tokenizer of {folder} has no end-of-sequence token, so no sample "
-            "could ever end; set eos_token in its tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def check_family(folder: Path, config: CausalLMConfig) -> None:
+def check_family(published: PublishedFolder) -> None:
     """See that ``transformers`` knows a causal language model of this type.
 
     Raises:
         DataError: it does not.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if config.trust_remote_code and "auto_map" in read_settings(folder):
+    if published.trust_remote_code and "auto_map" in published.settings:
         return
-    try:
-        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever its settings make the library raise
+    if type(published.config) not in AutoModelForCausalLM._model_mapping:
         raise DataError(
-            f"model.path: {folder / 'config.json'} cannot be used ({brief(error)})"
-        ) from None
-    if type(settings) not in AutoModelForCausalLM._model_mapping:
-        raise DataError(
-            f"model.path: {folder} is a {settings.model_type!r} model, which is no causal language "
-            "model"
+            f"model.path: {published.folder} is a {published.config.model_type!r} model, which is "
+            "no causal language model"
         )
-
-
-def check_vocabulary(folder: Path, tokenizer: Any) -> None:
-    """See that the model knows all tokens of its tokenizer.
-
-    Raises:
-        DataError: it does not.
-    """
-    size = vocabulary(read_settings(folder))
-    highest = max(tokenizer.get_vocab().values(), default=0)
-    if size is not None and highest >= size:
-        raise DataError(
-            f"model.path: the tokenizer of {folder} has tokens up to number {highest}, the model "
-            f"knows {size} (vocab_size in config.json); they do not belong together"
-        )
-
-
-def brief(error: BaseException, most: int = 200) -> str:
-    """The message of a library's error on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else f"{text[:most]}..."

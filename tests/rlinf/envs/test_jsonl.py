@@ -15,7 +15,10 @@ from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
 from rlinf.envs.problems import read_problems
 from rlinf.errors import DataError
 
-CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 class Words:
@@ -25,6 +28,10 @@ class Words:
     bos_token_id = None
     eos_token_id = 1
     special_tokens_map: ClassVar[dict[str, str]] = {}
+    all_special_tokens: ClassVar[list[str]] = []
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[len(w) for w in text.split()] for text in texts]}
