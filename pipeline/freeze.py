@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.committed import Committed
+from pipeline.committed import Committed, has_results
 from pipeline.flow import Graph
 from pipeline.lock import LOCK, is_driven
 from pipeline.record import differences, edited, read_record, write_record
@@ -18,7 +18,7 @@ from pipeline.settle import Choice, settle
 from rlinf.artifacts import write_atomic
 from rlinf.config import TRANSIENT, RunConfig, digest, semantic
 from rlinf.errors import ConfigError, InputError, RunLockedError
-from stages.layout import CONFIG, PLAN
+from stages.layout import CONFIG, PLAN, RUN
 from stages.runner import MEND, load_config, read_config
 
 FREE = ("iterations", "retention", "evaluate.every")
@@ -30,7 +30,8 @@ def create_run(config: RunConfig, plan: dict[str, Any], choice: Choice = Choice.
     """Make the run directory, or open it when it holds the same experiment.
 
     More iterations than before are accepted: the run goes on. With fewer it ends earlier this
-    time; what is frozen stays, unless ``choice`` is to make the run anew.
+    time; what is frozen stays, unless ``choice`` is to make the run anew. A directory in which no
+    stage was ever committed takes any configuration.
 
     Args:
         plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one.
@@ -71,28 +72,34 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
     fewer = None
     try:
         values, old = read_config(folder / CONFIG), load_config(folder / CONFIG)
-        changes = edited(folder)
+        edits = edited(folder)
     except ConfigError as error:
-        changes = [str(error).removesuffix(f"; {MEND}")]
+        edits = [str(error).removesuffix(f"; {MEND}")]
         values = _remembered(folder, config)
         old = RunConfig.model_validate(values)
-    redo = choice is Choice.REDO
-    # What is made anew is what a fresh run of this configuration would make.
-    config = _with_span(config, config.iterations if redo else _span_of(old, config))
-    if config.iterations < old.iterations and not redo:
+    # Where nothing is there, or all is made anew, this run is to be what a fresh one would be.
+    empty = not has_results(folder)
+    fresh = empty or choice is Choice.REDO
+    config = _with_span(config, config.iterations if fresh else _span_of(old, config))
+    if config.iterations < old.iterations and not fresh:
         fewer = config.iterations
         config = config.model_copy(update={"iterations": old.iterations})
     before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
     frozen = _replaced(values, before, after)
     found = differences(semantic(before), semantic(after))
-    changes += [change for change in found if not change.startswith(FREE)]
+    changes = [change for change in found if not change.startswith(FREE)]
     _say_beyond(config)
     run = Run(folder, RunConfig.model_validate(frozen))
     committed = Committed(run, Graph(run.config))
-    settle(committed, choice, changes)
-    if config.plan is not None or not (folder / PLAN).exists():
+    settle(committed, choice, changes, edits)
+    changes += edits
+    replaced = empty and bool(changes)
+    if config.plan is not None or replaced or not (folder / PLAN).exists():
         write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
     same = not changes and semantic(frozen) == semantic(values)
+    if replaced:
+        # Its identity and date are those of this start.
+        (folder / RUN).unlink(missing_ok=True)
     if not same:
         write_record(folder, frozen, was=digest(semantic(values)))
     if changes or frozen != values:
