@@ -96,7 +96,10 @@ def check(config: RunConfig) -> None:
             check_device(getattr(options, "device", "auto"), f"{section}.device")
     if config.warm_start.max_steps:
         environment.check_demonstrations(task_options)
-    processor = policy.check(model_options, environment.describe(task_options))
+    spec = environment.describe(task_options)
+    if environment.verifies_anywhere(task_options):
+        environment.verify(task_options)
+    processor = policy.check(model_options, spec)
     extent = environment.extent(task_options, processor)
     check_extent(config, extent, policy.positions(model_options))
 

@@ -30,6 +30,13 @@ SET_ASIDE = "set-aside"
 log = logging.getLogger("rlinf")
 
 
+def has_results(run: Path) -> bool:
+    """Whether a stage of a run was ever committed, if only to be withdrawn or set aside since."""
+    patterns = (f"*/{MANIFEST}*", f"it/*/*/{MANIFEST}*", f"{EVALUATE}/*/{MANIFEST}*")
+    found = (path for pattern in patterns for path in run.glob(pattern))
+    return (run / SET_ASIDE).exists() or next(found, None) is not None
+
+
 def left_out(graph: Graph, run: Path, node: Node) -> bool:
     """Whether a node is an evaluation, not made, of weights that retention has removed: iterations
     would have to be made again for it."""

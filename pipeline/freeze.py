@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.committed import Committed
+from pipeline.committed import Committed, has_results
 from pipeline.flow import Graph
 from pipeline.lock import LOCK, is_driven
 from pipeline.record import differences, edited, read_record, write_record
@@ -18,22 +18,25 @@ from pipeline.settle import Choice, settle
 from rlinf.artifacts import write_atomic
 from rlinf.config import TRANSIENT, RunConfig, digest, semantic
 from rlinf.errors import ConfigError, InputError, RunLockedError
-from stages.layout import CONFIG, PLAN
+from stages.layout import CONFIG, PLAN, RUN
 from stages.runner import MEND, load_config, read_config
 
 FREE = ("iterations", "retention", "evaluate.every")
 """Keys that change no result that is there; a later start may change them."""
+SPAN = "optimizer.schedule_iterations"
 log = logging.getLogger("rlinf")
 
 
-def create_run(config: RunConfig, plan: dict[str, Any], choice: Choice = Choice.ASK) -> Run:
+def create_run(config: RunConfig, plan: dict[str, Any] | None, choice: Choice = Choice.ASK) -> Run:
     """Make the run directory, or open it when it holds the same experiment.
 
     More iterations than before are accepted: the run goes on. With fewer it ends earlier this
-    time; what is frozen stays, unless ``choice`` is to make the run anew.
+    time; what is frozen stays, unless ``choice`` is to make the run anew. A directory in which no
+    stage was ever committed takes any configuration.
 
     Args:
         plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one.
+            None: the run is there, and its plan stays.
 
     Raises:
         MismatchError: it holds results, or a configuration, that this start would not make.
@@ -45,13 +48,13 @@ def create_run(config: RunConfig, plan: dict[str, Any], choice: Choice = Choice.
     try:
         if (folder / CONFIG).exists():
             return _reopened(folder, config, plan, choice)
-        config = _with_span(config, config.iterations)
+        config, derived = _with_span(config, config.iterations)
         _say_beyond(config)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
         values = config.model_dump(mode="json")
-        write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
-        write_record(folder, values)
+        write_atomic(folder / PLAN, yaml.safe_dump(plan or {}, sort_keys=False))
+        write_record(folder, values, derived=derived)
         write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
     except OSError as error:
         raise InputError(
@@ -61,7 +64,7 @@ def create_run(config: RunConfig, plan: dict[str, Any], choice: Choice = Choice.
     return Run(folder, load_config(folder / CONFIG))
 
 
-def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Choice) -> Run:
+def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choice: Choice) -> Run:
     owner = is_driven(folder / LOCK)
     if owner is not None:
         raise RunLockedError(
@@ -71,34 +74,42 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any], choice: Cho
     fewer = None
     try:
         values, old = read_config(folder / CONFIG), load_config(folder / CONFIG)
-        changes = edited(folder)
+        edits = edited(folder)
     except ConfigError as error:
-        changes = [str(error).removesuffix(f"; {MEND}")]
+        edits = [str(error).removesuffix(f"; {MEND}")]
         values = _remembered(folder, config)
         old = RunConfig.model_validate(values)
-    redo = choice is Choice.REDO
-    # What is made anew is what a fresh run of this configuration would make.
-    config = _with_span(config, config.iterations if redo else _span_of(old, config))
-    if config.iterations < old.iterations and not redo:
+    # Where nothing is there, or all is made anew, this run is to be what a fresh one would be.
+    empty = not has_results(folder)
+    fresh = empty or choice is Choice.REDO
+    span = config.iterations if fresh else _span_of(old, config)
+    config, derived = _with_span(config, span)
+    if config.iterations < old.iterations and not fresh:
         fewer = config.iterations
         config = config.model_copy(update={"iterations": old.iterations})
     before, after = old.model_dump(mode="json"), config.model_dump(mode="json")
     frozen = _replaced(values, before, after)
     found = differences(semantic(before), semantic(after))
-    changes += [change for change in found if not change.startswith(FREE)]
+    changes = [change for change in found if not change.startswith(FREE)]
     _say_beyond(config)
     run = Run(folder, RunConfig.model_validate(frozen))
     committed = Committed(run, Graph(run.config))
-    settle(committed, choice, changes)
-    if config.plan is not None or not (folder / PLAN).exists():
+    settle(committed, choice, changes, edits)
+    changes += edits
+    replaced = empty and bool(changes)
+    wanted = config.plan is not None or replaced or not (folder / PLAN).exists()
+    if plan is not None and wanted:
         write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
     same = not changes and semantic(frozen) == semantic(values)
+    if replaced:
+        # Its identity and date are those of this start.
+        (folder / RUN).unlink(missing_ok=True)
     if not same:
-        write_record(folder, frozen, was=digest(semantic(values)))
+        write_record(folder, frozen, digest(semantic(values)), derived)
     if changes or frozen != values:
         write_atomic(folder / CONFIG, yaml.safe_dump(frozen, sort_keys=False))
     if not same or choice is not Choice.ASK:
-        write_record(folder, frozen)
+        write_record(folder, frozen, derived=derived)
     if fewer is None:
         return run
     log.info(
@@ -142,15 +153,18 @@ def _replaced(
     return made
 
 
-def _with_span(config: RunConfig, iterations: int) -> RunConfig:
-    """The configuration with the span of its learning-rate schedule, if it has one."""
+def _with_span(config: RunConfig, iterations: int) -> tuple[RunConfig, tuple[str, ...]]:
+    """The configuration with the span of its learning-rate schedule, if it has one.
+
+    Also returns the key of the span where it was not given.
+    """
     settings = config.optimizer
     known = settings.schedule == "constant" or settings.schedule_iterations is not None
     if known or not iterations:
         # A run without iterations has none to take a span from, until it is given some.
-        return config
+        return config, ()
     made = settings.model_copy(update={"schedule_iterations": iterations})
-    return config.model_copy(update={"optimizer": made})
+    return config.model_copy(update={"optimizer": made}), (SPAN,)
 
 
 def _span_of(old: RunConfig, new: RunConfig) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Record(BaseModel):
     """When and why results were kept though something differs; see ``kept.json``."""
     seal: str | None = None
     """Digest of all the rest."""
+    derived: tuple[str, ...] | None = None
+    """Keys of ``config`` that nobody gave: the program chose their values at the first start."""
     was: str | None = None
     """That of ``config.yaml`` while it is being replaced."""
 
@@ -75,12 +77,18 @@ def recorded(folder: Path) -> bool:
     return record is not None and record.config is not None
 
 
-def write_record(folder: Path, config: Mapping[str, Any], was: str | None = None) -> None:
+def write_record(
+    folder: Path,
+    config: Mapping[str, Any],
+    was: str | None = None,
+    derived: Sequence[str] | None = None,
+) -> None:
     """Note what ``config.yaml`` is, or is about to be.
 
     Args:
         config: all its values.
         was: digest of what it is now, if it is replaced next.
+        derived: keys whose values the program chose; those noted before by default.
     """
     kept = semantic(config)
     try:
@@ -97,6 +105,8 @@ def write_record(folder: Path, config: Mapping[str, Any], was: str | None = None
         )
     why = tuple(f"{e.when}: {'; '.join(e.why)}" for e in read_ledger(folder).kept)
     news = {"config": kept, "frozen": digest(kept), "was": was, "kept": why}
+    if derived is not None:
+        news["derived"] = tuple(derived)
     record = known.model_copy(update=news)
     record = record.model_copy(update={"seal": _seal(record)})
     write_atomic(folder / RUN, json.dumps(record.model_dump(exclude_none=True), indent=1))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from pipeline.committed import Committed
+from pipeline.committed import Committed, has_results
 from pipeline.flow import Node
 from pipeline.record import edited, recorded, write_record
 from rlinf.artifacts import write_atomic
@@ -65,16 +65,19 @@ def settle_frozen(committed: Committed, choice: Choice = Choice.ASK) -> None:
     """
     folder = committed.run.folder
     changes = edited(folder)
-    settle(committed, choice, changes)
+    settle(committed, choice, edits=changes)
     if changes or choice is not Choice.ASK or not recorded(folder):
         write_record(folder, read_config(folder / CONFIG))
 
 
-def settle(committed: Committed, choice: Choice, changes: Sequence[str]) -> None:
+def settle(
+    committed: Committed, choice: Choice, changes: Sequence[str] = (), edits: Sequence[str] = ()
+) -> None:
     """Find what is done; see that all of it is what this start would make.
 
     Args:
         changes: how the configuration of this start differs from that of the run.
+        edits: how ``config.yaml`` of the run was edited or damaged.
 
     Raises:
         MismatchError: something is not, and nobody said what to do; nothing was touched.
@@ -82,21 +85,41 @@ def settle(committed: Committed, choice: Choice, changes: Sequence[str]) -> None
     folder = committed.run.folder
     before = _code_before(folder)
     committed.recover()
-    why = list(changes)
+    why = changes = [*edits, *changes]
     if committed.stale:
-        why += _code_differences(before, committed.code)
+        why = why + _code_differences(before, committed.code)
     if choice is Choice.REDO:
         _redo(committed)
         committed.recover()
     elif committed.stale or changes:
         if choice is Choice.ASK:
-            committed.recover(kept=False)
-            affected = committed.affected(committed.redone())
-            raise MismatchError(_message(folder, why, affected, committed.graph.flow))
-        _keep(committed, why, changes)
+            _refuse_other_results(committed, why, edits)
+        else:
+            _keep(committed, why, changes)
         committed.recover()
     if before != committed.code:
         write_atomic(folder / CODE, committed.code.to_json())
+
+
+def _refuse_other_results(committed: Committed, why: Sequence[str], edits: Sequence[str]) -> None:
+    """Accept another configuration where no result that is there depends on what differs.
+
+    Raises:
+        MismatchError: some do, or the configuration of a run with results was edited.
+    """
+    folder = committed.run.folder
+    committed.recover(kept=False)
+    results = has_results(folder)
+    if committed.stale or committed.leftovers() or (edits and results):
+        affected = committed.affected(committed.redone())
+        raise MismatchError(_message(folder, why, affected, committed.graph.flow))
+    there = "what is finished there is not affected" if results else "nothing was finished there"
+    log.warning(
+        "%s: %s, so this start replaces the frozen configuration; it differs: %s",
+        folder,
+        there,
+        "; ".join(_short(why)),
+    )
 
 
 def _redo(committed: Committed) -> None:
@@ -149,9 +172,9 @@ def _keep(committed: Committed, why: Sequence[str], changes: Sequence[str]) -> N
 
 
 def _message(folder: Path, why: Sequence[str], affected: Sequence[Node], flow: Flow) -> str:
-    made = f"{_named(affected, flow)} would be made anew" if affected else "nothing is finished yet"
     return (
-        f"{folder}: this start would not make what the run holds; {made}.\n"
+        f"{folder}: this start would not make what the run holds; {_named(affected, flow)} would "
+        "be made anew.\n"
         f"differs: {'; '.join(_short(why))}\n"
         "--redo makes it anew and sets the old results aside, --keep goes on with what is there "
         "and notes it in the run\n"

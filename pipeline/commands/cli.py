@@ -22,7 +22,8 @@ RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/a
 
 
 What = Annotated[
-    list[str], typer.Argument(help="A run directory, or experiment=NAME and key=value")
+    list[str],
+    typer.Argument(help="A run directory and key=value, or experiment=NAME and key=value"),
 ]
 Overrides = Annotated[
     list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
@@ -85,19 +86,27 @@ def run(
 @app.command()
 def resume(
     folder: RunFolder,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value, changes of the run's configuration, as for rlinf run"),
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="inprocess, local or slurm; as before by default")
     ] = None,
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Go on with a run from what is on disk."""
+    """Go on with a run from what is on disk, with other settings if overrides are given."""
     from pipeline.commands.experiment import drive
+    from pipeline.commands.overrides import reopen
     from pipeline.run import Run
     from pipeline.settle import Choice
 
-    choice = Choice.of(redo=redo, keep=keep)
-    report = drive(Run.open(folder), {"launcher": cluster} if cluster else None, choice)
+    choice, launcher = Choice.of(redo=redo, keep=keep), {"launcher": cluster} if cluster else None
+    if overrides:
+        report = drive(reopen(folder, overrides, choice), launcher)
+    else:
+        report = drive(Run.open(folder), launcher, choice)
     typer.echo(f"report: {report}")
 
 

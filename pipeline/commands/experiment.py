@@ -99,14 +99,19 @@ def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
 
 
 def named(words: Sequence[str]) -> Run:
-    """The run of a directory, or of the experiment that overrides compose.
+    """The run of a directory, with overrides if any follow, or of the experiment that they compose.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
     """
-    if is_folder(words):
-        return Run.open(Path(words[0]))
-    return prepare(composed(words))
+    if not is_folder(words):
+        return prepare(composed(words))
+    folder, further = Path(words[0]), words[1:]
+    if not further:
+        return Run.open(folder)
+    from pipeline.commands.overrides import reopen
+
+    return reopen(folder, further)
 
 
 def configuration(words: Sequence[str]) -> RunConfig:
@@ -115,18 +120,20 @@ def configuration(words: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError, DataError: it cannot be used.
     """
-    if is_folder(words):
+    if is_folder(words) and not words[1:]:
         return Run.open(Path(words[0])).config
     from pipeline.check import check
+    from pipeline.commands.overrides import changed
 
-    config = validate(RunConfig, composed(words))
+    values = changed(Path(words[0]), words[1:]) if is_folder(words) else composed(words)
+    config = validate(RunConfig, values)
     check(config)
     return config
 
 
 def is_folder(words: Sequence[str]) -> bool:
-    """Whether words name a run directory, and are no overrides."""
-    return len(words) == 1 and "=" not in words[0]
+    """Whether words begin with a run directory, which overrides may follow."""
+    return bool(words) and "=" not in words[0] and not words[0].startswith(("+", "~", "-"))
 
 
 def composed(words: Sequence[str]) -> dict[str, Any]:
@@ -147,6 +154,17 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
     Raises:
         ConfigError: Hydra cannot compose it.
     """
+    return compose_in(tree.ROOT / "configs", "config", overrides, searchpath)
+
+
+def compose_in(
+    folder: Path, name: str, overrides: Sequence[str], searchpath: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The same, beginning with the file ``name`` of a folder.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
@@ -155,10 +173,10 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        with initialize_config_dir(str(tree.ROOT / "configs"), version_base="1.3"):
-            further = ",".join(f"file://{Path(folder).absolute()}" for folder in searchpath)
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            further = ",".join(f"file://{Path(path).absolute()}" for path in searchpath)
             path = [f"hydra.searchpath=[{further}]"] if further else []
-            whole = hydra_compose("config", [*overrides, *path], return_hydra_config=True)
+            whole = hydra_compose(name, [*overrides, *path], return_hydra_config=True)
         # Names of runs may be made of files that were chosen: hydra:runtime.choices.
         HydraConfig.instance().set_config(whole)
         values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])

@@ -14,6 +14,7 @@ from launchers.sbatch import lasting_script, script
 from pipeline.commands.driver_job import driver_job, driver_needs, refuse_driven, submitting
 from pipeline.commands.driver_job import submit as submit_job
 from pipeline.commands.experiment import checked, cluster_of, composed, is_folder
+from pipeline.commands.overrides import checked_with
 from pipeline.committed import Committed
 from pipeline.flow import Graph
 from pipeline.freeze import create_run
@@ -37,7 +38,8 @@ def submit(
     """Put the driver of a run into a job; says what was done, a line each.
 
     Args:
-        words: a run directory to go on with, or overrides that compose an experiment.
+        words: a run directory to go on with and overrides of its configuration, or overrides that
+            compose an experiment.
         driver: keys of ``cluster.driver`` that differ from the configuration.
         choice: what to do about results that would not be made the same.
 
@@ -45,15 +47,15 @@ def submit(
         ConfigError, DataError, PlanError, RunLockedError, MismatchError: nothing was submitted.
         SlurmError: Slurm does not answer, or refused the job.
     """
-    run, plan = _found(words)
+    run, plan, chosen = _found(words)
     cluster = _cluster(run, driver)
     needs = driver_needs(cluster, plan, SlurmClient())
     refuse_driven(run)
-    if is_folder(words):
+    if is_folder(words) and not words[1:]:
         with run.driven():
             settle_frozen(Committed(run, Graph(run.config)), choice)
     else:
-        run = create_run(run.config, plan.dump(), choice)
+        run = create_run(run.config, plan.dump() if chosen else None, choice)
     with submitting(run):
         identity = submit_job(run, driver_job(run, needs))
     said = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
@@ -71,7 +73,7 @@ def dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]
     Raises:
         ConfigError, DataError, PlanError, SlurmError: as :func:`submit`.
     """
-    run, plan = _found(words)
+    run, plan, _ = _found(words)
     cluster = _cluster(run, driver or {})
     if driver is None and cluster.launcher != "slurm":
         raise ConfigError(
@@ -97,13 +99,17 @@ def dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]
     return [f"{to}: {CONFIG}, {PLAN}, {names}", "nothing was submitted"]
 
 
-def _found(words: Sequence[str]) -> tuple[Run, Plan]:
-    """The run, whose directory may not be there yet, and its plan."""
-    if is_folder(words):
-        run = Run.open(Path(words[0]))
-        return run, settled(Plan.read(run.folder), cluster_of(run))
-    config, plan = checked(composed(words))
-    return Run(config.run.folder, config), plan
+def _found(words: Sequence[str]) -> tuple[Run, Plan, bool]:
+    """The run, whose directory may not be there yet, its plan, and whether that is a new one."""
+    if not is_folder(words):
+        config, plan = checked(composed(words))
+        return Run(config.run.folder, config), plan, True
+    folder = Path(words[0])
+    if words[1:]:
+        config, plan, chosen = checked_with(folder, words[1:])
+        return Run(config.run.folder, config), plan, chosen
+    run = Run.open(folder)
+    return run, settled(Plan.read(run.folder), cluster_of(run)), False
 
 
 def _cluster(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:

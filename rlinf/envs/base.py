@@ -121,6 +121,12 @@ class Environment(Part, ABC):
         """
 
     @classmethod
+    def verifies_anywhere(cls, config: Any) -> bool:
+        """Whether :meth:`verify` takes little and needs no special machine: it is then asked where
+        a run is started too, before its folder is made."""
+        return False
+
+    @classmethod
     def modules(cls, config: Any) -> tuple[str, ...]:
         """What an interpreter named in ``task.python`` must be able to import."""
         return ()

@@ -224,7 +224,7 @@ def test_added_iterations_run_at_the_last_rate_of_the_schedule(
 
 def test_added_iterations_at_a_rate_of_zero_are_refused(compose: Compose, tmp_path: Path) -> None:
     words = ("optimizer.schedule=linear", "optimizer.lr_final=0", "optimizer.lr_warmup=0")
-    prepare(compose(*words))
+    drive(prepare(compose(*words)))
     with pytest.raises(ConfigError, match="ends at 0 after 2 iterations"):
         prepare(compose(*words, "iterations=3"))
     assert yaml.safe_load((tmp_path / "tiny" / CONFIG).read_text())["iterations"] == 2
