@@ -17,7 +17,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Colours and the like, by ECMA-48."""
 _SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b", re.IGNORECASE)
 _PARSABLE = re.compile(r"(\d+)(?:;[\w.-]+)?")
-_SHOWN = 500
+_SHOWN = 1500
 """Characters of an answer in an error."""
 
 

@@ -1,0 +1,285 @@
+"""A driver's job is small whatever a site says; a run has at most one, and none is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launchers.sbatch import lasting_script
+from pipeline.commands import driver_job
+from pipeline.commands.driver_job import (
+    driver_needs,
+    noted_job,
+    refuse_beside_job,
+    submitted,
+    submitting,
+)
+from pipeline.commands.experiment import prepare
+from pipeline.commands.status import read_status
+from pipeline.commands.stop import stop
+from pipeline.commands.submit import submit
+from pipeline.launch import ClusterConfig
+from pipeline.plan import parse_plan
+from pipeline.run import Run
+from rlinf import tree
+from rlinf.config import validate
+from rlinf.errors import ConfigError, RunLockedError, SlurmError
+from slurm.client import SlurmClient
+from slurm.jobs import Resources
+from tests.slurm.wrapped import BANNER, FOOTER, write_command
+
+Compose = Callable[..., dict[str, Any]]
+SINFO = (
+    "cpu*|infinite|4|64|500000|(null)|up|1-infinite\n"
+    "gpu|infinite|4|64|500000|gpu:a100:4|up|1-infinite\n"
+)
+RULES = "AllowAccounts=ALL AllowQos=ALL QoS=N/A MaxTime=UNLIMITED State=UP"
+GPU_JOBS = {
+    "account": "team",
+    "qos": "gpu",
+    "constraint": "a100",
+    "reservation": "gpus",
+    "exclude": "c9",
+    "setup": ["module load cuda"],
+    "env": {"X": "y"},
+    "sbatch": {
+        "exclusive": True,
+        "mem-per-cpu": "9G",
+        "mail-type": "ALL",
+        "nodelist": "g1",
+        "licenses": "cuda",
+        "dependency": "singleton",
+        "time-min": "1-0",
+        "wckey": "w",
+        "comment": "ours",
+    },
+}
+"""What a site may say of all of its jobs, thinking of those with GPUs."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with stand-ins of Slurm's commands, whose jobs are files: state and comment.
+
+    What they answer stands between the texts of a site.
+    """
+    at = tmp_path / "slurm"
+    (at / "jobs").mkdir(parents=True)
+    for name, text in (("banner", BANNER), ("footer", FOOTER), ("sinfo.txt", SINFO)):
+        (at / name).write_text(text)
+
+    def command(name: str, script: str) -> None:
+        write_command(at, name, f"cat {at}/banner\n{script}\ncat {at}/footer")
+
+    command(
+        "sbatch",
+        f"(flock 9; id=$((71 + $(ls {at}/jobs | wc -l))); sleep 0.2; "
+        f"echo \"PENDING $(grep -o 'rlinf-[0-9a-f]*' ${{@: -1}} | head -1)\" > {at}/jobs/$id; "
+        f"[ -e {at}/kill ] && kill -9 $PPID; echo $id) 9> {at}/lock",
+    )
+    command(
+        "squeue",
+        f'for job in {at}/jobs/*; do [ -e "$job" ] || continue; id=${{job##*/}}; '
+        'read -r state mark < "$job"; case "$*" in *%k*) echo "$id|ours $mark";; '
+        '*) echo "$id|$state|cpu|team|normal||None";; esac; done',
+    )
+    command("scancel", f"for id in $@; do echo CANCELLED > {at}/jobs/$id; done")
+    command("sinfo", f"cat {at}/sinfo.txt")
+    records = "".join(
+        f"PartitionName={name} Default={default} {RULES}\n"
+        for name, default in (("cpu", "YES"), ("gpu", "NO"))
+    )
+    (at / "partitions").write_text(records)
+    settings = "echo 'ClusterName = dev'; echo 'SLURM_VERSION = 22.05.8'"
+    command("scontrol", f'case "$*" in *config*) {settings};; *) cat {at}/partitions;; esac')
+    write_command(at, "sacctmgr", "exit 1")
+    monkeypatch.setenv("PATH", f"{at}{os.pathsep}{os.environ['PATH']}")
+    return at
+
+
+def needs_of(folder: Path, site: dict[str, Any], **driver: Any) -> Resources:
+    path = folder / "site.yaml"
+    path.write_text(yaml.safe_dump(site))
+    cluster = validate(
+        ClusterConfig, {"launcher": "slurm", "site": str(path), "driver": driver}, "cluster"
+    )
+    needs = driver_needs(cluster, parse_plan({}, "plan"), SlurmClient())
+    # The cache of site files goes by path.
+    path.rename(folder / "seen.yaml")
+    driver_job.load_site.cache_clear()
+    return needs
+
+
+def options(folder: Path, needs: Resources) -> set[str]:
+    """The options of a driver's script, with their values."""
+    job = driver_job.Job("driver/x", (), folder / "o", folder / "l", needs, "m")
+    lines = lasting_script(job).splitlines()
+    return {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")}
+
+
+def names(found: set[str]) -> set[str]:
+    return {option.partition("=")[0] for option in found}
+
+
+SMALL = {
+    *("account", "comment", "cpus-per-task", "exclude", "gres", "job-name", "mem", "nodes"),
+    *("ntasks-per-node", "open-mode", "output", "partition", "requeue", "signal", "time", "wckey"),
+}
+
+
+def test_a_driver_is_a_small_cpu_job_whatever_the_site_says_of_all(
+    slurm: Path, tmp_path: Path
+) -> None:
+    needs = needs_of(tmp_path, {"defaults": GPU_JOBS})
+    found = options(tmp_path, needs)
+    assert names(found) == SMALL
+    assert {"account=team", "exclude=c9", "gres=none", "mem=4000M", "partition=cpu"} <= found
+    assert {"nodes=1", "ntasks-per-node=1", "cpus-per-task=1", "wckey=w"} <= found
+    assert needs.setup == ("module load cuda",)
+    assert needs.env["X"] == "y"
+
+
+def test_a_driver_in_a_partition_with_gpus_has_nothing_of_its_jobs(
+    slurm: Path, tmp_path: Path
+) -> None:
+    needs = needs_of(tmp_path, {"partitions": {"gpu": GPU_JOBS}}, partition="gpu")
+    assert names(options(tmp_path, needs)) == SMALL
+
+
+def test_what_is_said_of_its_own_partition_of_cpus_holds(slurm: Path, tmp_path: Path) -> None:
+    own = {"qos": "long", "reservation": "drivers", "sbatch": {"exclusive": True}}
+    needs = needs_of(tmp_path, {"defaults": GPU_JOBS, "partitions": {"cpu": own}})
+    found = options(tmp_path, needs)
+    assert {"qos=long", "reservation=drivers"} <= found
+    assert not {"exclusive", "constraint"} & names(found)
+
+
+def test_what_the_driver_section_says_comes_before_all(slurm: Path, tmp_path: Path) -> None:
+    said = {"account": "own", "qos": "q", "constraint": "c", "reservation": "r", "exclude": "e"}
+    needs = needs_of(
+        tmp_path, {"defaults": GPU_JOBS}, sbatch={"exclusive": True, "nice": 9}, mail="ada", **said
+    )
+    found = options(tmp_path, needs)
+    assert {f"{key}={value}" for key, value in said.items()} <= found
+    assert {"exclusive", "nice=9", "mail-user=ada", "mail-type=END,FAIL"} <= found
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "words"), [({"array": "0-3"}, "array"), ({"mem": 1, "mem-per-cpu": 1}, "exclude")]
+)
+def test_options_that_a_driver_cannot_have_are_refused(sbatch: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"driver.sbatch.*{words}"):
+        validate(ClusterConfig, {"driver": {"sbatch": sbatch}}, "cluster")
+
+
+def test_memory_of_the_driver_section_is_a_default_too(slurm: Path, tmp_path: Path) -> None:
+    found = options(tmp_path, needs_of(tmp_path, {}, sbatch={"mem-per-cpu": "1G"}, mem_mb=500))
+    assert [option for option in found if option.startswith("mem")] == ["mem=500M"]
+
+
+@pytest.fixture
+def run(slurm: Path, compose: Compose) -> Run:
+    return prepare(compose("cluster=slurm", "cluster.poll_s=0.2"))
+
+
+def test_a_submitted_driver_is_known_and_stopped_though_banners_surround_its_id(
+    run: Run, slurm: Path
+) -> None:
+    said = submit([str(run.folder)], {})
+    assert "job 71 on cpu drives it" in said[0]
+    assert noted_job(run) == "71"
+    assert "job 71, pending" in read_status(run.folder).driver
+    with pytest.raises(RunLockedError, match="job 71, pending, drives this run"):
+        submit([str(run.folder)], {})
+    assert stop(run.folder) == ["job 71 (driver) cancelled"]
+    assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
+    assert submitted(run) is None
+    assert "job 72" in submit([str(run.folder)], {})[0]
+
+
+def test_a_driver_whose_id_is_not_told_is_not_left_behind(run: Run, slurm: Path) -> None:
+    text = (slurm / "sbatch").read_text()
+    (slurm / "sbatch").write_text(text.replace("; echo $id)", "; echo accepted)"))
+    with pytest.raises(SlurmError, match=r"no job id: .*accepted.*job 71 was cancelled"):
+        submit([str(run.folder)], {})
+    assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
+    assert submitted(run) is None
+    (slurm / "sbatch").write_text(text)
+    assert "job 72" in submit([str(run.folder)], {})[0]
+
+
+CLIENT = "import sys; from pipeline.commands.submit import submit; submit(sys.argv[1:], {})"
+
+
+def client(run: Run) -> subprocess.Popen[str]:
+    """Another process that submits the run's driver."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(run.folder)],
+        env={**os.environ, "PYTHONPATH": str(tree.ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_driver_is_found_though_its_submitter_died_before_it_had_the_id(
+    run: Run, slurm: Path
+) -> None:
+    (slurm / "kill").touch()
+    process = client(run)
+    process.communicate(timeout=90)
+    assert process.returncode == -signal.SIGKILL
+    (slurm / "kill").unlink()
+    deadline = time.monotonic() + 20
+    while not (slurm / "jobs" / "71").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert noted_job(run) is None
+    assert "job 71, pending" in read_status(run.folder).driver
+    for start in (lambda: submit([str(run.folder)], {}), lambda: refuse_beside_job(run)):
+        with pytest.raises(RunLockedError, match="job 71, pending, drives this run"):
+            start()
+    assert stop(run.folder) == ["job 71 (driver) cancelled"]
+    assert "job 72" in submit([str(run.folder)], {})[0]
+    assert noted_job(run) == "72"
+
+
+def test_the_job_itself_may_drive_before_its_id_is_noted(
+    run: Run, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = run.folder / "driver" / driver_job.MARKED
+    mark.parent.mkdir()
+    mark.write_text("rlinf-0a")
+    (slurm / "jobs" / "71").write_text("RUNNING rlinf-0a\n")
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    refuse_beside_job(run)
+    monkeypatch.setenv("SLURM_JOB_ID", "72")
+    with pytest.raises(RunLockedError, match="job 71"):
+        refuse_beside_job(run)
+
+
+def test_of_two_submissions_at_once_one_is_refused(run: Run, slurm: Path) -> None:
+    processes = [client(run) for _ in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert sorted(process.returncode for process in processes) == [0, 1], errors
+    assert [path.name for path in (slurm / "jobs").iterdir()] == ["71"]
+    assert noted_job(run) == "71"
+
+
+def test_while_one_submits_another_is_refused(run: Run, slurm: Path) -> None:
+    with (
+        submitting(run),
+        pytest.raises(RunLockedError, match="another process is submitting its driver"),
+        submitting(run),
+    ):
+        pass
+    with submitting(run):
+        pass
