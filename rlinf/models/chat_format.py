@@ -88,14 +88,17 @@ class ChatFormat:
 
         Raises:
             ConfigError: the template does not use one of the arguments.
+            DataError: the tokenizer has several templates, and none is the default.
         """
         known = getattr(tokenizer, "chat_format", None)
+        template = default_template(getattr(tokenizer, "chat_template", None), KEY)
         if isinstance(known, ChatFormat) and arguments is None and eos_token_ids is None:
-            return known
-        template = getattr(tokenizer, "chat_template", None)
+            if template == known.template:
+                return known
+            arguments, eos_token_ids = known.arguments, known.eos_token_ids
         if eos_token_ids is None:
             eos_token_ids = {tokenizer.eos_token_id}
-        made = cls(tokenizer, template or None, dict(arguments or {}), frozenset(eos_token_ids))
+        made = cls(tokenizer, template, dict(arguments or {}), frozenset(eos_token_ids))
         check_arguments(made.arguments, made.template)
         return made
 
@@ -340,6 +343,28 @@ def check_arguments(arguments: Mapping[str, Any], template: str | None) -> None:
         if name not in known:
             hint = nearest(name, known) or f"; it uses {', '.join(sorted(known)) or 'none'}"
             raise ConfigError(f"{ARGUMENTS}.{name}: the chat template does not use it{hint}")
+
+
+def default_template(template: Any, where: str) -> str | None:
+    """Return the one chat template to use, of several that are named the default.
+
+    Args:
+        template: a text, texts by name, or nothing.
+        where: the key and folder that the message begins with.
+
+    Raises:
+        DataError: there are several, and none is the default.
+    """
+    if not template or isinstance(template, str):
+        return template or None
+    if isinstance(template, list):  # as tokenizer_config.json has them
+        template = {one["name"]: one["template"] for one in template}
+    if "default" not in template:
+        raise DataError(
+            f"{where}: its chat templates are {', '.join(sorted(template))}, and none is named "
+            "default; write the one to use into the file chat_template.jinja of the folder"
+        )
+    return str(template["default"])
 
 
 def _behind(whole: str, begin: int, thought: str | None, answer: str) -> int | None:

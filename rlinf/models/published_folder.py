@@ -16,7 +16,7 @@ from typing import Any
 
 from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.errors import ArtifactError, DataError, nearest
-from rlinf.models.chat_format import ChatFormat
+from rlinf.models.chat_format import ChatFormat, default_template
 from rlinf.private import places_of
 
 WEIGHTS = "model.safetensors"
@@ -201,28 +201,6 @@ class PublishedFolder:
         if not template and (path := self.folder / LEGACY_TEMPLATE).is_file():
             template = read_object(path).get("chat_template")
         return default_template(template, f"model.path: {self.folder}")
-
-
-def default_template(template: Any, where: str) -> str | None:
-    """Return the one chat template to use, of several that are named the default.
-
-    Args:
-        template: a text, texts by name, or nothing.
-        where: the key and folder that the message begins with.
-
-    Raises:
-        DataError: there are several, and none is the default.
-    """
-    if not template or isinstance(template, str):
-        return template or None
-    if isinstance(template, list):  # as tokenizer_config.json has them
-        template = {one["name"]: one["template"] for one in template}
-    if "default" not in template:
-        raise DataError(
-            f"{where}: its chat templates are {', '.join(sorted(template))}, and none is named "
-            "default; write the one to use into the file chat_template.jinja of the folder"
-        )
-    return str(template["default"])
 
 
 def context_length(config: Any) -> int | None:

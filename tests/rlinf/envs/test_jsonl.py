@@ -26,7 +26,7 @@ class Words:
 
     chat_template: str | None = None
     bos_token_id = None
-    eos_token_id = 1
+    eos_token_id = 99
     special_tokens_map: ClassVar[dict[str, str]] = {}
     all_special_tokens: ClassVar[list[str]] = []
 
@@ -95,7 +95,7 @@ def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Pat
     }
     assert prompts[0].text.splitlines()[-1] == "user: Q: 2+2?"
     for record in task.demonstrations(0, 0, 3):
-        assert record.steps["actions"].tolist() == [2, 2, 1, 1]
+        assert record.steps["actions"].tolist() == [2, 2, 1, 99]
 
 
 @pytest.mark.parametrize(
