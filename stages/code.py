@@ -75,6 +75,7 @@ CARRIERS = (
     "rlinf.track",
     "rlinf.trainers.lanes",
     "rlinf.tree",
+    "rlinf.user_code",
     "rlinf.weights",
     "stages.activity",
     "stages.board",
