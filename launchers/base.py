@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT
 from slurm.jobs import Resources, Status
 
 
@@ -75,6 +76,28 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """The driver ends; local processes end with it, cluster jobs go on."""
+
+
+ERROR = "error: "
+"""What stands before the message of an error, which is the last that a program writes."""
+MESSAGE_LINES = 80
+
+
+def failure_reason(path: Path, code: int | None) -> str:
+    """Why a process failed, from its log.
+
+    A process that ends with an agreed code has written a message as the last thing, of one line or
+    with a traceback: that alone is the reason. Of any other it is the end of the log.
+    """
+    if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
+        return tail(path)
+    lines = tail(path, MESSAGE_LINES).splitlines()
+    first = next((n for n in reversed(range(len(lines))) if lines[n].startswith(ERROR)), None)
+    if first is None:
+        return tail(path)
+    # Slurm's own lines come after what the process wrote.
+    message = [line for line in lines[first:] if not line.startswith(("srun: ", "slurmstepd: "))]
+    return "\n".join(message).removeprefix(ERROR)
 
 
 def tail(path: Path, lines: int = 15) -> str:

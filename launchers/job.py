@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from rlinf.channels.world import GROUP, SHARES
-from rlinf.errors import EXIT_REQUEUE, PlanError
+from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
 from slurm.client import WARNINGS
 from slurm.ids import COMPONENT, own_id
 from slurm.requeue import requeue
@@ -84,10 +84,19 @@ class ModuleCall:
         note = Path(self.exits) / f"{own_id()}.exit"
         temporary = note.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"code": code, "rank": rank}))
-        if code or not note.exists():
-            temporary.replace(note)
-        else:
+        if note.exists() and (code == 0 or _agreed(note)):
+            # A rank that met bad input says more than those that failed because it ended.
             temporary.unlink()
+        else:
+            temporary.replace(note)
+
+
+def _agreed(note: Path) -> bool:
+    """Whether a rank has noted an exit code that says why the job failed."""
+    try:
+        return json.loads(note.read_text())["code"] in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT)
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _on_warning(handler: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launchers.base import Job, tail
+from launchers.base import Job, failure_reason
 from rlinf import machine
 from rlinf.channels.world import GROUP, SHARES
 from rlinf.errors import PlanError
@@ -111,7 +111,7 @@ class LocalLauncher:
             rank = max(failed, key=lambda r: (codes[r] in (65, 66, 75), -r))
             code = codes[rank]
             assert code is not None
-            reason = tail(started.logs[rank])
+            reason = failure_reason(started.logs[rank], code)
             if code < 0:
                 reason = f"killed by {signal.Signals(-code).name}\n{reason}".strip()
             started.status = Status(State.FAILED, code, reason, node=socket.gethostname())

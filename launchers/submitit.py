@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from launchers.backlog import Backlog, Entry, active, noted
-from launchers.base import Job, tail
+from launchers.base import Job, failure_reason
 from rlinf.artifacts import MANIFEST
 from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmSilent
 from slurm.client import Queued, SlurmClient
@@ -246,7 +246,7 @@ class SubmititLauncher:
         return Status(
             State.FAILED if status.state is State.DONE else status.state,
             code or None,
-            f"{reason}\n{tail(_log(entry.job, identity, rank))}".strip(),
+            f"{reason}\n{failure_reason(_log(entry.job, identity, rank), code)}".strip(),
             status.partition,
             status.node,
         )

@@ -31,6 +31,7 @@ from rlinf.errors import (
     RlinfError,
     RunLockedError,
     StageError,
+    without_traceback,
 )
 from stages.flow import EVALUATE
 from stages.layout import CONFIG
@@ -284,7 +285,7 @@ class Driver:
             )
         if outcome.exit_code == EXIT_BAD_ARTIFACT:
             return self._withdrawn(node, outcome.reason)
-        log.warning("%s failed (%s); trying again", node.name, outcome.reason)
+        log.warning("%s failed (%s); trying again", node.name, without_traceback(outcome.reason))
         return []
 
     @staticmethod

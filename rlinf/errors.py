@@ -1,8 +1,8 @@
 """The errors a user can meet, each with the exit code its process ends with.
 
 Exit codes are part of the contract between a stage and whoever started it: 0 done, 75 requeue me,
-65 bad input (never retried), 66 an input artifact is damaged (rebuild it), anything else is retried
-by policy.
+65 bad input or an error of the user's own code (never retried), 66 an input artifact is damaged
+(rebuild it), anything else is retried by policy.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ NO_MEMORY = (
     "no memory left: the node, its cgroup or a limit (ulimit -v) gives this process no more. Give "
     "it more (mem_mb in the plan) or make less at once (rollout.batch, more minibatches); resume"
 )
+TRACEBACK = "Traceback (most recent call last):"
 LEAST_FREE_BYTES = 1 << 19
 EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
@@ -140,6 +141,17 @@ class StageError(RlinfError):
     """A stage failed for a reason that is neither bad input nor damage (for example a NaN loss)."""
 
 
+class UserCodeError(InputError):
+    """The user's own code raised; the message holds the traceback from the user's line on.
+
+    Another try would raise the same, so that none is made.
+    """
+
+
+class TransientUserCodeError(StageError):
+    """The same, where another try may succeed: a connection, device memory, a lost process."""
+
+
 class SlurmError(RlinfError):
     """Slurm refused or could not be asked; carries Slurm's own message."""
 
@@ -234,6 +246,14 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; valid: {', '.join(names)}" if names else ""
+
+
+def without_traceback(reason: str) -> str:
+    """A failure's reason in short: what stands before its traceback, else the traceback's end."""
+    before, separator, _ = reason.partition(TRACEBACK)
+    if not separator:
+        return reason
+    return before.strip() or last_line(reason)
 
 
 def last_line(traceback: str) -> str:

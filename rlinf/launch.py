@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlinf import machine, tree
 from rlinf.composing import explained, forced, in_words
 from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError, told_of_exhaustion
+from rlinf.user_code import reporting_user_errors
 
 if TYPE_CHECKING:
     from pipeline.commands.results import Results
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, choice = chosen(words)
         words = sorted([*map(forced, words), *suffix(words)], key=_is_override)
         refuse_lone_launcher(words)
-        swept = sweep_of(words)
+        with told_of_exhaustion(), reporting_user_errors():
+            swept = sweep_of(words)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -86,7 +88,7 @@ def run(
         overrides = [f"{key}={in_words(value)}" for key, value in overrides.items()]
     words = [f"experiment={experiment}", *overrides]
     values = compose([forced(word) for word in words], [str(config_dir)] if config_dir else [])
-    with told_of_exhaustion():
+    with told_of_exhaustion(), reporting_user_errors():
         made = prepare(values, Choice(choice))
         drive(made)
     return load(made.folder)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from rlinf.errors import ConfigError, RlinfError, nearest
+from rlinf.user_code import remember_part
 
 
 class Registry:
@@ -116,7 +117,9 @@ def own_attribute(module: str, attribute: str, key: str) -> Any:
         raise ConfigError(
             f"{key}: {found.__file__} has no {attribute!r}{nearest(attribute, _defined(found))}"
         )
-    return getattr(found, attribute)
+    part = getattr(found, attribute)
+    remember_part(f"{key}: {module}:{attribute}", found, part)
+    return part
 
 
 def _broken(module: str, key: str, error: Exception) -> ConfigError:

@@ -19,8 +19,10 @@ from rlinf.errors import (  # noqa: E402
     ConfigError,
     RequeueRequested,
     RlinfError,
+    TransientUserCodeError,
     told_of_exhaustion,
 )
+from rlinf.user_code import reporting_user_errors  # noqa: E402
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
         )
         lives = Lives(call.out)
-        with told_of_exhaustion(), StopFlag() as stop:
+        with told_of_exhaustion(), StopFlag() as stop, reporting_user_errors():
             try:
                 run_stage(call, stopping=stop.is_set, began=BEGAN)
             except RequeueRequested:
@@ -65,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     lives.used_up(call.stage, os.environ.get("RLINF_ATTEMPT", str(BEGAN)))
                 raise
     except RlinfError as error:
-        traceback.print_exc() if error.exit_code == 1 else None
+        if error.exit_code == 1 and not isinstance(error, TransientUserCodeError):
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0

@@ -73,6 +73,7 @@ CARRIERS = (
     "rlinf.track",
     "rlinf.trainers.lanes",
     "rlinf.tree",
+    "rlinf.user_code",
     "rlinf.weights",
     "stages.activity",
     "stages.board",

@@ -17,6 +17,7 @@ from stages.collect import Acting, experience
 from stages.context import Context
 from stages.flow import EVALUATE
 from stages.layout import VIDEOS
+from stages.outages import Outages
 from stages.parts import environment_class, held_engine, speaking_environment
 from stages.videos import without, write_videos
 
@@ -101,7 +102,8 @@ def held_out(
         filmed: see :class:`rlinf.envs.base.Episodes`.
 
     Raises:
-        StageError: none could be scored, and there are no others elsewhere.
+        StageError: none could be scored, and there are no others elsewhere; or too many dialogues
+            were lost.
     """
     episodes = Episodes(
         seed=SEED,
@@ -115,11 +117,13 @@ def held_out(
         filmed=filmed,
         sampling=(ctx.config.evaluate.sampling or ctx.config.rollout.sampling).settings(),
     )
-    trajectories = []
+    trajectories, outages = [], Outages(ctx.config)
     with contextlib.closing(experience(ctx, environment, episodes, policy)) as made:
         for trajectory in made:
             trajectories.append(trajectory)
             ctx.progress(len(trajectories), len(starts), "held-out samples")
+            outages.add(trajectory)
+    outages.record(ctx)
     trajectories.sort(key=lambda record: record.identity)
     scores = environment.score(trajectories, counts)
     if len(starts) == ctx.config.evaluate.samples and np.isnan(scores).all():

@@ -36,7 +36,8 @@ class Verdict(NamedTuple):
     troubles: list[str]
     """Why each was not judged; empty: it was."""
     judged: np.ndarray
-    """Bool ``[N]``: all but those that were left out as they could not be judged."""
+    """Bool ``[N]``: all but those that were left out because they could not be judged, or because
+    none of their steps counts."""
 
 
 def judged(
@@ -73,9 +74,10 @@ def judged(
     groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
     totals = np.array([steps["rewards"].sum(dtype=np.float64) for steps in rewards])
     # One without a step that counts has no gradient, and no place in its group's mean.
-    kept = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
-    troubles["uncounted"] += int((~kept).sum())
-    kept &= judged
+    there = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
+    troubles["uncounted"] += int((~there).sum())
+    judged &= there
+    kept = judged.copy()
     # Whether a group teaches is asked of how well its samples did, not of a penalty beside it.
     plain = [j.unshaped for j in judgements]
     did = np.array([t if p is None else p for t, p in zip(totals, plain, strict=True)])

@@ -18,6 +18,7 @@ from rlinf.envs.base import Episodes
 from stages.collect import Acting, experience
 from stages.context import Context
 from stages.flow import continues
+from stages.outages import Outages
 from stages.parts import held_engine, newer_weights, speaking_environment
 
 
@@ -139,10 +140,12 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     keeps = continues(ctx.config) and ctx.world.speaks
     left = FileWriter(ctx.data, OPEN, ctx.world.rank) if keeps else None
     lengths, truncated, lags = [], 0, 0
+    outages = Outages(ctx.config)
     for trajectory in made:
         if (still := taken_out(trajectory)) is not None and left is not None:
             left.put(still)
         trajectories.put(trajectory)
+        outages.add(trajectory)
         counts = counted(trajectory)
         lengths.append(int(counts.sum()))
         truncated += trajectory.info["stop_reason"] == "length"
@@ -152,6 +155,7 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     trajectories.close()
     if left is not None:
         ctx.later(left.close)
+    outages.record(ctx)
     ctx.metric("samples", len(lengths), weight=0)
     ctx.metric("steps", float(np.sum(lengths)), weight=0)
     if lengths:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -43,6 +44,7 @@ from rlinf.errors import (
     nearest,
     storage_error,
 )
+from rlinf.user_code import remember_part, user_error
 from stages.board import STREAMS
 from stages.code import stage_code
 from stages.context import Asks, Context, Input, Live
@@ -185,6 +187,14 @@ def run_stage(
             return attempt.commit()
 
 
+def import_program(config: RunConfig, stage: str) -> ModuleType:
+    """The module of a stage; errors that a module of the user's raises count as the user's."""
+    name = flow_of(config).program(stage)
+    module = importlib.import_module(name)
+    remember_part(f"flow: stage {stage}: {name}", module, None)
+    return module
+
+
 class Attempt:
     """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
 
@@ -242,7 +252,7 @@ class Attempt:
         ctx.data.mkdir(parents=True, exist_ok=True)
         who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
         with self._failing(), METER.measuring(ctx.usage, **who):
-            module = importlib.import_module(flow_of(ctx.config).program(ctx.stage))
+            module = import_program(ctx.config, ctx.stage)
             (module.gather if self._gathers else module.run)(ctx)
             ctx.took(ctx.stage, self._start)
 
@@ -321,6 +331,8 @@ class Attempt:
             self.ctx.let_go()
             if full is not None:
                 raise full from error
+            if (users := user_error(error)) is not None:
+                raise users from None
             raise
 
     def _publish(self) -> Manifest:

@@ -11,6 +11,7 @@ import typer
 
 from rlinf import __version__, machine, tree
 from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion
+from rlinf.user_code import reporting_user_errors
 
 app = typer.Typer(
     help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
@@ -456,7 +457,7 @@ def main(argv: list[str] | None = None) -> Any:
     tree.activate()
     machine.apply()
     try:
-        with told_of_exhaustion():
+        with told_of_exhaustion(), reporting_user_errors():
             return app(args=argv, prog_name="rlinf")
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -32,6 +32,7 @@ from rlinf.errors import (
     RunStopped,
     told_of_exhaustion,
 )
+from rlinf.user_code import reporting_user_errors
 from slurm.jobs import Resources, own_job
 from slurm.signals import StopFlag
 from stages.resident import Resident
@@ -94,7 +95,7 @@ def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple
 
 def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
-    with told_of_exhaustion():
+    with told_of_exhaustion(), reporting_user_errors():
         return drive(prepare(values, choice))
 
 
@@ -200,14 +201,18 @@ def drive(
         MismatchError: there are some, and nobody chose.
     """
     cluster = cluster_of(run, overrides)
-    with told_of_exhaustion(), announced(run.folder.name, cluster.notify):
+    with (
+        told_of_exhaustion(),
+        reporting_user_errors(),
+        announced(run.folder.name, cluster.notify),
+    ):
         _drive(run, cluster, choice, offline=False)
         return write_report(run.folder)
 
 
 def warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
-    with told_of_exhaustion():
+    with told_of_exhaustion(), reporting_user_errors():
         _drive(run, cluster_of(run), Choice.ASK, offline=True)
 
 

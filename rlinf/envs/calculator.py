@@ -16,7 +16,14 @@ from pydantic import Field
 
 from rlinf.data.record import Identity, Record
 from rlinf.envs.arithmetic import OPERATIONS, is_held_out
-from rlinf.envs.dialogue import Call, Dialogue, DialogueConfig, DialogueEnvironment, ToolDialogue
+from rlinf.envs.dialogue import (
+    Call,
+    Dialogue,
+    DialogueConfig,
+    DialogueEnvironment,
+    ToolDialogue,
+    ToolInputError,
+)
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.base import Spec
 from rlinf.seeding import generator
@@ -91,9 +98,9 @@ def calculate(expression: str) -> str:
     """The value of ``a*b``, ``a+b`` or ``a-b``.
 
     Raises:
-        ValueError: it is something else.
+        ToolInputError: it is something else.
     """
     found = re.fullmatch(r"(\d{1,12})([-+*])(\d{1,12})", expression)
     if found is None:
-        raise ValueError("no sum")
+        raise ToolInputError("no sum")
     return str(OPERATIONS[found[2]](int(found[1]), int(found[3])))

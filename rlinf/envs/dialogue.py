@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import logging
+import math
 import re
 import threading
 import traceback
@@ -37,9 +38,15 @@ from rlinf.models.chat import Message
 from rlinf.models.chat_format import ChatFormat
 from rlinf.models.turns import around
 from rlinf.seeding import generator
+from rlinf.user_code import user_error
 
 log = logging.getLogger(__name__)
 
+FAILED = "error"
+"""Stop reason of a dialogue that was lost."""
+TOOL_COUNTS = ("tool_errors", "tool_retries")
+"""Numbers in the ``info`` of each trajectory: of calls refused, and of calls made again."""
+SLACK_S = 5.0
 TEST_SEED = 1234
 """Of held-out dialogues; the run's seed does not change them."""
 
@@ -47,11 +54,40 @@ Answer = tuple[Sequence[Message], float, bool]
 """Messages to the policy, the reward of what it said, and whether the dialogue is over."""
 
 
+class ToolInputError(ValueError):
+    """A tool refuses what the policy asked for: wrong arguments, a division by zero, no such file.
+
+    The policy reads the message and learns from it. Any other exception of a tool is an outage.
+    """
+
+
+class ToolLimits(NamedTuple):
+    """How long a tool is waited for, and how often it is called again after an outage."""
+
+    timeout_s: float = 60.0
+    """Longest wait for one try."""
+    retries: int = 2
+    backoff_s: float = 1.0
+    """Wait before the first retry; it doubles with each further one."""
+
+    @property
+    def longest_s(self) -> float:
+        """Time that all tries of a call may take together."""
+        waits = self.backoff_s * (2**self.retries - 1)
+        return (self.retries + 1) * self.timeout_s + waits + SLACK_S
+
+
 class Dialogue(ABC):
     """One conversation, seen from the other side. Has a state of its own."""
 
     info: Mapping[str, Scalar] = {}
     """What is known of it, for the reward: it is in the trajectory's ``info``."""
+    limits: ToolLimits = ToolLimits()
+    """Set by the environment from its configuration."""
+    tool_errors: int = 0
+    """Calls of the policy that were refused, so far."""
+    tool_retries: int = 0
+    """Calls that were made again after an outage, so far."""
 
     @abstractmethod
     def init(self) -> Sequence[Message]:
@@ -79,8 +115,12 @@ class ToolDialogue(Dialogue):
     """The policy calls tools until it says something without a call, which :meth:`judge` rewards.
 
     Calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as most chat templates
-    with tools have them; another form is another :meth:`calls`. What goes wrong in a call is said
-    to the policy, which may try again.
+    with tools have them; another form is another :meth:`calls`.
+
+    What the policy does wrong is said to it: a malformed call, an unknown tool, arguments that do
+    not fit the tool's signature, and a :class:`ToolInputError` of the tool. Any other exception,
+    and a try that takes too long, is an outage. The tool is then called again with the same
+    arguments; if the last try fails too, :meth:`step` raises its error, which ends the dialogue.
     """
 
     tools: Mapping[str, Callable[..., Any]] = {}
@@ -98,7 +138,10 @@ class ToolDialogue(Dialogue):
         """
         found = []
         for text in re.findall(r"<tool_call>(.*?)</tool_call>", message, re.DOTALL):
-            call = json.loads(text)
+            try:
+                call = json.loads(text)
+            except RecursionError:
+                raise ValueError("the call is nested too deeply") from None
             if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
                 raise ValueError("a call is an object with name and arguments")
             found.append(Call(str(call.get("name")), call.get("arguments", {})))
@@ -108,7 +151,7 @@ class ToolDialogue(Dialogue):
         try:
             calls = self.calls(message)
         except ValueError as error:
-            return [{"role": "tool", "content": f"error: {error}"}], 0.0, False
+            return [{"role": "tool", "content": self._refusal(error)}], 0.0, False
         if not calls:
             return [], self.judge(message), True
         said = await asyncio.gather(*map(self._call, calls))
@@ -117,13 +160,51 @@ class ToolDialogue(Dialogue):
     async def _call(self, call: Call) -> str:
         tool = self.tools.get(call.name)
         if tool is None:
-            return f"error: no tool {call.name!r}; there are {', '.join(sorted(self.tools))}"
-        try:
-            if inspect.iscoroutinefunction(tool):
-                return str(await tool(**call.arguments))
-            return str(await _in_thread(functools.partial(tool, **call.arguments)))
-        except Exception as error:  # whatever a tool may raise is for the policy to read
-            return f"error: {error}"
+            names = ", ".join(sorted(self.tools))
+            return self._refusal(f"no tool {call.name!r}; there are {names}")
+        if (misfit := _misfit(tool, call.arguments)) is not None:
+            return self._refusal(misfit)
+        for attempt in range(self.limits.retries + 1):
+            try:
+                async with asyncio.timeout(self.limits.timeout_s):
+                    return str(await _result(tool, call.arguments))
+            except ToolInputError as error:
+                return self._refusal(error)
+            except Exception as error:  # a tool may raise anything
+                if attempt == self.limits.retries:
+                    raise
+                log.debug("tool %s: %s; calling it again", call.name, _named(error))
+            self.tool_retries += 1
+            await asyncio.sleep(self.limits.backoff_s * 2**attempt)
+        raise AssertionError("the last try returns or raises")
+
+    def _refusal(self, why: object) -> str:
+        """What the policy reads of a call that it got wrong."""
+        self.tool_errors += 1
+        return f"error: {why}"
+
+
+def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
+    """Why arguments do not fit a tool's signature; None: they do, or it has none to read."""
+    try:
+        inspect.signature(tool).bind(**arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # of some built-in functions
+        return None
+    return None
+
+
+async def _result(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    call = functools.partial(tool, **arguments)
+    if inspect.iscoroutinefunction(tool):
+        return await call()
+    result = await _in_thread(call)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
@@ -158,7 +239,14 @@ class DialogueConfig(Section):
     turn_tokens: int = Field(default=512, gt=0)
     """Most tokens of one message of the policy."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Longest wait for an answer of the other side; one that takes longer has failed."""
+    """Longest wait, in seconds, for an answer of the other side, and for each try of a tool; one
+    that takes longer has failed."""
+    tool_retries: int = Field(default=2, ge=0)
+    """Times that a tool is called again after an outage; 0 where a call must not happen twice."""
+    tool_backoff_s: float = Field(default=1.0, ge=0)
+    """Seconds before the first of them; the wait doubles with each."""
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of a batch's dialogues that may end in an outage; the stage fails above it."""
 
 
 class DialogueEnvironment(TextEnvironment):
@@ -166,7 +254,8 @@ class DialogueEnvironment(TextEnvironment):
 
     Steps are tokens. A message's reward is on its last token; ``turns`` int32 ``[T]`` is the number
     of the policy's message that a token is of or comes after. A dialogue whose ``step`` raises or
-    takes too long is lost, not the batch: none of its steps counts.
+    takes too long is lost, not the batch: none of its steps counts, it has no score, and its group
+    is compared without it.
     """
 
     Config: ClassVar[type[Section]] = DialogueConfig
@@ -198,7 +287,7 @@ class DialogueEnvironment(TextEnvironment):
                     self._hear(episodes, live)
                     for talk in live:
                         if talk.ended:
-                            failures += talk.ended == "error"
+                            failures += talk.ended == FAILED
                             yield talk.record(episodes)
                     live = [talk for talk in live if not talk.ended]
             observations.close()
@@ -206,21 +295,25 @@ class DialogueEnvironment(TextEnvironment):
             for talk in talks:
                 talk.dialogue.close()
         if talks and failures == len(talks):
-            raise StageError(f"every dialogue of the batch failed, the last one with\n{talk.error}")
+            assert talk.error is not None
+            raise user_error(talk.error) or StageError(
+                f"every dialogue of the batch failed, the last one with\n{_shown(talk.error)}"
+            )
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        """The sum of a dialogue's rewards."""
-        counts["failed_dialogues"] += sum(t.info["stop_reason"] == "error" for t in trajectories)
-        return [float(trajectory.info["return"]) for trajectory in trajectories]
+        """The sum of a dialogue's rewards; NaN for one that was lost."""
+        counts["failed_dialogues"] += sum(map(is_failed, trajectories))
+        return [math.nan if is_failed(t) else float(t.info["return"]) for t in trajectories]
 
     def _talk(self, episodes: Episodes, sample: int) -> _Talk:
         start, split = sample // episodes.group_size, episodes.split
         seed, iteration = episodes.seed, episodes.iteration
         if split == "test":
             seed, iteration = TEST_SEED, 0
-        return _Talk(
-            sample, start, self.begin(split, generator(seed, "dialogue", split, iteration, start))
-        )
+        dialogue = self.begin(split, generator(seed, "dialogue", split, iteration, start))
+        config = self.config
+        dialogue.limits = ToolLimits(config.timeout_s, config.tool_retries, config.tool_backoff_s)
+        return _Talk(sample, start, dialogue)
 
     def _open(self, talks: Sequence[_Talk]) -> None:
         conversations = [talk.dialogue.init() for talk in talks]
@@ -249,13 +342,16 @@ class DialogueEnvironment(TextEnvironment):
         await asyncio.gather(*(self._answer(talk) for talk in live))
 
     async def _answer(self, talk: _Talk) -> None:
+        with_tools = isinstance(talk.dialogue, ToolDialogue)
+        longest_s = talk.dialogue.limits.longest_s if with_tools else self.config.timeout_s
         try:
-            async with asyncio.timeout(self.config.timeout_s):
+            async with asyncio.timeout(longest_s):
                 answer = talk.dialogue.step(talk.message)
                 talk.answer = await answer if isinstance(answer, Awaitable) else answer
-        except Exception:  # the author's code may raise anything; it costs this dialogue alone
-            talk.fail(traceback.format_exc()[-4000:])
-            log.warning("sample %d: its dialogue failed:\n%s", talk.sample, talk.error)
+        except Exception as error:  # the author's code may raise anything
+            talk.fail(error)
+            log.warning("sample %d: its dialogue failed: %s", talk.sample, _named(error))
+            log.debug("%s", _shown(error))
 
     def _hear(self, episodes: Episodes, live: Sequence[_Talk]) -> None:
         """Add what the other side said, and end the dialogues that are over."""
@@ -334,7 +430,7 @@ class _Talk:
     turns: int = 0
     answer: Answer = ((), 0.0, True)
     ended: str = ""
-    error: str = ""
+    error: Exception | None = None
 
     def said(self, reply: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
         """Take a message of the policy."""
@@ -365,9 +461,9 @@ class _Talk:
         if self.versions:
             self.versions += self.versions[-1:] * len(ids)
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: Exception) -> None:
         """Nothing of it counts."""
-        self.ended, self.error = "error", error
+        self.ended, self.error = FAILED, error
         self.mask = [0.0] * len(self.mask)
         self.rewards = [0.0] * len(self.rewards)
 
@@ -394,6 +490,8 @@ class _Talk:
                 "prompt_text": self.prompt_text,
                 "text": self.text,
                 "turns": self.turns,
+                "tool_errors": self.dialogue.tool_errors,
+                "tool_retries": self.dialogue.tool_retries,
                 "return": float(sum(self.rewards)),
             },
         )
@@ -421,6 +519,15 @@ def _request(episodes: Episodes, talks: Sequence[_Talk], room: int, stops: Seque
         },
         info=settings,
     )
+
+
+def is_failed(trajectory: Record) -> bool:
+    """Whether the trajectory is of a dialogue that was lost."""
+    return trajectory.info["stop_reason"] == FAILED
+
+
+def _shown(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))[-4000:]
 
 
 def _plain(messages: Sequence[Message]) -> str:

@@ -9,6 +9,7 @@ behind them as tokens that do not count. Only what the policy itself wrote is re
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from collections import Counter
@@ -31,7 +32,13 @@ from rlinf.envs.corpus import (
     read_documents,
     read_questions,
 )
-from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnvironment
+from rlinf.envs.dialogue import (
+    Answer,
+    Dialogue,
+    DialogueConfig,
+    DialogueEnvironment,
+    is_failed,
+)
 from rlinf.envs.manual import manual
 from rlinf.errors import ConfigError, DataError, require
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
@@ -191,7 +198,7 @@ class SearchEnvironment(DialogueEnvironment):
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         super().score(trajectories, counts)
-        return [float(trajectory.info["exact"]) for trajectory in trajectories]
+        return [math.nan if is_failed(t) else float(t.info["exact"]) for t in trajectories]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Dialogues of an expert that makes a question's searches and knows the answer."""

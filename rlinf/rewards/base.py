@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -15,7 +17,7 @@ from rlinf.config import Section
 from rlinf.data.counted import counted, counted_actions, credited, on_last_actions
 from rlinf.data.outcomes import one_number_is_of_several
 from rlinf.data.record import Record
-from rlinf.errors import InputError
+from rlinf.errors import InputError, RlinfError
 from rlinf.fit import Part
 
 if TYPE_CHECKING:
@@ -69,6 +71,39 @@ class Judgement:
 def per_step(worth: np.ndarray) -> np.ndarray:
     """Of each step, float32 ``[T]``, what is given of each, or of each action of each."""
     return worth if worth.ndim == 1 else worth.sum(1, dtype=np.float64).astype(np.float32)
+
+
+def fields(trajectory: Record) -> str:
+    """One line that lists what a reward can read of a trajectory."""
+    parts = {"info": trajectory.info, "steps": trajectory.steps, "context": trajectory.context}
+    listed = [f"{name}: {', '.join(sorted(part))}" for name, part in parts.items() if part]
+    return f"a trajectory has the fields {'; '.join(listed)}"
+
+
+def _numbers(given: Any, where: str) -> np.ndarray:
+    """A reward as float64, of whatever shape.
+
+    Raises:
+        InputError: it is text, None or anything else that is no number.
+    """
+    try:
+        found = np.asarray(given)
+        if found.dtype.kind in "biuf" or all(isinstance(n, Real | Decimal) for n in found.flat):
+            return found.astype(np.float64)
+    except (TypeError, ValueError, RuntimeError):  # of lists of unlike lengths, of torch tensors
+        pass
+    raise InputError(
+        f"{where} got {_kind(given)}, which is no number; give one number, or an array of one for "
+        f"each of its steps"
+    )
+
+
+def _kind(value: Any) -> str:
+    """A value as an error shows it."""
+    if value is None:
+        return "None"
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
 class Reward(Part, ABC):
@@ -132,14 +167,27 @@ class Reward(Part, ABC):
         A trajectory without any such step has none to be rewarded for: zeros.
 
         Raises:
-            InputError: :meth:`judge` gave another number of rewards, one of another shape, one that
-                is not finite, or one number for several episodes; names the sample.
+            InputError: :meth:`judge` gave no sequence, another number of rewards, one that is no
+                number or of another shape, one that is not finite, or one number for several
+                episodes; names the sample.
         """
-        judged = self.judge(trajectories, scores)
+        try:
+            judged = self.judge(trajectories, scores)
+        except Exception as error:
+            if trajectories and not isinstance(error, RlinfError):
+                error.add_note(fields(trajectories[0]))
+            raise
+        name = f"reward {type(self).__name__}"
+        is_list = isinstance(judged, Sequence) or bool(getattr(judged, "shape", ()))
+        if isinstance(judged, str | bytes) or not is_list:
+            raise InputError(
+                f"{name}: judge returned {_kind(judged)}; it must return a list with one number "
+                "for each trajectory"
+            )
         if len(judged) != len(trajectories):
             raise InputError(
-                f"reward {type(self).__name__}: {len(judged)} rewards for {len(trajectories)} "
-                "trajectories; give one for each"
+                f"{name}: {len(judged)} rewards for {len(trajectories)} trajectories; give one for "
+                "each"
             )
         found = []
         for trajectory, said in zip(trajectories, judged, strict=True):
@@ -148,8 +196,8 @@ class Reward(Part, ABC):
         return found
 
     def _placed(self, trajectory: Record, given: Worth) -> np.ndarray:
-        worth, length = np.asarray(given, np.float64), len(trajectory)
         where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
+        worth, length = _numbers(given, where), len(trajectory)
         actions = counted_actions(trajectory)
         if worth.shape not in ((), (length,), () if actions is None else actions.shape):
             each = "" if actions is None else f", or for each of their {actions.shape[1]} actions"

@@ -8,10 +8,8 @@ simulators of its iteration, then whatever stages of later places are to run on 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,15 +22,16 @@ from rlinf.channels.wire import decode
 from rlinf.channels.world import World
 from rlinf.config import RunConfig
 from rlinf.data.record import Record
-from rlinf.errors import EXIT_REQUEUE, DataError, RlinfError
+from rlinf.errors import EXIT_REQUEUE, DataError
 from rlinf.threads import Malformed, serve
+from rlinf.user_code import exit_of
 from stages.activity import Activity
 from stages.board import Board, Output, keep_newest
 from stages.context import Context, Input, Live, Writer
-from stages.flow import GENERATE, flow_of
+from stages.flow import GENERATE
 from stages.layout import CHANNELS
 from stages.resident import Resident
-from stages.runner import withdrawing
+from stages.runner import import_program, withdrawing
 from stages.turns import Turn, Turns
 from stages.worker.asks import channel_of, word
 from stages.worker.messages import (
@@ -145,17 +144,14 @@ class Desk:
         try:
             with withdrawing(), turn:
                 self._activity.begins(key, lambda: ctx.doing)
-                program = importlib.import_module(flow_of(self._config).program(order.stage))
+                program = import_program(self._config, order.stage)
                 service.work(ctx, program.acting)
         except Ended as error:
             service.fail(EXIT_REQUEUE, str(error))
-        except RlinfError as error:
-            log.warning("%s: %s", key, error)
-            service.fail(error.exit_code, str(error))
         except BaseException as error:
-            reason = "".join(traceback.format_exception(error))
+            code, reason = exit_of(error)
             log.warning("%s: %s", key, reason)
-            service.fail(1, reason[-8000:])
+            service.fail(code, reason[-8000:])
         finally:
             ctx.let_go()
             self._board.release(key)

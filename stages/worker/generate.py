@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,7 +21,8 @@ from rlinf.channels.world import World
 from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.envs.base import UNFINISHED
-from rlinf.errors import EXIT_REQUEUE, InputFailed, RequeueRequested, RlinfError
+from rlinf.errors import EXIT_REQUEUE, InputFailed, RequeueRequested
+from rlinf.user_code import exit_of
 from stages.activity import Activity
 from stages.board import Board, Output
 from stages.context import Context, Input
@@ -122,10 +122,8 @@ class Generator:
             spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
         except (RequeueRequested, InputFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
-        except RlinfError as error:
-            code, reason = error.exit_code, str(error)
         except BaseException as error:
-            code, reason = 1, "".join(traceback.format_exception(error))
+            code, reason = exit_of(error)
         ctx.let_go()
         self._activity.ended(name)
         self._successors.pop(claim, None)

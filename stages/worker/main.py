@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +29,8 @@ from rlinf.channels.base import ChannelClosed, ChannelFailed
 from rlinf.channels.control import Link
 from rlinf.channels.world import ParallelLayout, World
 from rlinf.config import RunConfig
-from rlinf.errors import EXIT_REQUEUE, RlinfError, last_line, storage_error, told_of_exhaustion
+from rlinf.errors import EXIT_REQUEUE, RlinfError, last_line, told_of_exhaustion
+from rlinf.user_code import exit_of, reporting_user_errors
 from slurm.deadline import stop_in
 from slurm.signals import StopFlag
 from stages.activity import Activity
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         config = load_config(arguments.run / CONFIG)
-        with told_of_exhaustion(), StopFlag() as stop:
+        with told_of_exhaustion(), StopFlag() as stop, reporting_user_errors():
             worker = Worker(
                 arguments.run,
                 config,
@@ -378,11 +378,7 @@ class Worker:
 
     def _failed(self, order: StageOrder, output: Output, error: BaseException) -> None:
         node = order.node
-        code, reason = 1, "".join(traceback.format_exception(error))
-        if not isinstance(error, RlinfError):
-            error = storage_error(error) or error
-        if isinstance(error, RlinfError):
-            code, reason = error.exit_code, str(error)
+        code, reason = exit_of(error)
         output.fail(f"{node} failed: {last_line(reason)}")
         log.warning("%s: %s", node, reason)
         self._report(order, code, reason)

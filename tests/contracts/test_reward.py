@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -165,11 +167,55 @@ class Given(Reward):
         ([1.0], "1 rewards for 2 trajectories"),
         ([1.0, float("nan")], "sample 8 got nan"),
         ([np.zeros(3), 1.0], r"sample 7 got rewards of shape \[3\].*its 4 steps"),
+        ([1.0, None], "sample 8 got None, which is no number"),
+        ([1.0, "0.5"], "sample 8 got str '0.5', which is no number"),
+        ([Judgement("good"), 1.0], "sample 7 got str 'good', which is no number"),  # type: ignore[arg-type]
+        ([{"score": 1.0}, 1.0], "sample 7 got dict .*, which is no number"),
+        ([[0.0, [1.0], 0.0, 0.0], 1.0], r"sample 7 got list .*, which is no number"),
+        ([1j, 1.0], "sample 7 got complex 1j, which is no number"),
     ],
 )
 def test_what_is_no_reward_is_refused_by_the_samples_name(judgements: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         Given(*judgements).rewards(trajectories(7)[:2], [])
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "judge returned None; it must return a list"),
+        ("ab", "judge returned str 'ab'; it must return a list"),
+        ({7: 1.0, 8: 0.0}, "judge returned dict .*; it must return a list"),
+        ((1.0 for _ in range(2)), "judge returned generator .*; it must return a list"),
+        (1.0, "judge returned float 1.0; it must return a list"),
+    ],
+)
+def test_what_is_no_list_of_rewards_is_refused(returned: Any, said: str) -> None:
+    reward = Given()
+    reward.given = returned
+    with pytest.raises(InputError, match=said):
+        reward.rewards(trajectories(7)[:2], [])
+
+
+@pytest.mark.parametrize(
+    "number",
+    [1, True, Fraction(1, 2), Decimal("0.5"), np.float16(0.5), torch.tensor(0.5), np.array(0.5)],
+)
+def test_whatever_is_a_number_is_a_reward(number: Any) -> None:
+    found = Given(number, 0.0).rewards(trajectories(7)[:2], [])
+    assert found[0].sum() == float(number)
+
+
+def test_an_error_of_a_reward_says_which_fields_there_are() -> None:
+    class Broken(Given):
+        def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
+            return [trajectory.info["nowhere"] for trajectory in trajectories]
+
+    with pytest.raises(KeyError) as caught:
+        Broken().rewards(trajectories(7)[:2], [])
+    (note,) = caught.value.__notes__
+    assert note.startswith("a trajectory has the fields info: ")
+    assert "; steps: actions" in note
 
 
 def test_what_could_not_be_judged_says_so_beside_its_worth() -> None:

@@ -1,0 +1,174 @@
+"""An error of the user's own code: whose it is, what is shown of it, and whether it may pass."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlinf.errors import (
+    DataError,
+    ResourceError,
+    RlinfError,
+    TransientUserCodeError,
+    UserCodeError,
+)
+from rlinf.registry import own_attribute
+from rlinf.user_code import reporting_user_errors, user_error
+
+NUMBERS = itertools.count()
+SOURCE = """
+import http.client
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from rlinf.errors import DataError, nearest
+from {helper} import Base
+
+
+class Part(Base):
+    def fail(self, error):
+        raise error
+
+    def fail_in_library(self):
+        return nearest(3, [1, 2])
+
+    def fail_in_thread(self):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.fail, KeyError("answer")).result()
+
+    def fail_after(self, first, error):
+        try:
+            raise first
+        except Exception:
+            raise error
+
+    def leave(self, code):
+        sys.exit(code)
+"""
+HELPER = """
+class Base:
+    def inherited(self):
+        return {}["missing"]
+"""
+
+
+@pytest.fixture(params=["module", "package"])
+def part(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """An object of a user's class, in a module of a folder or of a package."""
+    name = f"own_part_{next(NUMBERS)}"
+    folder = tmp_path
+    if request.param == "package":
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    prefix = f"{name}." if request.param == "package" else ""
+    module, helper = f"{name}_part", f"{name}_helper"
+    (folder / f"{module}.py").write_text(SOURCE.format(helper=prefix + helper))
+    (folder / f"{helper}.py").write_text(HELPER)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield own_attribute(prefix + module, "Part", "reward.name")()
+    for loaded in [loaded for loaded in sys.modules if loaded.startswith(name)]:
+        del sys.modules[loaded]
+
+
+def caught(call: Any, *arguments: Any) -> RlinfError:
+    """What the error of a call is reported as."""
+    with pytest.raises(RlinfError) as found, reporting_user_errors():
+        call(*arguments)
+    return found.value
+
+
+def test_one_traceback_begins_at_the_users_line(part: Any) -> None:
+    error = caught(part.fail, KeyError("answer"))
+    assert isinstance(error, UserCodeError)
+    assert error.exit_code == 65
+    first, *lines = str(error).splitlines()
+    assert first.startswith("reward.name: ")
+    assert first.endswith(":Part raised KeyError: 'answer'")
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith("in fail")
+    assert lines[-1] == "KeyError: 'answer'"
+    assert str(error).count("Traceback") == 1
+    assert error.__suppress_context__
+
+
+def test_frames_of_the_product_are_kept_below_the_users_alone(part: Any) -> None:
+    text = str(caught(part.fail_in_library))
+    assert text.index("in fail_in_library") < text.index("errors.py")
+    assert "test_user_code.py" not in text
+    assert "in fail\n" in str(caught(part.fail_in_thread))
+
+
+def test_an_inherited_method_of_another_module_is_the_users_too(part: Any) -> None:
+    error = caught(part.inherited)
+    assert ":Part raised KeyError: 'missing'" in str(error)
+    assert "in inherited" in str(error)
+
+
+def test_the_cause_is_one_line(part: Any) -> None:
+    text = str(caught(part.fail_after, KeyError("x"), ValueError("no such row")))
+    assert text.count("Traceback") == 1
+    assert text.endswith("raised from KeyError: 'x'")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("peer"),
+        TimeoutError(),
+        OSError(errno.EIO, "input/output error"),
+        OSError(errno.ESTALE, "stale file handle"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"),
+    ],
+)
+def test_what_may_pass_is_tried_again(part: Any, error: Exception) -> None:
+    found = caught(part.fail, error)
+    assert isinstance(found, TransientUserCodeError)
+    assert found.exit_code == 1
+    assert isinstance(caught(part.fail_after, error, RuntimeError("no")), TransientUserCodeError)
+
+
+def test_memory_of_a_device_may_pass(part: Any) -> None:
+    torch = pytest.importorskip("torch")
+    error = torch.OutOfMemoryError("out of memory")
+    assert isinstance(caught(part.fail, error), TransientUserCodeError)
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, "no", "x"), PermissionError(), ValueError("x" * 9)]
+)
+def test_what_another_try_would_meet_again_is_not(part: Any, error: Exception) -> None:
+    assert isinstance(caught(part.fail, error), UserCodeError)
+
+
+def test_what_was_raised_on_purpose_stays(part: Any) -> None:
+    assert isinstance(caught(part.fail, DataError("rows.jsonl: line 3")), DataError)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert user_error(full) is None
+    for error in (MemoryError(), full, KeyboardInterrupt()):
+        with pytest.raises(type(error)), reporting_user_errors():
+            part.fail(error)
+
+
+def test_code_that_ends_the_process_is_an_error_and_a_signal_is_not(part: Any) -> None:
+    assert "raised SystemExit: 0" in str(caught(part.leave, 0))
+    with pytest.raises(SystemExit), reporting_user_errors():
+        sys.exit(75)
+
+
+def test_an_error_of_others_is_not_the_users(part: Any) -> None:
+    with pytest.raises(KeyError), reporting_user_errors():
+        raise KeyError("ours")
+    assert user_error(ResourceError("no files")) is None
