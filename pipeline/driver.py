@@ -19,6 +19,7 @@ from pipeline.committed import Committed, left_out
 from pipeline.flow import Graph, Node
 from pipeline.lock import Lock
 from pipeline.metrics import Written
+from pipeline.outcome import Outcome
 from pipeline.run import Run
 from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST, Manifest
@@ -41,15 +42,6 @@ from stages.runner import StageCall, run_stage
 DAMAGE_LOOK_S = 2.0
 """How often inputs of what runs are looked after."""
 log = logging.getLogger("rlinf")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one attempt at a stage ended."""
-
-    exit_code: int
-    reason: str = ""
-    error: BaseException | None = None
 
 
 class Executor(Protocol):

@@ -14,6 +14,7 @@ from pipeline.flow import Graph
 from pipeline.lock import LOCK, is_driven
 from pipeline.record import differences, edited, read_record, write_record
 from pipeline.run import Run
+from pipeline.settings import settings_in_effect
 from pipeline.settle import Choice, settle
 from rlinf.artifacts import write_atomic
 from rlinf.config import TRANSIENT, RunConfig, digest, semantic
@@ -40,11 +41,13 @@ def create_run(config: RunConfig, plan: dict[str, Any] | None, choice: Choice = 
 
     Raises:
         MismatchError: it holds results, or a configuration, that this start would not make.
-        ConfigError: iterations beyond a schedule that ended at a learning rate of 0.
+        ConfigError: a part does not know a key, or iterations are beyond a schedule that ended at a
+            learning rate of 0.
         RunLockedError: a driver is at work there.
         InputError: no permission to write there.
     """
     folder = config.run.folder
+    settings_in_effect(config)  # refuses what no part knows, before anything is written
     try:
         if (folder / CONFIG).exists():
             return _reopened(folder, config, plan, choice)

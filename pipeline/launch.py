@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from launchers.base import Job, Launcher
-from pipeline.driver import Outcome
 from pipeline.flow import Node
 from pipeline.needs import Told, pool_needs, with_gpus, with_partition
+from pipeline.outcome import Outcome
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf.channels.curve import INTERFACE, LOOPBACK

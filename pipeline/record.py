@@ -11,9 +11,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.facts import made_with
+from pipeline.settings import settings_in_effect
 from rlinf import __version__
 from rlinf.artifacts import write_atomic
-from rlinf.config import digest, semantic
+from rlinf.config import RunConfig, digest, semantic, validate
 from rlinf.errors import ConfigError
 from stages.identity import read_ledger
 from stages.layout import CONFIG, RUN
@@ -43,6 +44,11 @@ class Record(BaseModel):
     """When and why results were kept though something differs; see ``kept.json``."""
     seal: str | None = None
     """Digest of all the rest."""
+    settings: dict[str, Any] | None = None
+    """All settings in effect by section, defaults included; see :mod:`pipeline.settings`. They are
+    for people, and no part of any identity."""
+    changed: tuple[str, ...] | None = None
+    """Dotted keys of ``settings`` whose values are not the defaults."""
     derived: tuple[str, ...] | None = None
     """Keys of ``config`` that nobody gave: the program chose their values at the first start."""
     was: str | None = None
@@ -69,12 +75,12 @@ def read_record(folder: Path) -> Record | None:
 
 
 def recorded(folder: Path) -> bool:
-    """Whether the record is there, whole, and of this program's kind."""
+    """Whether the record is there, whole, and has all that this program writes."""
     try:
         record = read_record(folder)
     except ConfigError:
         return False
-    return record is not None and record.config is not None
+    return record is not None and record.config is not None and record.settings is not None
 
 
 def write_record(
@@ -83,12 +89,15 @@ def write_record(
     was: str | None = None,
     derived: Sequence[str] | None = None,
 ) -> None:
-    """Note what ``config.yaml`` is, or is about to be.
+    """Note what ``config.yaml`` is, or is about to be, and all settings that are in effect.
 
     Args:
         config: all its values.
         was: digest of what it is now, if it is replaced next.
         derived: keys whose values the program chose; those noted before by default.
+
+    Raises:
+        ConfigError: a part is unknown or refuses a key; nothing was written.
     """
     kept = semantic(config)
     try:
@@ -104,7 +113,11 @@ def write_record(
             **made_with(),
         )
     why = tuple(f"{e.when}: {'; '.join(e.why)}" for e in read_ledger(folder).kept)
-    news = {"config": kept, "frozen": digest(kept), "was": was, "kept": why}
+    settings, changed = settings_in_effect(validate(RunConfig, config))
+    news = {
+        **{"config": kept, "frozen": digest(kept), "was": was, "kept": why},
+        **{"settings": settings, "changed": changed},
+    }
     if derived is not None:
         news["derived"] = tuple(derived)
     record = known.model_copy(update=news)

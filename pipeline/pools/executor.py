@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from launchers.base import Launcher
-from pipeline.driver import Outcome
 from pipeline.flow import Graph, Node
 from pipeline.launch import ClusterConfig
+from pipeline.outcome import Outcome
 from pipeline.plan import Plan
 from pipeline.pools.generators import Generators
 from pipeline.pools.jobs import pool_states

@@ -15,7 +15,7 @@ from pipeline.durations import duration
 from pipeline.facts import facts
 from pipeline.notices import notices
 from pipeline.pools.actuals import compare
-from pipeline.record import read_record
+from pipeline.record import Record, read_record
 from pipeline.report.colours import colours
 from pipeline.report.data import FOLDER, ReportData, read
 from pipeline.report.gantt import bars
@@ -24,6 +24,7 @@ from pipeline.report.plots import GIB, plots
 from pipeline.report.template import FOLDER as TEMPLATES
 from pipeline.report.template import render
 from pipeline.report.transcripts import pack
+from pipeline.settings import flat
 from rlinf.artifacts import write_atomic
 from rlinf.errors import ConfigError
 from stages.layout import CONFIG, PLAN
@@ -31,7 +32,8 @@ from stages.retention import best_weights
 
 ASSETS = TEMPLATES / "assets"
 LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
-SCRIPTS = ("page.js", "plots.js", "gantt.js", "transcripts.js", "start.js")
+SCRIPTS = ("page.js", "plots.js", "gantt.js", "transcripts.js", "settings.js", "start.js")
+HIDDEN = "(not shown)"
 
 
 def write_report(run: Path, *, pictures: bool = False) -> Path:
@@ -82,6 +84,7 @@ def html(data: ReportData) -> str:
             ),
             *_best(data),
         ],
+        settings=[] if record is None else settings_rows(record),
         config=shown((run / CONFIG).read_text(encoding="utf-8")),
         plan=plan,
     )
@@ -93,7 +96,7 @@ def shown(config: str) -> str:
     cluster = values.get("cluster") or {}
     if not cluster.get("env"):
         return config
-    cluster["env"] = dict.fromkeys(cluster["env"], "(not shown)")
+    cluster["env"] = dict.fromkeys(cluster["env"], HIDDEN)
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
@@ -155,6 +158,16 @@ def tiles(data: ReportData) -> list[tuple[str, str]]:
     if steps:
         found.append(("steps collected", f"{steps:,.0f}"))
     return found
+
+
+def settings_rows(record: Record) -> list[tuple[str, str, bool]]:
+    """Key, value and whether it is not the default, of all settings in effect; those first."""
+    changed = set(record.changed or ())
+    rows = [
+        (key, HIDDEN if key.startswith("cluster.env.") else json.dumps(value), key in changed)
+        for key, value in flat(record.settings or {})
+    ]
+    return sorted(rows, key=lambda row: not row[2])
 
 
 def _best(data: ReportData) -> list[tuple[str, str]]:

@@ -6,8 +6,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from rlinf.config import RunConfig, semantic
 from rlinf.errors import ConfigError
 
 log = logging.getLogger("rlinf")
@@ -36,6 +37,18 @@ def identified(run: Path) -> tuple[str, str]:
         raise ConfigError(
             f"{path}: damaged ({error!r}); resume with --keep, which writes it anew"
         ) from None
+
+
+def settings_of(run: Path, config: RunConfig) -> dict[str, Any]:
+    """All settings in effect that can change a result, by section, as ``run.json`` has them.
+
+    Runs of earlier versions noted none: of these it is what was given.
+    """
+    try:
+        settings = json.loads((run / "run.json").read_bytes()).get("settings")
+    except (OSError, ValueError, AttributeError):
+        settings = None
+    return semantic(settings) if isinstance(settings, dict) else config.semantic()
 
 
 class Guarded:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlinf.config import RunConfig
 from rlinf.errors import MissingPackageError
-from rlinf.track.base import identified
+from rlinf.track.base import identified, settings_of
 
 
 class MLflow:
@@ -34,6 +34,7 @@ class MLflow:
             run_name=name,
             tags={"rlinf_id": identity},
         )
+        mlflow.log_dict(settings_of(run, config), "settings.json")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlinf.config import RunConfig
 from rlinf.errors import MissingPackageError
-from rlinf.track.base import identified
+from rlinf.track.base import identified, settings_of
 
 STEP = "iteration"
 """What all is drawn over."""
@@ -32,7 +32,7 @@ class WeightsAndBiases:
             id=identity[:16],
             dir=str(run),
             resume="allow",
-            config=config.semantic(),
+            config=settings_of(run, config),
             # Another run of this process is not gone on with.
             reinit="create_new",
         )

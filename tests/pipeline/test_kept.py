@@ -15,9 +15,10 @@ from pipeline.clean import temporary
 from pipeline.commands import workflow
 from pipeline.commands.experiment import execute
 from pipeline.committed import Committed, left_out
-from pipeline.driver import Driver, Outcome
+from pipeline.driver import Driver
 from pipeline.flow import Graph, Node
 from pipeline.lock import LOCK, Lock
+from pipeline.outcome import Outcome
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, is_pruned, quarantine, read_manifest
 from rlinf.errors import InputError, RlinfError, RunLockedError
