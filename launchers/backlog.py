@@ -71,6 +71,8 @@ class Backlog:
     _since: list[Resources] = field(default_factory=list)
     _unanswered: str | None = None
     """Mark of jobs that may have been submitted."""
+    _withdrawn: set[str] = field(default_factory=set)
+    """Marks of submissions that a process before did not see to their end."""
     _pause_s: float = FIRST_PAUSE_S
     _resume: float = 0.0
 
@@ -134,6 +136,10 @@ class Backlog:
     def _find(self, unit: list[Entry]) -> None:
         """Take up jobs that are there already; cancel those that are not what is wanted."""
         notes = [(entry, note) for entry in unit if (note := noted(entry.job.out)) is not None]
+        for mark in {note.mark for _, note in notes if note.mark} - self._withdrawn:
+            # Its submitter died before it had the ids.
+            self.client.cancel(self.client.with_comment(mark))
+            self._withdrawn.add(mark)
         there = [(entry, note) for entry, note in notes if active(self._queue, note.id)]
         alike = {whole_of(note.id) for _, note in there if len(unit) > 1}
         if len(there) == len(unit) and len(alike) < 2 and all(n.key == e.job.key for e, n in there):
@@ -180,6 +186,8 @@ class Backlog:
         entries = [entry for unit in units for entry in unit]
         submit = sbatch_together if _heterogeneous(units[0]) else sbatch
         mark = new_mark()
+        for entry in entries:
+            note(entry.job, mark=mark)
         try:
             ids = submit([marked(entry.job, mark) for entry in entries])
         except SlurmSilent:
@@ -194,6 +202,7 @@ class Backlog:
                 return False
             for entry in entries:
                 entry.refusal = error
+                (entry.job.out / NOTE).unlink(missing_ok=True)
         else:
             self._pause_s = FIRST_PAUSE_S
             for entry, identity in zip(entries, ids, strict=True):
@@ -220,16 +229,30 @@ def _alike(unit: Sequence[Entry], other: Sequence[Entry]) -> bool:
 class Note:
     """The job that was submitted last for an output."""
 
-    id: str
+    id: str = ""
+    """Empty until sbatch has told it."""
     name: str = ""
     key: str = ""
+    mark: str = ""
+    """Word in the comment of a job whose id is not known yet (:func:`launchers.sbatch.marked`)."""
+
+    def ids(self, client: SlurmClient) -> list[str]:
+        """Return the job's id; of one without, those that the queue has for its mark.
+
+        Raises:
+            SlurmError: Slurm was asked and does not answer.
+        """
+        if self.id or not self.mark:
+            return [self.id] if self.id else []
+        return client.with_comment(self.mark)
 
 
 def noted(out: Path) -> Note | None:
     """What stands beside an output of the job submitted last for it, if there was one."""
     try:
         known = json.loads((out / NOTE).read_text())
-        return Note(**{key: str(known[key]) for key in ("id", "name", "key") if key in known})
+        names = ("id", "name", "key", "mark")
+        return Note(**{key: str(known[key]) for key in names if key in known})
     except (OSError, ValueError, TypeError):
         return None
 
@@ -240,7 +263,9 @@ def active(queue: Mapping[str, Queued] | None, identity: str) -> bool:
     return status is not None and status.state.active
 
 
-def note(job: Job, identity: str) -> None:
-    """Write beside a job's output what :func:`noted` reads."""
+def note(job: Job, identity: str = "", *, mark: str = "") -> None:
+    """Write beside a job's output what :func:`noted` reads: before it is submitted its mark, by
+    which it is found should this process die, and then its id."""
+    job.out.mkdir(parents=True, exist_ok=True)
     content = {"id": identity, "name": job.name, "key": job.key, "submitted": time.time()}
-    write_atomic(job.out / NOTE, json.dumps(content))
+    write_atomic(job.out / NOTE, json.dumps(content | ({"mark": mark} if mark else {})))

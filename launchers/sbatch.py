@@ -181,7 +181,7 @@ def slurm_executor() -> type[Any]:
     from submitit.core import plugins
     from submitit.slurm import slurm
 
-    class SlurmExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
+    class SlurmExecutor(slurm.SlurmExecutor):
         """See :func:`slurm_executor`."""
 
         def _submit_command(self, command: str) -> Any:
@@ -196,7 +196,7 @@ def slurm_executor() -> type[Any]:
         def _get_job_id_from_submission_command(string: str | bytes) -> str:
             return read_submission(string if isinstance(string, str) else string.decode())
 
-    slurm.SlurmExecutor = SlurmExecutor
+    setattr(slurm, "SlurmExecutor", SlurmExecutor)  # noqa: B010 (to mypy it is a type)
     plugins._get_plugins.cache_clear()
     plugins.get_executors.cache_clear()
     return SlurmExecutor

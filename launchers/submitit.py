@@ -165,10 +165,11 @@ class SubmititLauncher:
         self._drop([self._watched[name] for name in ids])
 
     def withdraw(self, outs: Collection[Path]) -> None:
-        ids = [note.id for out in outs if (note := noted(out)) is not None]
-        if not ids:
+        notes = [note for out in outs if (note := noted(out)) is not None]
+        if not notes:
             return
         try:
+            ids = [identity for note in notes for identity in note.ids(self.client)]
             queue = self.client.queue()
             self._cancel([identity for identity in ids if active(queue, identity)])
         except SlurmSilent as error:

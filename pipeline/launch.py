@@ -50,7 +50,7 @@ class DriverJob(Section):
     """Memory, MiB."""
     time_min: int | None = Field(default=None, gt=0)
     """Wall-time limit, minutes, before which it requeues itself. Null: a day, or what the
-    partition allows."""
+    partition and accounting allow."""
     mail: str | None = None
     """Whom Slurm tells when the job ends or fails."""
     account: str | None = None

@@ -132,7 +132,7 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
                 # A sweep's launcher reports a point as failed only when it raises.
                 raise SystemExit(code)
 
-    if any(word.endswith("hydra/launcher=submitit_slurm") for word in words):
+    if any(word in ("-m", "--multirun") for word in words):
         from launchers.sbatch import slurm_executor
 
         slurm_executor()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launchers.backlog import note, noted
+from launchers.backlog import NOTE, note, noted
 from launchers.base import Job
 from launchers.sbatch import marked, new_mark, sbatch_lasting
 from pipeline.launch import ClusterConfig, check_quotas, plan_jobs, resources
@@ -22,7 +22,6 @@ from pipeline.lock import LOCK, Lock, is_driven
 from pipeline.plan import Plan, StagePlan
 from pipeline.run import Run
 from rlinf import machine
-from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError, RlinfError, RunLockedError, SlurmError, SlurmSilent
 from slurm.client import Partition, Queued, SlurmClient, default_partition, partition_names
 from slurm.ids import own_id
@@ -34,8 +33,8 @@ from slurm.site import PartitionSite, load_site
 from stages.layout import DRIVER
 
 LONGEST_MIN = 24 * 60
-SUBMITS, MARKED = "submits.json", "mark"
-"""In the driver's folder: which process submits its job, and the mark of a job without an id."""
+SUBMITS = "submits.json"
+"""In the driver's folder: which process submits its job."""
 
 
 def driver_job(run: Run, needs: Resources) -> Job:
@@ -69,6 +68,9 @@ def driver_needs(cluster: ClusterConfig, plan: Plan, client: SlurmClient) -> Res
     )
     needs = _small(resources(own, cluster), cluster, partitions)
     quotas = read_quotas(client)
+    longest = quotas.longest(needs) if asked.time_min is None else None
+    if longest is not None and needs.time_min is not None:
+        needs = replace(needs, time_min=min(needs.time_min, longest[0]))
     try:
         check_resources(needs, partitions, "cluster.driver")
         quotas.check(needs, "cluster.driver")
@@ -132,7 +134,7 @@ def submitting(run: Run) -> Iterator[None]:
         lock.release()
 
 
-def submit(run: Run, job: Job) -> str:
+def submit(job: Job) -> str:
     """Submit the driver of a run and note its id, which is returned; within :func:`submitting`.
 
     The mark of the job is noted first: should this process end before it has noted the id, the job
@@ -141,17 +143,16 @@ def submit(run: Run, job: Job) -> str:
     Raises:
         SlurmError: sbatch refused it.
     """
-    mark, path = new_mark(), run.folder / DRIVER / MARKED
-    write_atomic(path, mark)
+    mark = new_mark()
+    note(job, mark=mark)
     try:
         identity = sbatch_lasting(marked(job, mark))
     except SlurmSilent:
-        raise  # it may be queued, and be found
+        raise  # it may be queued, and is found by its mark
     except SlurmError:
-        path.unlink()
+        (job.out / NOTE).unlink()
         raise
     note(job, identity)
-    path.unlink()
     return identity
 
 
@@ -176,28 +177,20 @@ def submitted(run: Run, client: SlurmClient | None = None) -> tuple[str, Queued]
     Raises:
         SlurmError: one was submitted, and Slurm does not answer.
     """
+    last = noted(run.folder / DRIVER)
+    if last is None:
+        return None
     client = client or SlurmClient()
-    ids = [
-        identity for identity in (noted_job(run), *_unnoted(run, client)) if identity is not None
-    ]
+    ids = last.ids(client)
     queue = client.queue() if ids else {}
     there = ((i, queue[i]) for i in ids if i in queue and queue[i].state.active)
     return next(there, None)
 
 
 def noted_job(run: Run) -> str | None:
-    """The id of the driver's job that was submitted last."""
+    """The id of the driver's job that was submitted last; None where it has none, or not yet."""
     last = noted(run.folder / DRIVER)
-    return None if last is None else last.id
-
-
-def _unnoted(run: Run, client: SlurmClient) -> list[str]:
-    """The ids of jobs whose submission was not seen to its end, by their mark."""
-    try:
-        mark = (run.folder / DRIVER / MARKED).read_text().strip()
-    except OSError:
-        return []
-    return client.with_comment(mark) if mark else []
+    return None if last is None else last.id or None
 
 
 def refuse_beside_job(run: Run) -> None:
@@ -206,7 +199,8 @@ def refuse_beside_job(run: Run) -> None:
     Raises:
         RunLockedError: there is.
     """
-    if noted_job(run) in (None, own_id()) and not (run.folder / DRIVER / MARKED).exists():
+    last = noted(run.folder / DRIVER)
+    if last is None or last.id == own_id():
         return
     found = submitted(run)
     if found is not None and found[0] != own_id():

@@ -230,7 +230,7 @@ def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
     try:
         found = submitted(run, client)
     except RlinfError as error:
-        return f"job {noted_job(run)}, of which Slurm says nothing now ({error})"
+        return f"job {noted_job(run) or 'without an id'}, of which Slurm says nothing now ({error})"
     if found is None:
         return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
     return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
@@ -246,7 +246,7 @@ def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, 
     for folder in folders:
         if (folder / "manifest.json").exists():
             continue
-        if (job := noted(folder)) is not None:
+        if (job := noted(folder)) is not None and job.id:
             notes[job.id] = job.name
     if not notes:
         return []

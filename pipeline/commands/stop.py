@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from launchers.backlog import NOTE, noted
+from launchers.backlog import NOTE, Note, noted
 from pipeline.commands.driver_job import submitted
 from pipeline.lock import LOCK, is_driven
 from pipeline.run import Run
@@ -71,8 +71,8 @@ def cancel_jobs(run: Path) -> list[str]:
     Raises:
         SlurmError: there is some, and Slurm does not answer.
     """
-    jobs = dict(_jobs(run))
     client = SlurmClient()
+    jobs = {identity: job.name for job in _jobs(run) for identity in job.ids(client)}
     queue = client.queue() if jobs else {}
     there = {i: name for i, name in jobs.items() if i in queue and queue[i].state.active}
     client.cancel(list(there))
@@ -119,11 +119,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _jobs(run: Path) -> Iterator[tuple[str, str]]:
-    """Ids and names of the jobs noted beside outputs that are not there yet."""
+def _jobs(run: Path) -> Iterator[Note]:
+    """The jobs noted beside outputs that are not there yet."""
     for pattern in (f"{POOLS}/*/*", "it/*/*", "evaluate/*", "*"):
         for note in run.glob(f"{pattern}/{NOTE}"):
             if note.parent.name == DRIVER or (note.parent / MANIFEST).exists():
                 continue
             if (job := noted(note.parent)) is not None:
-                yield job.id, job.name
+                yield job

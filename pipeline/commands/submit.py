@@ -57,7 +57,7 @@ def submit(
     else:
         run = create_run(run.config, plan.dump() if chosen else None, choice)
     with submitting(run):
-        identity = submit_job(run, driver_job(run, needs))
+        identity = submit_job(driver_job(run, needs))
     said = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
     if cluster.launcher != "slurm":
         said.append(f"cluster={cluster.launcher}: the stages run inside that job, and have no more")

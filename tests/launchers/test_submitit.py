@@ -172,6 +172,29 @@ def test_a_submission_without_an_answer_leaves_one_job(
     assert note.id == "1"
 
 
+@pytest.mark.parametrize("how", ["submitted again", "withdrawn"])
+def test_a_job_whose_submitter_died_before_it_had_the_id_is_not_left(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def dies(jobs: Sequence[Job]) -> list[str]:
+        controller.sbatch(jobs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launchers.backlog, "sbatch", dies)
+    with pytest.raises(KeyboardInterrupt):
+        launcher_of(controller).submit_array([wanted(tmp_path, n) for n in (0, 1)])
+    monkeypatch.setattr(launchers.backlog, "sbatch", controller.sbatch)
+    launcher = launcher_of(controller)
+    if how == "withdrawn":
+        launcher.withdraw([tmp_path / "0"])
+        assert sorted(controller.cancelled) == ["0", "1"], "one submission has one mark"
+        return
+    ids = launcher.submit_array([wanted(tmp_path, n) for n in (0, 1)])
+    assert sorted(controller.cancelled) == ["0", "1"]
+    assert ids == ["2", "3"]
+    assert [noted(tmp_path / name).id for name in "01"] == ids  # type: ignore[union-attr]
+
+
 def test_a_job_is_found_again_unless_it_is_of_another_key(
     controller: Controller, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ BANNER = """\
 --> Verifying valid submit host (login1)...OK
 --> Checking available allocation (A-job1)...OK
 Welcome to the Frontera Supercomputer
+New here: PartitionName=debug Default=YES State=UP NodeName=d1 GresUsed=gpu:4
 PartitionName may be gpu = new; NodeName = c1; JobId = 7; StartTime=soon
 Note: 3 nodes a100-1 are not responding since 2026, Unable to contact slurm controller there
 12 of 5000 node hours used | 4988 | left

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from launchers.backlog import note
+from launchers.base import Job
 from launchers.sbatch import lasting_script
 from pipeline.commands import driver_job
 from pipeline.commands.driver_job import (
@@ -121,7 +123,7 @@ def needs_of(folder: Path, site: dict[str, Any], **driver: Any) -> Resources:
 
 def options(folder: Path, needs: Resources) -> set[str]:
     """The options of a driver's script, with their values."""
-    job = driver_job.Job("driver/x", (), folder / "o", folder / "l", needs, "m")
+    job = Job("driver/x", (), folder / "o", folder / "l", needs, "m")
     lines = lasting_script(job).splitlines()
     return {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")}
 
@@ -184,6 +186,20 @@ def test_options_that_a_driver_cannot_have_are_refused(sbatch: dict[str, Any], w
 def test_memory_of_the_driver_section_is_a_default_too(slurm: Path, tmp_path: Path) -> None:
     found = options(tmp_path, needs_of(tmp_path, {}, sbatch={"mem-per-cpu": "1G"}, mem_mb=500))
     assert [option for option in found if option.startswith("mem")] == ["mem=500M"]
+
+
+def test_a_driver_lasts_no_longer_than_accounting_allows(slurm: Path, tmp_path: Path) -> None:
+    text = (slurm / "scontrol").read_text()
+    settings = "echo 'AccountingStorageEnforce = limits'; echo 'ClusterName = dev'"
+    (slurm / "scontrol").write_text(text.replace("echo 'ClusterName = dev'", settings))
+    rows = {"qos": "normal|0||02:00:00|||||", "assoc": "dev|team||normal||||||normal"}
+    write_command(
+        slurm,
+        "sacctmgr",
+        f"case \"$*\" in *qos*) echo '{rows['qos']}';; *) echo '{rows['assoc']}';; esac",
+    )
+    assert needs_of(tmp_path, {}).time_min == 120
+    assert needs_of(tmp_path, {}, time_min=60).time_min == 60
 
 
 @pytest.fixture
@@ -255,15 +271,21 @@ def test_a_driver_is_found_though_its_submitter_died_before_it_had_the_id(
 def test_the_job_itself_may_drive_before_its_id_is_noted(
     run: Run, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = run.folder / "driver" / driver_job.MARKED
-    mark.parent.mkdir()
-    mark.write_text("rlinf-0a")
+    note(driver_job.driver_job(run, Resources()), mark="rlinf-0a")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0a\n")
     monkeypatch.setenv("SLURM_JOB_ID", "71")
     refuse_beside_job(run)
     monkeypatch.setenv("SLURM_JOB_ID", "72")
     with pytest.raises(RunLockedError, match="job 71"):
         refuse_beside_job(run)
+
+
+def test_a_stages_job_without_an_id_is_stopped_too(run: Run, slurm: Path) -> None:
+    out = run.folder / "warm_start"
+    note(Job("warm_start", (), out, out), mark="rlinf-0b")
+    (slurm / "jobs" / "71").write_text("RUNNING rlinf-0b\n")
+    assert stop(run.folder) == ["job 71 (warm_start) cancelled"]
+    assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
 
 
 def test_of_two_submissions_at_once_one_is_refused(run: Run, slurm: Path) -> None:
