@@ -30,7 +30,7 @@ from stages.layout import CONFIG, PLAN
 
 ASSETS = TEMPLATES / "assets"
 LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
-SCRIPTS = ("page.js", "plots.js", "gantt.js", "transcripts.js", "start.js")
+SCRIPTS = ("page.js", "scales.js", "plots.js", "gantt.js", "transcripts.js", "start.js")
 
 
 def write_report(run: Path, *, pictures: bool = False) -> Path:
