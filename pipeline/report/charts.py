@@ -110,7 +110,7 @@ def fit_range(axis: Axes) -> None:
     shown = [np.asarray(line.get_ydata(), dtype=float) for line in axis.lines]
     values = np.concatenate([y[np.isfinite(y)] for y in shown] or [np.zeros(0)])
     if not len(values):
-        axis.set_yticks([])
+        axis.set(xticks=[], yticks=[])
         axis.text(0.5, 0.5, "no finite value", transform=axis.transAxes, ha="center", va="center")
         return
     low, high = float(values.min()), float(values.max())
