@@ -11,6 +11,8 @@ from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import MissingPackageError
 from rlinf.track.base import identified
 
+FILE_STORE = "MLFLOW_ALLOW_FILE_STORE"
+"""Without this variable, newer versions of MLflow refuse to write to a folder."""
 log = logging.getLogger("rlinf")
 
 
@@ -39,9 +41,12 @@ class MLflow:
         place = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if place is None:
             place = (run / "mlflow").as_uri()
+            # Plain files, unlike a database, are safe on the shared filesystem of a cluster.
+            os.environ.setdefault(FILE_STORE, "true")
             log.warning(
-                "tracker mlflow has no server and writes to the run; show it with: "
+                "tracker mlflow has no server and writes to the run; show it with: %s=true "
                 "mlflow ui --backend-store-uri '%s'. To use a server: log.mlflow.tracking_uri",
+                FILE_STORE,
                 place,
             )
         mlflow.set_tracking_uri(place)

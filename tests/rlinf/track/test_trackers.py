@@ -209,6 +209,21 @@ def test_settings_of_mlflow_reach_it(
     assert not caplog.text
 
 
+def test_a_resumed_run_of_the_real_mlflow_is_one_run_on_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the extra 'mlflow' is not installed")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for step in (1, 2):
+        tracker = MLflow(folder, configured(mlflow={"experiment": "sums"}))
+        tracker.log(step, {"train/loss": 1 / step})
+        tracker.close()
+    (found,) = mlflow.search_runs(experiment_names=["sums"], output_format="list")
+    assert found.info.run_name == "sums-1"
+    assert found.data.metrics == {"train/loss": 0.5}
+
+
 def test_an_offline_run_of_the_real_wandb_is_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
