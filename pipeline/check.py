@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -62,7 +62,7 @@ def check(config: RunConfig) -> None:
     if cluster.site is not None:
         know(load_site(cluster.site).interpreters)
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
-        check_tracker(tracker, f"log.trackers.{number}")
+        check_tracker(tracker, f"log.trackers.{number}", config)
     simulates = environment.modules(task_options)
     generates = engine.packages(engine_options)
     check_interpreters(config, cluster, simulates, generates, trainer.packages(trainer_options))
@@ -263,16 +263,20 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
         layout.check(size, key)
 
 
-def check_tracker(name: str, key: str) -> None:
-    """See that a tracker is there, without starting it.
+def check_tracker(name: str, key: str, config: RunConfig) -> None:
+    """See that a tracker is there and can begin, without starting it.
 
     Raises:
-        ConfigError: unknown.
+        ConfigError: unknown, or it lacks a login.
         MissingPackageError: its package is not installed.
     """
-    package: tuple[str, str] | None = getattr(sinks.get(name, key), "package", None)
+    tracker = sinks.get(name, key)
+    package: tuple[str, str] | None = getattr(tracker, "package", None)
     if package is not None:
         require(*package, f"{key}: {name}")
+    check_settings: Callable[[RunConfig], None] | None = getattr(tracker, "check", None)
+    if check_settings is not None:
+        check_settings(config)
 
 
 def check_flow(flow: Flow, key: str) -> None:

@@ -39,6 +39,10 @@ def run(ctx: Context) -> None:
     with ctx.span("generate"):
         filmed = ctx.config.evaluate.videos
         trajectories, scores = held_out(ctx, environment, policy, starts, counts, filmed=filmed)
+    outages = Outages(ctx.config)
+    for trajectory in trajectories:
+        outages.add(trajectory)
+    outages.record(ctx)
     settings, films = ctx.config.evaluate, environment.films(environment_class(ctx.config)[1])
     if settings.videos:
         with ctx.span("videos"):
@@ -102,8 +106,7 @@ def held_out(
         filmed: see :class:`rlinf.envs.base.Episodes`.
 
     Raises:
-        StageError: none could be scored, and there are no others elsewhere; or too many dialogues
-            were lost.
+        StageError: none could be scored, and there are no others elsewhere.
     """
     episodes = Episodes(
         seed=SEED,
@@ -117,13 +120,11 @@ def held_out(
         filmed=filmed,
         sampling=(ctx.config.evaluate.sampling or ctx.config.rollout.sampling).settings(),
     )
-    trajectories, outages = [], Outages(ctx.config)
+    trajectories = []
     with contextlib.closing(experience(ctx, environment, episodes, policy)) as made:
         for trajectory in made:
             trajectories.append(trajectory)
             ctx.progress(len(trajectories), len(starts), "held-out samples")
-            outages.add(trajectory)
-    outages.record(ctx)
     trajectories.sort(key=lambda record: record.identity)
     scores = environment.score(trajectories, counts)
     if len(starts) == ctx.config.evaluate.samples and np.isnan(scores).all():

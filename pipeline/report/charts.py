@@ -8,16 +8,20 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from pipeline.report.colours import COLOURS
 from pipeline.report.data import ReportData
 from pipeline.report.idle import in_order, windows
-from pipeline.report.plots import steps_per_s
+from pipeline.report.plots import BINS, bin_edges, steps_per_s
 from pipeline.report.style import finish
 from stages.context import PAUSES, WAIT
 
+LEAST_SHARE = 1e-12
+"""Values whose spread is a smaller share of their size count as one: float64 can tell few apart."""
 COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
 """Where in its lane a bar of the Gantt chart lies."""
 
@@ -38,7 +42,8 @@ def learning(data: ReportData) -> Figure | None:
         axes[0, 0].set(title="Warm start", xlabel="fine-tuning step", ylabel="score")
     x, y = data.column("reward/score")
     if len(x):
-        last.plot(x, y, lw=0.9, alpha=0.55, color=COLOURS["rollout"], label="training samples")
+        look = {"lw": 0.9, "alpha": 0.55, "color": COLOURS["rollout"]}
+        draw_line(last, x, y, label="training samples", **look)
     if data.scores:
         x, y = np.array(data.scores, dtype=float).T
         last.plot(x, y, "o-", ms=4, color=COLOURS["train"], label="held-out")
@@ -47,6 +52,7 @@ def learning(data: ReportData) -> Figure | None:
         )
     last.set(title="Reinforcement learning", xlabel="iteration")
     last.margins(x=0.06)
+    fit_range(last)
     if not warm:
         last.set_ylabel("score")
     last.legend(loc="best")
@@ -72,8 +78,8 @@ def training(data: ReportData) -> Figure | None:
     rows = -(-len(present) // 3)
     figure, axes = plt.subplots(rows, 3, figsize=(10, 2.3 * rows), squeeze=False)
     for axis, (name, title) in zip(axes.flat, present, strict=False):
-        x, y = data.column(name)
-        axis.plot(x, y, lw=1.2, color=COLOURS["rollout"])
+        draw_line(axis, *data.column(name), lw=1.2, color=COLOURS["rollout"])
+        fit_range(axis)
         axis.set_title(title, fontsize=10)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4))
     for axis in list(axes.flat)[len(present) :]:
@@ -81,6 +87,38 @@ def training(data: ReportData) -> Figure | None:
     for axis in axes[-1]:
         axis.set_xlabel("iteration")
     return finish(figure)
+
+
+def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
+    """Values over iterations as a line; one between two gaps, which no line shows, as a point."""
+    y = np.where(np.isfinite(y), y, np.nan)
+    there = np.pad(np.isfinite(y), 1)
+    alone = np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:])
+    axis.plot(x, y, marker="o", ms=3.5, markevery=alone.tolist(), **look)
+
+
+def fit_range(axis: Axes) -> None:
+    """Give the axes a range in which the lines can be read, and whole iterations.
+
+    A constant lies in the middle, with its value beside it; without a finite value the chart says
+    so.
+    """
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    at = {float(x) for line in axis.lines for x in np.asarray(line.get_xdata())}
+    if len(at) == 1:
+        axis.set_xlim(min(at) - 1, max(at) + 1)
+    shown = [np.asarray(line.get_ydata(), dtype=float) for line in axis.lines]
+    values = np.concatenate([y[np.isfinite(y)] for y in shown] or [np.zeros(0)])
+    if not len(values):
+        axis.set(xticks=[], yticks=[])
+        axis.text(0.5, 0.5, "no finite value", transform=axis.transAxes, ha="center", va="center")
+        return
+    low, high = float(values.min()), float(values.max())
+    size = max(abs(low), abs(high))
+    if high - low <= LEAST_SHARE * size:
+        half = 0.1 * size or 1.0
+        axis.set_ylim(low - half, high + half)
+        axis.text(0.98, 0.95, f"{low:.6g}", transform=axis.transAxes, ha="right", va="top")
 
 
 def stage_times(data: ReportData) -> Figure | None:
@@ -168,8 +206,10 @@ def throughput(data: ReportData) -> Figure | None:
         ("rollout", alone, COLOURS["rollout"]),
         ("whole iteration", whole, COLOURS["train"]),
     ):
-        axis.plot([i + 1 for i in rates], list(rates.values()), color=colour, label=label)
+        x, y = np.array([i + 1 for i in rates]), np.array(list(rates.values()))
+        draw_line(axis, x, y, color=colour, label=label)
     axis.set(xlabel="iteration", ylabel="steps per second", ylim=(0, None))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend()
     return finish(figure)
 
@@ -188,7 +228,7 @@ def distributions(data: ReportData) -> Figure | None:
     ):
         everything = np.concatenate(list(table.values()))
         low, high = float(everything.min()), float(everything.max())
-        bins = np.linspace(low, high, 25) if high > low else np.array([low - 0.5, low + 0.5])
+        bins = bin_edges(low, high, BINS)
         for (label, values), colour in zip(
             table.items(), (COLOURS["sync"], COLOURS["train"]), strict=False
         ):

@@ -14,7 +14,7 @@ from pipeline.report.page import interactive
 from pipeline.report.plots import HEADLINES, TITLES, numbers
 from rlinf.artifacts import write_atomic
 
-SCRIPTS = ("page.js", "plots.js", "compare.js")
+SCRIPTS = ("page.js", "scales.js", "plots.js", "compare.js")
 GOLDEN = 0.381966
 """Hues so far apart, as shares of the circle, stay distinct however many there are."""
 

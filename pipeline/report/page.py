@@ -32,7 +32,15 @@ from stages.retention import best_weights
 
 ASSETS = TEMPLATES / "assets"
 LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
-SCRIPTS = ("page.js", "plots.js", "gantt.js", "transcripts.js", "settings.js", "start.js")
+SCRIPTS = (
+    "page.js",
+    "scales.js",
+    "plots.js",
+    "gantt.js",
+    "transcripts.js",
+    "settings.js",
+    "start.js",
+)
 HIDDEN = "(not shown)"
 
 

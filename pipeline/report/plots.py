@@ -84,11 +84,21 @@ def plots(data: ReportData) -> dict[str, Any]:
 
 
 def numbers(values: Iterable[float | None]) -> list[float | None]:
-    """With six digits, as JSON has them."""
-    return [
-        None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-        for value in values
-    ]
+    """Values as JSON has them, None for what is not finite.
+
+    Each has six digits, or as many as it takes to tell the smallest and the largest apart by four.
+    """
+    found = [None if value is None or not math.isfinite(value) else value for value in values]
+    there = [value for value in found if value is not None]
+    digits = _digits(min(there), max(there)) if there else 6
+    return [None if value is None else float(f"{value:.{digits}g}") for value in found]
+
+
+def _digits(low: float, high: float) -> int:
+    size, spread = max(abs(low), abs(high)), high - low
+    if spread <= 0 or not math.isfinite(spread):
+        return 6
+    return min(17, max(6, 4 + math.ceil(math.log10(size / spread))))
 
 
 def _of(name: str) -> str:
@@ -174,7 +184,7 @@ def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[st
             continue
         every = np.concatenate(list(table.values()))
         low, high = float(every.min()), float(every.max())
-        edges = np.linspace(low, high, BINS + 1) if high > low else np.array([low - 0.5, low + 0.5])
+        edges = bin_edges(low, high, BINS)
         xs[f"bins-{name}"] = [x for x in numbers(edges) if x is not None]
         lines = []
         for colour, (label, values) in zip(("sync", "train"), table.items(), strict=False):
@@ -183,6 +193,14 @@ def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[st
         more = {"linked": False, "percent": True, "zero": True, "half": True}
         found.append(_plot(f"samples-{name}", title, f"bins-{name}", lines, **more))
     return found
+
+
+def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
+    """The edges of a histogram's bins; of one bin around the value where all are alike."""
+    if high > low:
+        return np.linspace(low, high, bins + 1)
+    half = max(0.5, abs(low) * 1e-3)
+    return np.array([low - half, low + half])
 
 
 def _stage_times(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import model_validator
+
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import RlinfError
 from rlinf.registry import Registry
 from rlinf.track.base import Guarded, Sink
+from rlinf.track.mlflow import MlflowConfig
+from rlinf.track.wandb import WandbConfig
 
 sinks = Registry(
     "tracker",
@@ -23,9 +27,21 @@ sinks = Registry(
 
 
 class LogConfig(Section):
-    """Trackers by name."""
+    """Trackers by name, and the settings of those that have some."""
 
     trackers: tuple[str, ...] = ()
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+
+    @model_validator(mode="after")
+    def _settings_are_of_trackers(self) -> LogConfig:
+        for name in ("wandb", "mlflow"):
+            if name in self.model_fields_set and name not in self.trackers:
+                raise ValueError(
+                    f"{name} has settings, but log.trackers does not name it; add {name} there, or "
+                    f"leave log.{name} out"
+                )
+        return self
 
 
 def open_sinks(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[Sink]:

@@ -42,19 +42,26 @@ function stackTop(u, min, max) {
   return [0, Math.min(max, 1.5 * quantile(shown, 0.98)) || 1];
 }
 
+// The indices of points between two gaps, which no line shows.
+function lonely(u, series) {
+  const y = u.data[series];
+  return [...y.keys()].filter((i) => (y[i] ?? null) !== null && (y[i - 1] ?? null) === null && (y[i + 1] ?? null) === null);
+}
+
 function lines(spec) {
   const out = [{}];
   const series = spec.stack ? [...spec.series].reverse() : spec.series;
-  for (const { colour: name, kind } of series) {
+  for (const { colour: name, kind, y } of series) {
     const stroke = () => colour(name);
     const faint = () => colour(name) + "55";
+    const points = hasLonely(y) ? { show: true, size: 5, fill: stroke, filter: lonely } : { show: false };
     if (spec.stack) out.push({ stroke, fill: stroke, width: 0.5, points: { show: false } });
     else if (kind === "points") out.push({ stroke, width: 1.6, spanGaps: true, points: { show: true, size: 5, fill: stroke } });
     else if (kind === "bars") out.push({ stroke, fill: faint, width: 1.4, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } });
     else if (kind === "metric") {
       out.push({ stroke: faint, width: 1, points: { show: false } });
-      out.push({ stroke, width: 1.8, points: { show: false } });
-    } else out.push({ stroke, width: 1.4, points: { show: false } });
+      out.push({ stroke, width: 1.8, points });
+    } else out.push({ stroke, width: 1.4, points });
   }
   return out;
 }
@@ -81,6 +88,13 @@ function say(plot, index) {
   }
 }
 
+// Iterations are whole numbers: ticks between them have no label.
+function xLabels(ticks, whole) {
+  const shown = ticks.filter((tick) => !whole || Number.isInteger(tick));
+  const labels = new Map(tickLabels(shown, number).map((label, i) => [shown[i], label]));
+  return ticks.map((tick) => labels.get(tick) ?? "");
+}
+
 function build(plot) {
   if (plot.u) return;
   const { spec, draw } = plot;
@@ -91,12 +105,12 @@ function build(plot) {
     legend: { show: false },
     padding: [8, 10, 0, 0],
     scales: {
-      x: { time: false },
+      x: { time: false, range: (u, min, max) => span(min, max) },
       y: spec.stack ? { range: stackTop } : { range: (u, min, max) => reach(min, max, spec.zero) },
     },
     axes: [
-      { ...axis, size: 24, gap: 3, values: (u, ticks) => ticks.map((t) => (Number.isInteger(t) || spec.linked === false ? number(t) : "")) },
-      { ...axis, size: 58, gap: 4, space: 26, values: (u, ticks) => ticks.map((t) => number(t, false)) },
+      { ...axis, size: 24, gap: 3, values: (u, ticks) => xLabels(ticks, spec.linked !== false) },
+      { ...axis, size: 58, gap: 4, space: 26, values: (u, ticks) => tickLabels(ticks, number) },
     ],
     series: lines(spec),
     cursor: {
@@ -117,14 +131,6 @@ function build(plot) {
   plot.u = new uPlot(options, columns(spec), draw);
   draw.querySelector("canvas").setAttribute("aria-hidden", "true");
   if (spec.linked && view.range) plot.u.setScale("x", { min: view.range[0], max: view.range[1] });
-}
-
-function reach(min, max, zero) {
-  if (min === null || max === null) return [0, 1];
-  if (zero) min = Math.min(0, min);
-  if (min === max) return [min - (Math.abs(min) * 0.1 || 1), max + (Math.abs(max) * 0.1 || 1)];
-  const room = 0.06 * (max - min);
-  return [zero && min === 0 ? 0 : min - room, max + room];
 }
 
 function everything() {

@@ -13,7 +13,10 @@ import pytest
 
 from pipeline.commands.experiment import execute
 from rlinf.config import RunConfig
+from rlinf.errors import ConfigError
+from rlinf.track.mlflow import MLflow
 from rlinf.track.tensorboard import TensorBoard
+from rlinf.track.wandb import WeightsAndBiases
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -42,17 +45,32 @@ class Board:
             self.open = False
             raise OSError("the last words of a tracker may fail too")
 
+        url = "https://wandb.example/run"
+
+    def login(self, prompt: bool = True) -> bool:
+        assert not prompt, "nobody is there to be asked"
+        return self.key
+
+    key = False
+
     def init(self, **wanted: Any) -> Board.Run:
         assert wanted["reinit"] == "create_new"
+        self.wanted = wanted
         assert not any(run.open for run in self.runs)
         self.runs.append(self.Run())
         return self.runs[-1]
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
+def installed(
+    monkeypatch: pytest.MonkeyPatch,
+    init: Callable[..., Any],
+    login: Callable[..., bool] | None = None,
+) -> None:
     """A package ``wandb`` that has but this."""
     module = ModuleType("wandb")
-    module.init = init  # type: ignore[attr-defined]
+    module.init, module.login = init, login  # type: ignore[attr-defined]
+    for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
     module.__spec__ = ModuleSpec("wandb", None, origin=__file__)
     monkeypatch.setitem(sys.modules, "wandb", module)
 
@@ -83,6 +101,144 @@ def test_a_tracker_that_cannot_begin_stops_nothing(
     installed(monkeypatch, init)
     execute(compose("log.trackers=[wandb]"))
     assert "tracker wandb failed and is switched off: no such server" in capsys.readouterr().err
+
+
+SETTINGS = {
+    "project": "sums",
+    "entity": "mylab",
+    "group": "first",
+    "name": "short",
+    "tags": ["a", "b"],
+    "mode": "online",
+}
+
+
+def configured(**log: Any) -> RunConfig:
+    return RunConfig.model_construct(log={"trackers": ["wandb"], **log})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.json").write_text('{"name": "sums-1", "id": "0123456789abcdef0123"}')
+    return tmp_path
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Board:
+    board = Board()
+    installed(monkeypatch, board.init, board.login)
+    monkeypatch.setattr(RunConfig, "semantic", lambda self: {})
+    return board
+
+
+def test_settings_of_wandb_reach_it(board: Board, folder: Path) -> None:
+    WeightsAndBiases(folder, configured(wandb=SETTINGS))
+    assert {name: board.wanted[name] for name in SETTINGS} == SETTINGS
+
+
+def test_without_settings_the_environment_of_wandb_decides(
+    board: Board, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WeightsAndBiases(folder, configured())
+    wanted = board.wanted
+    assert (wanted["project"], wanted["name"], wanted["mode"]) == ("rlinf", "sums-1", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    board.runs.clear()
+    WeightsAndBiases(folder, configured())
+    assert (board.wanted["project"], board.wanted["mode"]) == ("theirs", "online")
+
+
+def test_an_offline_run_is_said_with_the_command_that_uploads_it(
+    board: Board, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="rlinf"):
+        WeightsAndBiases(folder, configured())
+        board.runs.clear()
+        WeightsAndBiases(folder, configured(wandb={"mode": "online"}))
+    offline, online = caplog.messages
+    assert f"wandb sync '{folder}'/wandb/offline-run-*" in offline
+    assert "log.wandb.mode=online" in offline
+    assert online == "tracker wandb: https://wandb.example/run"
+
+
+def test_online_without_a_login_is_refused_before_the_run_begins(
+    board: Board, compose: Compose, tmp_path: Path
+) -> None:
+    values = compose("log.trackers=[wandb]", "log.wandb.mode=online")
+    with pytest.raises(ConfigError, match=r"log\.wandb\.mode: online needs a login.*wandb login"):
+        execute(values)
+    assert not (tmp_path / "tiny").exists()
+    WeightsAndBiases.check(configured())  # offline needs none
+    board.key = True
+    WeightsAndBiases.check(configured(wandb={"mode": "online"}))
+
+
+class Store:
+    """Stands for MLflow as far as it is told where to write."""
+
+    def __init__(self) -> None:
+        self.told = dict[str, Any]()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> list[Any]:
+            self.told[name] = arguments or named
+            return []
+
+        return call
+
+
+def test_settings_of_mlflow_reach_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    store = Store()
+    monkeypatch.setitem(sys.modules, "mlflow", store)  # type: ignore[arg-type]
+    MLflow(folder, configured())
+    assert store.told["set_tracking_uri"] == ((folder / "mlflow").as_uri(),)
+    assert store.told["set_experiment"] == ("rlinf",)
+    assert store.told["start_run"]["run_name"] == "sums-1"
+    assert "mlflow ui --backend-store-uri" in caplog.text
+    settings = {"tracking_uri": "http://server:5000", "experiment": "sums", "name": "short"}
+    caplog.clear()
+    MLflow(folder, configured(mlflow=settings))
+    assert store.told["set_tracking_uri"] == ("http://server:5000",)
+    assert store.told["set_experiment"] == ("sums",)
+    assert store.told["start_run"]["run_name"] == "short"
+    assert not caplog.text
+
+
+def test_a_resumed_run_of_the_real_mlflow_is_one_run_on_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the extra 'mlflow' is not installed")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for step in (1, 2):
+        tracker = MLflow(folder, configured(mlflow={"experiment": "sums"}))
+        tracker.log(step, {"train/loss": 1 / step})
+        tracker.close()
+    (found,) = mlflow.search_runs(experiment_names=["sums"], output_format="list")
+    assert found.info.run_name == "sums-1"
+    assert found.data.metrics == {"train/loss": 0.5}
+
+
+def test_an_offline_run_of_the_real_wandb_is_on_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
+    monkeypatch.setattr(RunConfig, "semantic", lambda self: {})
+    monkeypatch.setenv("HOME", str(folder))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    tracker = WeightsAndBiases(folder, configured(wandb={"project": "sums", "group": "first"}))
+    tracker.log(1, {"train/loss": 0.5})
+    tracker.close()
+    (written,) = (folder / "wandb").glob("offline-run-*")
+    assert list(written.glob("run-*.wandb"))
+    with pytest.raises(ConfigError, match="needs a login"):
+        WeightsAndBiases.check(configured(wandb={"mode": "online"}))
 
 
 def test_an_older_step_after_a_resume_erases_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""Charts of constants, tiny ranges and single points can be read: pictures and the page alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.report import page
+from pipeline.report.charts import draw_line, fit_range
+from pipeline.report.plots import bin_edges, numbers
+
+CASES: dict[str, list[float]] = {
+    "one point": [0.5],
+    "one zero": [0.0],
+    "zeros": [0.0, 0.0, 0.0],
+    "constant": [0.25, 0.25, 0.25],
+    "negative constant": [-3.0, -3.0],
+    "tiny constant": [1e-300, 1e-300],
+    "huge constant": [1e300, 1e300],
+    "differences of 1e-9": [1.0, 1.0 + 1e-9, 1.0 + 2e-9],
+    "differences of 1e-9 at 1e-6": [1e-6, 1e-6 + 1e-15],
+    "large with small differences": [1e9, 1e9 + 1, 1e9 + 2],
+    "neighbours in float64": [1.0, np.nextafter(1.0, 2.0)],
+    "huge": [1e10, 1e300],
+    "both signs": [-1e-7, 1e-7],
+    "gaps": [0.1, math.nan, 0.3, math.nan, 0.2],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_picture_shows_every_value_and_no_label_twice(name: str) -> None:
+    values = np.array(CASES[name])
+    figure, axis = plt.subplots(figsize=(3.3, 2.3))
+    draw_line(axis, np.arange(1, len(values) + 1), values)
+    fit_range(axis)
+    axis.ticklabel_format(axis="y", scilimits=(-3, 4))
+    figure.canvas.draw()
+    low, high = axis.get_ylim()
+    there = values[np.isfinite(values)]
+    assert low < there.min() <= there.max() < high
+    for labels in (axis.get_yticklabels(), axis.get_xticklabels()):
+        texts = [label.get_text() for label in labels if label.get_text()]
+        assert len(set(texts)) == len(texts), texts
+    assert all(float(x.get_text()).is_integer() for x in axis.get_xticklabels())
+    # Ink within the axes, beside grid and frame: the line or its points.
+    (line,) = axis.lines
+    drawn = np.array(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]
+    line.set_visible(False)
+    figure.canvas.draw()
+    assert (drawn != np.array(figure.canvas.buffer_rgba())).any()  # type: ignore[attr-defined]
+    plt.close(figure)
+
+
+def test_a_picture_without_a_finite_value_says_so() -> None:
+    figure, axis = plt.subplots()
+    draw_line(axis, np.arange(2), np.array([math.nan, math.inf]))
+    fit_range(axis)
+    assert [text.get_text() for text in axis.texts] == ["no finite value"]
+    plt.close(figure)
+
+
+def test_the_page_keeps_small_differences() -> None:
+    assert numbers([1.0, 1.0 + 1e-9, None, math.nan]) == [1.0, 1.000000001, None, None]
+    assert numbers([0.123456789, 2.0]) == [0.123457, 2.0]
+    assert numbers([]) == []
+
+
+@given(st.floats(-1e300, 1e300), st.floats(0, 1e300))
+def test_bins_are_around_all_values(low: float, spread: float) -> None:
+    edges = bin_edges(low, low + spread, 24)
+    assert edges[0] <= low <= low + spread <= edges[-1]
+    assert edges[0] < edges[-1]
+
+
+def finite(values: list[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def in_node(call: str, cases: list[Any]) -> list[Any]:
+    """The results of a function of ``scales.js``, for lists of arguments."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node here")
+    script = (
+        f"const scales = require({json.dumps(str(page.ASSETS / 'scales.js'))});"
+        "const cases = JSON.parse(require('fs').readFileSync(0));"
+        f"console.log(JSON.stringify(cases.map((case_) => {call})));"
+    )
+    ended = subprocess.run(
+        [node, "-e", script], input=json.dumps(cases), capture_output=True, text=True, check=True
+    )
+    found: list[Any] = json.loads(ended.stdout)
+    return found
+
+
+FORMAT = "(value) => Number(value.toPrecision(4)).toLocaleString('en')"
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(-1e12, 1e12), st.floats(1e-12, 1e12), st.integers(2, 9)),
+        min_size=50,
+        max_size=50,
+    )
+)
+def test_labels_of_the_page_never_repeat(axes: list[tuple[float, float, int]]) -> None:
+    cases = [[first + step * n for n in range(count)] for first, step, count in axes]
+    for ticks, labels in zip(
+        cases, in_node(f"scales.tickLabels(case_, {FORMAT})", cases), strict=True
+    ):
+        shown = [label for label in labels if label]
+        assert len(set(shown)) == len(shown), (ticks, labels)
+        assert len(shown) == len(set(ticks)), (ticks, labels)
+
+
+def test_ordinary_labels_of_the_page_are_short() -> None:
+    cases = [[0, 0.2, 0.4], [1.0, 1.000000001], [1e-9, 2e-9], [1e9, 1e9 + 1]]
+    assert in_node(f"scales.tickLabels(case_, {FORMAT})", cases) == [
+        ["0", "0.2", "0.4"],
+        ["1", "1.000000001"],
+        ["1.0e-9", "2.0e-9"],
+        ["1.000000000e+9", "1.000000001e+9"],
+    ]
+
+
+def test_the_page_has_a_range_around_every_value() -> None:
+    cases = [[min(v), max(v)] for v in map(finite, CASES.values())]
+    for (least, most), (low, high) in zip(
+        cases, in_node("scales.reach(...case_, false)", cases), strict=True
+    ):
+        assert low < least <= most < high
+    assert in_node("scales.reach(...case_, true)", [[0, 0], [2, 2]]) == [[0, 1], [0, 2.12]]
+    assert in_node("scales.reach(...case_, false)", [[None, None]]) == [[0, 1]]
+    assert in_node("scales.span(...case_)", [[3, 3], [1, 4]]) == [[2, 4], [1, 4]]
+
+
+def test_points_that_no_line_shows_are_found() -> None:
+    cases = [[1], [1, 2], [1, None, 2, 3], [None, 1, 1], [], [None]]
+    assert in_node("scales.hasLonely(case_)", cases) == [True, False, True, False, False, False]
