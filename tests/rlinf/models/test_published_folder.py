@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.check import check_context
@@ -18,7 +21,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.published_folder import PublishedFolder, check_links
 from tests.environments import need_environment
-from tests.rlinf.models.chat_templates import CHATML, PLAIN
+from tests.rlinf.models.chat_templates import CHATML, OPENS, PLAIN
 from tests.rlinf.models.folders import make_tokenizer, write_folder
 
 
@@ -274,3 +277,156 @@ def test_more_context_than_the_model_takes_is_refused() -> None:
     check_context(64, 64)
     check_context(None, 64)
     check_context(65, None)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A small whole checkpoint with a chat template."""
+    folder = write_folder(tmp_path / "m", make_tokenizer(CHATML), TINY)
+    network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    network.save_pretrained(folder)
+    return folder
+
+
+def accepted(folder: Path, target: Path) -> dict[str, Any]:
+    """The tensors of a folder that is checked, loaded, and copied for a run."""
+    config = CausalLMConfig(path=folder)
+    CausalLM.check(config, {})
+    target.mkdir()
+    CausalLM.create(config, {}, 0, target)
+    assert not any(target.glob("consolidated*"))
+    return CausalLM.load(target, config).module.state_dict()
+
+
+def in_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, table = sorted(tensors), {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        table |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+
+
+def with_mistral_format(folder: Path) -> None:
+    in_shards(folder)
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    (folder / "consolidated.safetensors.index.json").write_text('{"weight_map": {}}')
+
+
+def with_old_buffers(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["model.layers.0.self_attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_stale_index(folder: Path) -> None:
+    """As the library does, the whole file is read."""
+    table = {"weight_map": {"lm_head.weight": "model-00007-of-00007.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize(
+    "change", [in_shards, with_mistral_format, with_old_buffers, with_stale_index]
+)
+def test_weights_are_read_as_the_library_reads_them(
+    checkpoint: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    right = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    change(checkpoint)
+    found = accepted(checkpoint, tmp_path / "run")
+    assert found.keys() == right.keys()
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+def test_advice_for_pickled_weights_leads_to_a_folder_that_is_accepted(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="unpickling runs code") as caught:
+        CausalLM.check(CausalLMConfig(path=checkpoint), {})
+    _, _, advice = str(caught.value).partition("convert them: ")
+    eval(advice, {"AutoModelForCausalLM": AutoModelForCausalLM})  # what a user would do
+    assert accepted(checkpoint, tmp_path / "run")
+
+
+def only_mistral(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+
+
+def packed(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(16, 16, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def quantised(folder: Path) -> None:
+    settings = {**json.loads((folder / "config.json").read_text())}
+    settings["text_config"] = {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+def empty(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (only_mistral, r"Mistral's own format alone .*model\.safetensors\.index\.json"),
+        (packed, r"quantised weights \(model\.layers\.0\.mlp\.up_proj\.weight\).*dequantize"),
+        (quantised, r"quantised weights .*config\.json.*dequantize"),
+        (adapter, "adapter alone .*merge_and_unload"),
+        (empty, r"no \*\.safetensors; fetch its weights"),
+    ],
+)
+def test_a_folder_without_weights_to_train_says_what_to_do(
+    checkpoint: Path, change: Callable[[Path], None], words: str
+) -> None:
+    change(checkpoint)
+    with pytest.raises(DataError, match=words):
+        CausalLM.check(CausalLMConfig(path=checkpoint), {})
+
+
+def test_the_default_of_several_chat_templates_is_taken(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", make_tokenizer())
+    path = folder / "tokenizer_config.json"
+    known = json.loads(path.read_text())
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": CHATML}]
+    path.write_text(json.dumps({**known, "chat_template": several}))
+    assert PublishedFolder(folder).chat_format.template == CHATML
+    path.write_text(json.dumps({**known, "chat_template": several[:1]}))
+    with pytest.raises(DataError, match=r"tool_use, and none is named default"):
+        _ = PublishedFolder(folder).tokenizer
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    assert PublishedFolder(folder).chat_format.template == PLAIN
+    (folder / "chat_template.jinja").unlink()
+    path.write_text(json.dumps(known))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert PublishedFolder(folder).chat_format.template == CHATML
+    (folder / "chat_template.json").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/rag.jinja").write_text("r")
+    with pytest.raises(DataError, match="none is named default"):
+        _ = PublishedFolder(folder).tokenizer
+
+
+def test_arguments_of_the_template_come_from_the_configuration(checkpoint: Path) -> None:
+    (checkpoint / "chat_template.jinja").write_text(OPENS)
+    config = CausalLMConfig(path=checkpoint, chat_template_kwargs={"enable_thinking": False})
+    made = CausalLM.processor(checkpoint, config).chat_format
+    (prompt,) = made.prompts([[{"role": "user", "content": "Hi"}]])
+    assert prompt.endswith("<think>\n\n</think>\n\n")
+    wrong = CausalLMConfig(path=checkpoint, chat_template_kwargs={"enable_thinkng": False})
+    with pytest.raises(ConfigError, match=r"kwargs\.enable_thinkng: .*did you mean"):
+        CausalLM.check(wrong, {})
+    new = CausalLMConfig(chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(ConfigError, match="has no chat template"):
+        CausalLM.check(new, {"alphabet": "ab"})
