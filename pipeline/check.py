@@ -101,7 +101,9 @@ def check(config: RunConfig) -> None:
         environment.verify(task_options)
     processor = policy.check(model_options, spec)
     extent = environment.extent(task_options, processor)
-    check_extent(config, extent, policy.positions(model_options))
+    positions = policy.positions(model_options)
+    check_context(getattr(engine_options, "context", None), positions)
+    check_extent(config, extent, positions)
 
 
 def check_interpreters(
@@ -347,6 +349,19 @@ def check_device(name: str, key: str) -> None:
     if kind == "cuda" and int(number or 0) >= seen:
         has = f"{seen} GPUs" if seen else "no GPU"
         raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
+
+
+def check_context(context: int | None, positions: int | None) -> None:
+    """See that an engine is not asked for longer samples than the model takes.
+
+    Raises:
+        ConfigError: it is; vLLM would not start.
+    """
+    if context is not None and positions is not None and context > positions:
+        raise ConfigError(
+            f"engine.context: {context} is more than the {positions} positions of the model; set "
+            f"it to {positions} or less, or leave it out"
+        )
 
 
 def check_extent(config: RunConfig, extent: Extent, positions: int | None) -> None:

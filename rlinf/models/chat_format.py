@@ -274,8 +274,8 @@ class ChatFormat:
             self.template, json.dumps(self._variables, sort_keys=True, default=str)
         )
         both = last[: _shared(last, earlier)]
-        for known in (self.special_tokens, self.tokenizer.get_added_vocab()):
-            for tail in (both, last, earlier):
+        for tail in (both, last, earlier):
+            for known in (self.special_tokens, self.tokenizer.get_added_vocab()):
                 places = sorted((tail.find(s), -len(s), s) for s in known if s in tail)
                 found = [text for _, _, text in places]
                 ends = [text for text in found if self._id(text) in self.eos_token_ids]
