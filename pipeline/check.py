@@ -95,6 +95,7 @@ def check(config: RunConfig) -> None:
     if config.warm_start.max_steps:
         environment.check_demonstrations(task_options)
     processor = policy.check(model_options, environment.describe(task_options))
+    engine.check_policy(engine_options, model_options)
     extent = environment.extent(task_options, processor)
     check_extent(config, extent, policy.positions(model_options))
 

@@ -12,13 +12,14 @@ from pydantic import Field
 from rlinf.config import Section
 from rlinf.engines.base import Engine
 from rlinf.engines.legs import Ask
-from rlinf.errors import DataError
+from rlinf.errors import ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.causal_lm import CausalLMConfig, load_tokenizer
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.headers import positions, read_settings
+from rlinf.models.headers import read_settings
 from rlinf.models.loading import described_module, stop_tokens
 from rlinf.models.published import Published
+from rlinf.models.rotary import context_length, length_scaling
 
 
 class ExternalConfig(Section):
@@ -48,6 +49,8 @@ class ExternalEngine(Engine):
 
     Config: ClassVar[type[Section]] = ExternalConfig
     needs = frozenset({LANGUAGE_MODEL})
+    length_scalings: ClassVar[frozenset[str]] = frozenset()
+    """Rotary scalings by a length (:mod:`rlinf.models.rotary`) that it computes as the trainer."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         self._config = config
@@ -65,6 +68,25 @@ class ExternalEngine(Engine):
     @classmethod
     def rows(cls, config: Any) -> int:
         return int(config.max_rows)
+
+    @classmethod
+    def check_policy(cls, config: Any, policy: Any) -> None:
+        path = getattr(policy, "path", None)
+        scaling = None if path is None else length_scaling(read_settings(path.expanduser()))
+        if scaling is None:
+            return
+        if scaling.kind not in cls.length_scalings:
+            raise ConfigError(
+                f"engine.name: {cls.__name__.removesuffix('Engine')} would choose other rotary "
+                f"frequencies than the trainer: those of {path} depend on a length "
+                f"({scaling.kind} in config.json); set engine=transformers"
+            )
+        if config.context is not None and config.context != policy.context:
+            raise ConfigError(
+                f"engine.context: the rotary frequencies of {path} depend on this length "
+                f"({scaling.kind} in config.json), for the trainer too; leave it out and set "
+                f"model.context={config.context}"
+            )
 
     @property
     def sleeps(self) -> bool:
@@ -98,7 +120,8 @@ class ExternalEngine(Engine):
         config = self._policy_config
         module = described_module(model, config)
         self._settings = module.config.get_text_config()
-        self._context = self._config.context or positions(read_settings(model)) or 4096
+        own = context_length(read_settings(model), config.context)
+        self._context = self._config.context or own or 4096
         self._tokenizer = load_tokenizer(model, config.trust_remote_code)
         ends = () if self._config.ignore_eos else stop_tokens(module, self._tokenizer)
         self.stops = frozenset(ends)

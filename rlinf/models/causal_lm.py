@@ -47,6 +47,7 @@ from rlinf.models.logprobs import (
     without,
 )
 from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
+from rlinf.models.rotary import context_length, length_scaling
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
@@ -62,6 +63,10 @@ class CausalLMConfig(Section):
     """Folder in the Hugging Face format; any ``AutoModelForCausalLM``."""
     trust_remote_code: bool = False
     """Run model code that the checkpoint brings along. Off: such a checkpoint is refused."""
+    context: int | None = Field(default=None, gt=0)
+    """Most tokens of a prompt and its response together; null: as many as the model was made for,
+    and of a model whose rotary scaling depends on the length (LongRoPE, dynamic NTK) as many as its
+    plain frequencies reach. Such frequencies are chosen by this length, for the whole run."""
     architecture: Architecture = "qwen2"
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=4, gt=0)
@@ -109,6 +114,7 @@ class CausalLM(Policy):
             folder = config.path.expanduser()
             check_checkpoint(folder, config.trust_remote_code)
             check_family(folder, config)
+            check_context(folder, config)
             check_headers(folder)
             tokenizer = load_tokenizer(folder, config.trust_remote_code)
             check_vocabulary(folder, tokenizer)
@@ -120,13 +126,14 @@ class CausalLM(Policy):
                 "give the folder of a checkpoint, or choose a task that fits model.name"
             )
         check_sizes(config)
+        check_context(None, config)
         return None
 
     @classmethod
     def positions(cls, config: CausalLMConfig) -> int | None:
         if config.path is None:
-            return config.max_positions
-        return positions(read_settings(config.path.expanduser()))
+            return config.context or config.max_positions
+        return context_length(read_settings(config.path.expanduser()), config.context)
 
     @classmethod
     def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
@@ -417,6 +424,34 @@ def check_family(folder: Path, config: CausalLMConfig) -> None:
         raise DataError(
             f"model.path: {folder} is a {settings.model_type!r} model, which is no causal language "
             "model"
+        )
+
+
+def check_context(folder: Path | None, config: CausalLMConfig) -> None:
+    """See that a model can read as many tokens as ``model.context`` says.
+
+    Raises:
+        ConfigError: it cannot, or its own code would choose rotary frequencies by other lengths.
+    """
+    if folder is None:
+        longest: int | None = config.max_positions
+        scaling = None
+    else:
+        settings = read_settings(folder)
+        scaling = length_scaling(settings)
+        longest = positions(settings) if scaling is None else scaling.longest
+        if scaling is not None and "auto_map" in settings and config.trust_remote_code:
+            raise ConfigError(
+                f"model.trust_remote_code: the own code of {folder} chooses rotary frequencies by "
+                f"the longest row of a call ({scaling.kind} in config.json), so samples would "
+                "depend on their neighbours; remove auto_map from its config.json and set this to "
+                "false, for families that transformers has"
+            )
+    if config.context is not None and longest is not None and config.context > longest:
+        key = "model.max_positions" if folder is None else f"{folder / 'config.json'}"
+        raise ConfigError(
+            f"model.context: {config.context} tokens do not fit into the {longest} positions of "
+            f"the model ({key}); lower it"
         )
 
 

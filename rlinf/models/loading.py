@@ -21,6 +21,7 @@ from rlinf.models.fit import check_fit, network_class, refuse_unfit, renames, un
 from rlinf.models.folder import check_links
 from rlinf.models.headers import INDEX, read_settings
 from rlinf.models.linear import use_onednn
+from rlinf.models.rotary import freeze_rotary
 from rlinf.sharded import local, rows_of
 from rlinf.tensors import TensorFile, load_tensors
 
@@ -58,6 +59,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
         found["unexpected_keys"],
         found["mismatched_keys"],
     )
+    freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
     use_onednn(module)
     return module
 
@@ -78,6 +80,7 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
         if module is not None:
             _set_generation(module, folder)
     if module is not None:
+        freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
         use_onednn(module)
     return module
 

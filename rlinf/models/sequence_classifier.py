@@ -18,8 +18,9 @@ from torch import nn
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import brief, check_vocabulary
 from rlinf.models.fit import check_fit, refuse_unfit, renames, stored_shapes, under_prefix
-from rlinf.models.headers import check_headers
+from rlinf.models.headers import check_headers, read_settings
 from rlinf.models.loading import check_checkpoint, read_weights
+from rlinf.models.rotary import freeze_rotary
 
 
 def check_classifier(folder: Path, key: str) -> Any:
@@ -45,8 +46,13 @@ def check_classifier(folder: Path, key: str) -> Any:
         return tokenizer
 
 
-def load_classifier(folder: Path, dtype: torch.dtype, key: str) -> nn.Module:
+def load_classifier(
+    folder: Path, dtype: torch.dtype, key: str, limit: int | None = None
+) -> nn.Module:
     """The network of a folder that :func:`check_classifier` accepts, on the CPU.
+
+    Args:
+        limit: most tokens of a row; rotary frequencies that depend on a length are chosen by it.
 
     Called with ``input_ids`` and ``attention_mask`` ``[B, T]`` it gives ``logits`` ``[B, 1]``.
 
@@ -66,6 +72,7 @@ def load_classifier(folder: Path, dtype: torch.dtype, key: str) -> nn.Module:
         )
         missing, others = found["missing_keys"], found["unexpected_keys"]
         refuse_unfit(f"{key}: {folder}", missing, others, found["mismatched_keys"])
+        freeze_rotary(module, read_settings(folder), limit, f"{key}: {folder}")
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
 

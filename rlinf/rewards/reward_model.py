@@ -23,7 +23,8 @@ from rlinf.errors import DataError
 from rlinf.fit import PROMPTS
 from rlinf.models.chat import render
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.headers import positions, read_settings
+from rlinf.models.headers import read_settings
+from rlinf.models.rotary import context_length
 from rlinf.models.sequence_classifier import check_classifier, load_classifier
 from rlinf.residency import Storages, placed
 from rlinf.rewards.base import Judgement, Resources, Reward, Worth
@@ -80,7 +81,7 @@ class RewardModelReward(Storages, Reward):
     ) -> list[Worth | Judgement]:
         config, module = self.config, self._ready()
         rows = self._rows(trajectories)
-        most = config.max_tokens or positions(read_settings(self._folder))
+        most = context_length(read_settings(self._folder), config.max_tokens)
         fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
         found: list[Worth | Judgement] = [self._unfit()] * len(rows)
         for batch in batches([len(rows[i]) for i in fit], config.batch_tokens):
@@ -106,7 +107,8 @@ class RewardModelReward(Storages, Reward):
             dtype = getattr(torch, self.config.dtype)
             if residency is not None:
                 residency.clear()
-            self._module = placed(load_classifier(self._folder, dtype, KEY), self.device)
+            module = load_classifier(self._folder, dtype, KEY, self.config.max_tokens)
+            self._module = placed(module, self.device)
         if residency is not None:
             residency.need(self)
         return self._module
