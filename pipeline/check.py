@@ -371,4 +371,6 @@ def check_extent(config: RunConfig, extent: Extent, positions: int | None) -> No
 
 
 def _or_model(options: dict[str, Any]) -> str:
-    return " or task.max_prompt_tokens" if options.get("path") else " or raise model.max_positions"
+    if not options.get("path"):
+        return " or raise model.max_positions"
+    return " or task.max_prompt_tokens, or raise model.context as far as config.json allows"
