@@ -22,6 +22,7 @@ from rlinf.errors import ArtifactError, ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
 from rlinf.models.architectures import Architecture, check_sizes, settings_of
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.families import check_causal
 from rlinf.models.fit import as_published, check_weights, renames
 from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
 from rlinf.models.loading import (
@@ -327,6 +328,10 @@ class CausalLM(Policy):
                 stack.enter_context(uncapped(self.network))
                 stack.enter_context(replaced(head, parts))
             out, values = self._run(inputs)
+        if not in_parts and isinstance(kept := inputs["logits_to_keep"], int):
+            # Some families give logits of all positions, whatever they are asked to keep.
+            out = out[:, -kept:]
+            values = None if values is None else values[:, -kept:]
         values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:
             return out[..., 0], out[..., 1] if entropy else None, values
@@ -425,6 +430,7 @@ def check_family(folder: Path, config: CausalLMConfig) -> None:
             f"model.path: {folder} is a {settings.model_type!r} model, which is no causal language "
             "model"
         )
+    check_causal(settings, f"model.path: {folder}")
 
 
 def check_context(folder: Path | None, config: CausalLMConfig) -> None:

@@ -180,6 +180,6 @@ def check_weights(folder: Path) -> None:
             return
         with torch.device("meta"):
             module = cls._from_config(settings)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
     check_fit(f"model.path: {folder}", under_prefix(stored, module), module)

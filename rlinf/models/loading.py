@@ -202,7 +202,7 @@ def _reading(folder: Path) -> Iterator[None]:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
     finally:
         logging.set_verbosity(verbosity)
@@ -235,9 +235,12 @@ def _without_memory(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
     return None if kept else module
 
 
-def _attention(settings: Any) -> str:
-    """What the library computes attention with, until packing or an engine sets its own."""
-    return "eager" if settings.model_type in BY_FORMULA else "sdpa"
+def _attention(settings: Any) -> str | None:
+    """What the library computes attention with, until packing or an engine sets its own.
+
+    None: torch's fused attention where each part of the network has it, else the formula.
+    """
+    return "eager" if settings.model_type in BY_FORMULA else None
 
 
 def _set_generation(module: Any, folder: Path) -> None:

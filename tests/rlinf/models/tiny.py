@@ -28,14 +28,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def write(folder: Path, family: str, seed: int = 0, **settings: Any) -> CausalLMConfig:
+def write(
+    folder: Path, family: str, seed: int = 0, made: dict[str, Any] | None = None, **settings: Any
+) -> CausalLMConfig:
     """Write a checkpoint with random weights and a character tokenizer; return its policy's
     configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     words = write_character_tokenizer(ALPHABET, folder)
-    made = AutoConfig.for_model(family, **{**SIZES, "vocab_size": len(words), **settings})
+    made = AutoConfig.for_model(family, **{**(SIZES if made is None else made), "vocab_size": len(words), **settings})
     torch.manual_seed(seed)
     module: Any = AutoModelForCausalLM.from_config(made, dtype=torch.float32)  # type: ignore[no-untyped-call]
     # Weights of the usual size say almost the same of every token.

@@ -1,0 +1,89 @@
+"""Tiny settings of every causal language model of the library, one of each kind of layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim_model", "emb_dim", "embedding_size"), 32),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dim_ff", "decoder_ffn_dim",
+         "encoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
+         "shared_intermediate_size", "moe_shared_expert_intermediate_size", "intermediate_size_mlp",
+         "expert_ffn_hidden_size", "dff", "feed_forward_size"), 48),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "n_layers",
+         "num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads",
+         "n_heads", "num_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"), 2),
+    **dict.fromkeys(
+        ("num_key_value_heads", "multi_query_group_num", "num_kv_heads"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "attention_head_dim", "v_head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "attention_chunk_size": 8,
+    "window_size": 8,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "mamba_dt_rank": 4, "time_step_rank": 4,
+    "mamba_d_ssm": 64, "mamba_chunk_size": 8, "chunk_size": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}
+MLA = {"num_key_value_heads": 2}
+BOS = {"bos_token_id": 1}
+KINDS = ["linear_attention", "full_attention"]
+DECODER = {"is_decoder": True}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite",
+         "glm_moe_dsa", "longcat_flash", "youtu", "diffllama", "zamba", "zamba2"), MLA),
+    **dict.fromkeys(
+        ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+         "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+         "xlm-roberta", "xlm-roberta-xl", "xmod"), DECODER),
+    "big_bird": {**DECODER, "attention_type": "original_full"},
+    "xmod": {**DECODER, "default_language": "en_XX"},
+    "reformer": {**DECODER, "attn_layers": ["local", "lsh"]},
+    **dict.fromkeys(("cwm", "emu3", "mllama", "modernbert-decoder"), BOS),
+    "codegen": {"n_head": 4, "rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "nemotron_h": {"n_groups": 1},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def tiny_settings(family: str, vocabulary: int) -> dict[str, Any]:
+    """Return what ``AutoConfig.for_model`` is told."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return {**_shrunk(CONFIG_MAPPING[family], vocabulary), **OWN.get(family, {})}
+
+
+def _shrunk(cls: Any, vocabulary: int) -> dict[str, Any]:
+    plain = cls()
+    names, mapped = set(plain.to_dict()), getattr(cls, "attribute_map", {})
+    told = {n: v for n, v in SIZES.items() if n in names or n in mapped}
+    if "vocab_size" in names or "vocab_size" in mapped:
+        told["vocab_size"] = vocabulary
+    kinds = getattr(plain, "layer_types", None)
+    own = mapped.get("layer_types", "layer_types")
+    if isinstance(kinds, list) and not isinstance(getattr(cls, own, None), property):
+        seen = list(dict.fromkeys(kinds))
+        told["layer_types"] = seen * 2 if len(seen) == 1 else seen
+        told["num_hidden_layers"] = len(told["layer_types"])
+    for name, part in getattr(cls, "sub_configs", {}).items():
+        inner = type(getattr(plain, name, None)) if getattr(plain, name, None) is not None else part
+        if hasattr(inner, "model_type"):
+            told[name] = _shrunk(inner, vocabulary)
+    return told
