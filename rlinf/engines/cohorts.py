@@ -21,8 +21,13 @@ from torch import Tensor
 from rlinf.models.fit import SEEING
 from rlinf.models.packed import APART
 
-REREAD = {"blt", "cpmant", "minimax", "recurrent_gemma", "xlstm"}
-"""Families that keep what they read elsewhere than in the library's common cache classes."""
+REREAD = {
+    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("minimax", "recurrent_gemma", "xlstm"),
+}
+"""Families that count positions by the tokens that are no padding, and families that keep what they
+read elsewhere than in the library's common cache classes."""
 KINDS = {"full_attention", "sliding_attention"}
 """Layers that the engine's own cache can serve."""
 
@@ -95,6 +100,7 @@ class CohortNetwork:
         kind = module.config.model_type
         self._cache_name = held[0] if held and kind not in REREAD else None
         self._keeps = "logits_to_keep" in names
+        self._places = "position_ids" in names
 
     def read(self, contexts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Cohorts]:
         """Read each distinct context once.
@@ -150,6 +156,11 @@ class CohortNetwork:
         options: dict[str, Any] = {"use_cache": cohort.cache is not None}
         if self._cache_name is not None:
             options[self._cache_name] = cohort.cache
+            if self._places and cohort.cache is not None:
+                # Some families count from 0 in each call.
+                stop = cohort.tokens.shape[1]
+                places = torch.arange(stop - tokens.shape[1], stop, device=tokens.device)
+                options["position_ids"] = places.expand(len(tokens), -1)
         if self._keeps:
             options["logits_to_keep"] = 1
         logits: Tensor = self._module(input_ids=tokens, **options).logits[:, -1].float()

@@ -203,7 +203,7 @@ class CausalLM(Policy):
 
     def save_state(self, folder: Path, state: State) -> None:
         copy_companions(self._folder, folder)
-        if renames(self.network.config, type(self.network)):
+        if renames(self.network):
             state = State.of(as_published(self.network, state.whole()))
         tied = getattr(self.network, "_tied_weights_keys", None) or {}
         if not getattr(self.network.config, "tie_word_embeddings", False):

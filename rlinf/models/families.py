@@ -15,6 +15,8 @@ ENCODERS = {
 DRAFTS = "it drafts tokens from the hidden states of another model and reads no text by itself"
 SOUND = "its tokens are those of sound, several at each step"
 REFUSED = {
+    "blt": "it reads bytes in patches that a second network cuts",
+    "cpmant": "its positions depend on the padding of its input",
     "gemma4_assistant": DRAFTS,
     "gemma4_unified_assistant": DRAFTS,
     "moshi": SOUND,

@@ -74,9 +74,11 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
     """
     with _reading(folder):
         cls, settings = _network(folder, config)
-        if renames(settings, cls) or "auto_map" in read_settings(folder):
+        if "auto_map" in read_settings(folder):
             return None
         module = _without_memory(cls, settings, config)
+        if module is not None and renames(module):
+            return None
         if module is not None:
             _set_generation(module, folder)
     if module is not None:

@@ -121,7 +121,7 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> None:
             f"model.path: {folder} has {settings.num_labels} labels (id2label in config.json); a "
             "reward model has one"
         )
-    if not renames(settings, cls):
+    if not renames(module):
         check_fit(f"model.path: {folder}", stored, module)
 
 

@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
 }
+LEFT_OUT = object()
 MLA = {"num_key_value_heads": 2}
 BOS = {"bos_token_id": 1}
 KINDS = ["linear_attention", "full_attention"]
@@ -51,15 +52,40 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {**DECODER, "default_language": "en_XX"},
     "reformer": {**DECODER, "attn_layers": ["local", "lsh"]},
     **dict.fromkeys(("cwm", "emu3", "mllama", "modernbert-decoder"), BOS),
-    "codegen": {"n_head": 4, "rotary_dim": 8},
-    "gptj": {"rotary_dim": 8},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "nemotron_h": {"n_groups": 1},
-    "zaya": {"num_experts_per_tok": 1},
+    **dict.fromkeys(
+        ("deepseek_v3", "longcat_flash", "youtu"), {"num_key_value_heads": 2, "head_dim": 8}),
+    "axk1": {"num_key_value_heads": 2, "head_dim": 8, "n_group": 2, "topk_group": 1},
+    "codegen": {"num_attention_heads": 4, "rotary_dim": 8},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "emu3": {"text_config": BOS},
+    "mllama": {"text_config": BOS},
+    "dots3_note": {"text_config": MLA},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+            for kind in ("sliding_attention", "full_attention")
+        }
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 2, "hc_lowrank": 8,
+    },
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+            "indexer_budget": 16, "indexer_compress_ratio": 2, "hc_lowrank": 8,
+        }
+    },
+    "zamba": {"num_key_value_heads": 2, "num_hidden_layers": 5, "attention_head_dim": 32,
+              "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"]},
+    "zamba2": {"num_key_value_heads": 2, "num_hidden_layers": 4, "attention_head_dim": 32,
+               "layer_types": LEFT_OUT, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_mem_blocks": 1},
 }
 
 
@@ -67,7 +93,14 @@ def tiny_settings(family: str, vocabulary: int) -> dict[str, Any]:
     """Return what ``AutoConfig.for_model`` is told."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return {**_shrunk(CONFIG_MAPPING[family], vocabulary), **OWN.get(family, {})}
+    told = _shrunk(CONFIG_MAPPING[family], vocabulary)
+    for name, value in OWN.get(family, {}).items():
+        part = told.get(name)
+        if value is LEFT_OUT:
+            del told[name]
+            continue
+        told[name] = {**part, **value} if name.endswith("_config") and part else value
+    return told
 
 
 def _shrunk(cls: Any, vocabulary: int) -> dict[str, Any]:
