@@ -35,7 +35,10 @@ KINDS = {"full_attention", "sliding_attention"}
 def shares_padding(settings: Any) -> bool:
     """Return whether rows of several lengths can be decoded side by side, padded on the left."""
     text = settings.get_text_config()
-    return settings.model_type in APART | SEEING and set(getattr(text, "layer_types", None) or ()) <= KINDS
+    return (
+        settings.model_type in APART | SEEING
+        and set(getattr(text, "layer_types", None) or ()) <= KINDS
+    )
 
 
 @dataclass
@@ -165,5 +168,3 @@ class CohortNetwork:
             options["logits_to_keep"] = 1
         logits: Tensor = self._module(input_ids=tokens, **options).logits[:, -1].float()
         return logits
-
-

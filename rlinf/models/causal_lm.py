@@ -47,7 +47,7 @@ from rlinf.models.logprobs import (
     uncapped,
     without,
 )
-from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
+from rlinf.models.packed import APART, Rows, check_apart, pack, unpack, use_packing
 from rlinf.models.rotary import context_length, length_scaling
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
@@ -341,6 +341,13 @@ class CausalLM(Policy):
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Logits ``[B, K, V]`` and, of a critic, values ``[B, K]`` of what is kept."""
         return self.module(**inputs, use_cache=False).logits, None
+
+    @classmethod
+    def check_packing(cls, config: CausalLMConfig) -> None:
+        family = config.architecture
+        if config.path is not None:
+            family = read_settings(config.path.expanduser())["model_type"]
+        check_apart(family)
 
     def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         for network in self.networks:

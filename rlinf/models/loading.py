@@ -204,7 +204,14 @@ def _reading(folder: Path) -> Iterator[None]:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
     finally:
         logging.set_verbosity(verbosity)

@@ -29,17 +29,32 @@ SIZES: dict[str, Any] = {
 
 
 def write(
-    folder: Path, family: str, seed: int = 0, made: dict[str, Any] | None = None, **settings: Any
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    made: dict[str, Any] | None = None,
+    kind: Any = None,
+    **settings: Any,
 ) -> CausalLMConfig:
-    """Write a checkpoint with random weights and a character tokenizer; return its policy's
-    configuration."""
+    """Write a checkpoint with random weights and a character tokenizer.
+
+    Args:
+        made: all settings, in place of :data:`SIZES`.
+        kind: the library's class that makes the network; None: a causal language model.
+        settings: further ones, as in ``config.json``.
+
+    Returns:
+        The configuration of its policy.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     words = write_character_tokenizer(ALPHABET, folder)
-    made = AutoConfig.for_model(family, **{**(SIZES if made is None else made), "vocab_size": len(words), **settings})
+    made = AutoConfig.for_model(
+        family, **{**(SIZES if made is None else made), "vocab_size": len(words), **settings}
+    )
     torch.manual_seed(seed)
-    module: Any = AutoModelForCausalLM.from_config(made, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    module: Any = (kind or AutoModelForCausalLM).from_config(made, dtype=torch.float32)  # type: ignore[no-untyped-call]
     # Weights of the usual size say almost the same of every token.
     with torch.no_grad():
         for tensor in module.parameters():
