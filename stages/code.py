@@ -65,8 +65,6 @@ CARRIERS = (
     "rlinf.machine",
     "rlinf.models.device",
     "rlinf.models.fit",
-    "rlinf.models.folder",
-    "rlinf.models.headers",
     "rlinf.private",
     "rlinf.registry",
     "rlinf.residency",

@@ -8,7 +8,7 @@ tokens: what was cached is then computed anew from the tokens so far.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -58,6 +58,8 @@ class Network(Protocol):
     ) -> Tensor: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def stop_ids(self, texts: Iterable[str]) -> set[int]: ...
 
     def refreshed(self, hooks: Hooks) -> bool: ...
 
@@ -385,7 +387,8 @@ class Decoding:
         if numbers:
             tokens, made = batch.tokens[numbers].tolist(), batch.made[numbers].tolist()
             for i, line, count in zip(numbers, tokens, made, strict=True):
-                sampling = batch.rows[i].asked.sampling
+                sampling, network = batch.rows[i].asked.sampling, self._network
                 if count >= sampling.min_tokens:
-                    found[i] = completes(line[:count], sampling.stop, self._network.decode)
+                    ids = network.stop_ids(sampling.stop)
+                    found[i] = completes(line[:count], sampling.stop, network.decode, ids)
         return found

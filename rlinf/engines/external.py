@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,12 +14,15 @@ from rlinf.engines.base import Engine
 from rlinf.engines.legs import Ask
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL
-from rlinf.models.causal_lm import CausalLMConfig, load_tokenizer
+from rlinf.models.causal_lm import CausalLMConfig
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.headers import read_settings
-from rlinf.models.loading import described_module, stop_tokens
+from rlinf.models.loading import described_module
 from rlinf.models.published import Published
-from rlinf.models.rotary import context_length, length_scaling
+from rlinf.models.published_folder import PublishedFolder, read_settings
+from rlinf.models.rotary import length_scaling
+
+NO_LIMIT = 4096
+"""The context of models whose settings give no limit: vLLM needs one, and takes any."""
 
 
 class ExternalConfig(Section):
@@ -98,9 +101,20 @@ class ExternalEngine(Engine):
         return int(self._config.cache_gib * 2**30)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, without special ones."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        """The text of some tokens, in which stop strings are looked for."""
+        return self.chat_format.decode(tokens)
+
+    def stop_ids(self, texts: Iterable[str]) -> set[int]:
+        """The ids of those stop strings that are special tokens, which no decoded text shows."""
+        return self.chat_format.stop_ids(texts)
+
+    def stops_of(self, ask: Ask) -> set[int]:
+        """The tokens that the other project is to stop a leg at.
+
+        Stop strings may come before ``min_tokens``, stop tokens cannot: then they are looked for
+        here alone.
+        """
+        return {*self.stops, *(() if ask.least else self.stop_ids(ask.sampling.stop))}
 
     def check_room(self, ask: Ask) -> None:
         """See that what is asked for fits into the context.
@@ -120,11 +134,11 @@ class ExternalEngine(Engine):
         config = self._policy_config
         module = described_module(model, config)
         self._settings = module.config.get_text_config()
-        own = context_length(read_settings(model), config.context)
-        self._context = self._config.context or own or 4096
-        self._tokenizer = load_tokenizer(model, config.trust_remote_code)
-        ends = () if self._config.ignore_eos else stop_tokens(module, self._tokenizer)
-        self.stops = frozenset(ends)
+        published = PublishedFolder.of(config, model)
+        own = published.run_length(config.context)
+        self._context = self._config.context or own or NO_LIMIT
+        self.chat_format = published.chat_format
+        self.stops = frozenset() if self._config.ignore_eos else published.stop_token_ids
         self._published = Published(module)
 
     def _device_bytes(self) -> int:

@@ -28,7 +28,8 @@ from rlinf.engines.base import NO_HOOKS, Hooks, Requests
 from rlinf.engines.external import ExternalConfig, ExternalEngine
 from rlinf.engines.legs import Decoder, Legs
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.loading import companions, outline_module, stored
+from rlinf.models.loading import outline_module, stored
+from rlinf.models.published_folder import companions
 from rlinf.residency import Size
 
 

@@ -10,7 +10,7 @@ the same seed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -60,6 +60,9 @@ class Host(Protocol):
     def load(self, folder: Path, version: int) -> None: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def stop_ids(self, texts: Iterable[str]) -> set[int]:
+        """Of stop strings that are special tokens."""
 
 
 class Decoder(Protocol):
@@ -140,8 +143,9 @@ class Sample:
         if sampling.stop:
             # A decoder knows nothing of a text that began in an earlier leg, or of one with a
             # special token in it.
+            ids = host.stop_ids(sampling.stop)
             for count in range(max(before + 1, sampling.min_tokens), len(self.tokens) + 1):
-                if completes(self.tokens[:count], sampling.stop, host.decode):
+                if completes(self.tokens[:count], sampling.stop, host.decode, ids):
                     self.stopped = True
                     del self.tokens[count:], self.logprobs[count:]
                     break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -59,13 +59,21 @@ def cut(weights: Tensor, settings: Sampling) -> Tensor:
 
 
 def completes(
-    tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+    tokens: Sequence[int],
+    stops: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
+    stop_ids: Collection[int] = (),
 ) -> bool:
     """Whether one of the texts ends in the last token of a sample (and began in any earlier one).
+
+    Args:
+        stop_ids: tokens that are one of the texts, and that ``decode`` does not show.
 
     Reads no more of the sample's end than it must: a token makes a byte or more, or, being
     special, nothing.
     """
+    if tokens[-1] in stop_ids:
+        return True
     most = max(len(stop.encode()) for stop in stops)
     window = most + 8
     while True:

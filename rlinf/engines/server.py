@@ -32,13 +32,8 @@ from rlinf.engines.legs import Ask, Leg, Legs
 from rlinf.engines.process import Gone, ServerError, ServerProcess
 from rlinf.engines.replicas import Replicas
 from rlinf.interpreters import interpreter
-from rlinf.models.loading import (
-    WEIGHTS,
-    companions,
-    copy_companions,
-    tensor_files,
-    text_settings,
-)
+from rlinf.models.loading import text_settings
+from rlinf.models.published_folder import WEIGHTS, companions, copy_companions, weight_files
 from rlinf.residency import Size
 from rlinf.segments import SHM, segment_name
 from rlinf.tensors import State, save_tensors
@@ -161,9 +156,7 @@ class ServerEngine(ExternalEngine):
         for path in model.glob("*.safetensors*"):
             path.unlink()
         # One at a time: the old and the new ones need not be there together.
-        for path in tensor_files(folder):
-            copy_file(path, model / path.name)
-        for path in folder.glob("*.safetensors.index.json"):
+        for path in weight_files(folder):
             copy_file(path, model / path.name)
         if not same:
             self._known(model)

@@ -107,7 +107,7 @@ class SGLangEngine(Cached, ServerEngine):
         return {**always, **own, "PYTHONPATH": f"{INSIDE}:{STAND_INS}"}
 
     def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        body = {"input_ids": ask.tokens, "sampling_params": settings(ask, self.stops)}
+        body = {"input_ids": ask.tokens, "sampling_params": settings(ask, self.stops_of(ask))}
         return "/generate", {**body, "return_logprob": True}
 
     def answer(self, values: Any) -> Leg:

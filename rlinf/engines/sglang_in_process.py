@@ -94,7 +94,7 @@ class Stepped:
         self._engine.check_room(ask)
         self._count += 1
         name = str(self._count)
-        self._engine.inner.add(name, ask.tokens, settings(ask, self._engine.stops))
+        self._engine.inner.add(name, ask.tokens, settings(ask, self._engine.stops_of(ask)))
         self._begun[name] = sample
 
     def ended(self) -> list[tuple[Sample, Leg | Exception]]:

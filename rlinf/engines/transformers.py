@@ -27,11 +27,12 @@ from rlinf.engines.decoding import Decoding, Images
 from rlinf.engines.fused import FusedStep
 from rlinf.fit import IMAGE_REQUESTS, LANGUAGE_MODEL
 from rlinf.models.base import Policy, copy_weights
-from rlinf.models.causal_lm import CausalLMConfig, causal_mask, load_tokenizer
+from rlinf.models.causal_lm import CausalLMConfig, causal_mask
 from rlinf.models.device import DeviceName, local_device
 from rlinf.models.images import PIXELS, SIZES, ImageSettings, images_in, sizes_in
-from rlinf.models.loading import load_module, reload_weights, stop_tokens
+from rlinf.models.loading import load_module, reload_weights
 from rlinf.models.logprobs import without
+from rlinf.models.published_folder import PublishedFolder
 from rlinf.residency import Storages, placed
 
 
@@ -90,10 +91,10 @@ class TransformersEngine(Storages, Engine):
             else:
                 self._cohorts = CohortNetwork(self._module)
         self._images = self._policy.image_settings(folder)
-        tokenizer = load_tokenizer(folder, self._policy_config.trust_remote_code)
-        self._tokenizer = tokenizer
-        known = set() if self._config.ignore_eos else stop_tokens(self._module, tokenizer)
-        self.stops = torch.tensor(sorted(known), dtype=torch.int64, device=self.device)
+        published = PublishedFolder.of(self._policy_config, folder)
+        self._chat_format = published.chat_format
+        known = () if self._config.ignore_eos else sorted(published.stop_token_ids)
+        self.stops = torch.tensor(known, dtype=torch.int64, device=self.device)
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -121,9 +122,12 @@ class TransformersEngine(Storages, Engine):
         return Decoding(self, requests, seed, stage, hooks, self._config.max_rows).replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, without special ones."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        """The text of some tokens, in which stop strings are looked for."""
+        return self._chat_format.decode(tokens)
+
+    def stop_ids(self, texts: Iterable[str]) -> set[int]:
+        """The ids of those stop strings that are special tokens, which no decoded text shows."""
+        return self._chat_format.stop_ids(texts)
 
     def read(
         self, contexts: Sequence[np.ndarray], room: int, images: Sequence[Images | None] = ()

@@ -68,7 +68,7 @@ class VLLMEngine(ServerEngine):
         _call(process, "rlinf_begin", watched=True)
 
     def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        body = {"token_ids": ask.tokens, "sampling_params": settings(ask, self.stops)}
+        body = {"token_ids": ask.tokens, "sampling_params": settings(ask, self.stops_of(ask))}
         return "/inference/v1/generate", body
 
     def answer(self, values: Any) -> Leg:

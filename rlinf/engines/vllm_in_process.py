@@ -93,7 +93,7 @@ class Stepped:
 
         self._engine.check_room(ask)
         kind = RequestOutputKind.DELTA
-        params = SamplingParams(**settings(ask, self._engine.stops), output_kind=kind)
+        params = SamplingParams(**settings(ask, self._engine.stops_of(ask)), output_kind=kind)
         self._count += 1
         name = str(self._count)
         self._engine.inner.add_request(name, tokens_input(ask.tokens), params)

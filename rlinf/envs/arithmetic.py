@@ -97,11 +97,10 @@ class ArithmeticEnvironment(PromptEnvironment):
         random = generator(seed, "arithmetic", "demonstration", step)
         prompts = [self._draw(random, "train") for _ in range(count)]
         answers = [self._demonstrated(random, prompt.answer) for prompt in prompts]
-        stop = self.tokenizer.eos_token_id
-        questions = self.encode([prompt.text for prompt in prompts])
+        questions = self.contexts([prompt.text for prompt in prompts])
         replies = self.encode(answers)
         return [
-            Record(Identity(step, i), {"actions": np.append(reply, stop)}, {"prompt": question})
+            Record(Identity(step, i), {"actions": self.closed(reply)}, {"prompt": question})
             for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
         ]
 

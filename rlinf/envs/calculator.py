@@ -77,11 +77,11 @@ class CalculatorEnvironment(DialogueEnvironment):
             sum_ = self.begin("train", random)
             assert isinstance(sum_, Sum)
             parts = [f"{sum_.question}=", f"{sum_.question}?", sum_.answer, sum_.answer]
-            prompt, call, said, answer = self.encode(parts)
-            stop = [self.tokenizer.eos_token_id]
-            actions = np.concatenate([call, stop, said, answer, stop])
+            (prompt,), (call, said, answer) = self.contexts(parts[:1]), self.encode(parts[1:])
+            call, answer = self.closed(call), self.closed(answer)
+            actions = np.concatenate([call, said, answer])
             mask = np.ones(len(actions), np.float32)
-            mask[len(call) + 1 : len(call) + 1 + len(said)] = 0
+            mask[len(call) : len(call) + len(said)] = 0
             steps = {"actions": actions, "mask": mask}
             out.append(Record(Identity(step, number), steps, {"prompt": prompt}))
         return out

@@ -1,17 +1,15 @@
 """Conversations from JSON-lines files: what the assistant said in them is learnt, or asked for.
 
-A conversation becomes tokens by the tokenizer's chat template. Its text is cut where the assistant
-begins and ends to speak, and each piece is tokenised for itself: what it says is then the same
+A conversation becomes tokens by the tokenizer's chat template (:mod:`rlinf.models.chat_format`).
+Each piece, prompts and answers, is tokenised for itself: what the assistant says is then the same
 tokens, behind the same ones, as in a rollout, where the prompt is tokenised without the answer.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +23,7 @@ from rlinf.envs.problems import Problem, read_conversations
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import HELD_OUT_DEMONSTRATIONS
 from rlinf.models.base import Spec
-from rlinf.models.chat import Message, render
+from rlinf.models.chat_format import Turn, split_thought
 from rlinf.seeding import generator
 
 log = logging.getLogger("rlinf")
@@ -65,7 +63,7 @@ class Piece:
 
 class ConversationsEnvironment(ProblemSet):
     """See the module. A prompt is a conversation up to the assistant's last message; an answer is
-    right where it is that message, but for white space around it."""
+    right where it is that message, but for thoughts and white space around it."""
 
     Config = ConversationsConfig
     config: ConversationsConfig
@@ -112,7 +110,8 @@ class ConversationsEnvironment(ProblemSet):
         return super().extent(config, processor)
 
     def grade(self, response: str, answer: str) -> float:
-        return float(response.strip() == answer.strip())
+        marks = self.chat_format.thinking
+        return float(split_thought(response, marks)[1] == split_thought(answer, marks)[1])
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Conversations without replacement, in an order drawn anew for each epoch."""
@@ -153,103 +152,57 @@ class ConversationsEnvironment(ProblemSet):
         return self._learnt[split]
 
     def _records(self, problems: Sequence[Problem]) -> list[Record]:
-        pieces = self._pieces(problems)
-        encoded = iter(self.encode([piece.text for row in pieces for piece in row]))
-        records = []
-        for number, row in enumerate(pieces):
-            prompt, *rest = ((next(encoded), piece.learnt) for piece in row)
-            actions = [ids for ids, _ in rest]
-            masks = [np.full(len(ids), learnt, np.float32) for ids, learnt in rest]
-            if not self._ends(row[-1].text):
-                # Nothing of the template ends the last message: without it none would ever end.
-                actions.append(np.array([self.tokenizer.eos_token_id], np.int64))
-                masks.append(np.ones(1, np.float32))
-            steps = {"actions": np.concatenate(actions), "mask": np.concatenate(masks)}
-            records.append(Record(Identity(0, number), steps, {"prompt": prompt[0]}))
-        return records
+        """The conversations as they are learnt.
 
-    def _pieces(self, problems: Sequence[Problem]) -> list[list[Piece]]:
-        """The texts of conversations, cut where the assistant begins and ends to speak.
+        Where the template writes an answer otherwise once a message follows (without its thought,
+        say), the conversation goes on in a record of its own: each answer stands behind the prompt
+        that it is asked for by.
 
         Raises:
-            DataError: the template writes earlier messages otherwise once more follow, or the
-                beginning of an answer otherwise than it asks for one.
-            ConfigError: the tokenizer has none.
+            DataError: the template leaves an answer out, or does not write what it asks for.
+            ConfigError: the tokenizer has no template.
         """
-        template = getattr(self.tokenizer, "chat_template", None)
-        if not isinstance(template, str):
+        if self.chat_format.template is None:
             raise ConfigError(
-                "task.name: conversations needs one chat template, and the tokenizer of model.path "
-                f"has {'several' if template else 'none'}"
+                "task.name: conversations needs a chat template, and the tokenizer of model.path "
+                "has none"
             )
         talks = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
-        begun, ended = list[list[Message]](), list[list[Message]]()
-        counts = []
-        for talk in talks:
-            own = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
-            own = own[-1:] if self.config.learn == "last" else own
-            begun += [talk[:i] for i in own]
-            ended += [talk[: i + 1] for i in own]
-            counts.append(len(own))
-        names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
-        before = iter(render(template, begun, names, "model.path"))
-        after = iter(render(template, ended, names, "model.path", answering=False))
+        places, last = [problem.place for problem in problems], self.config.learn == "last"
+        turns = self.chat_format.turns(talks, places, last=last)
+        rows = [pieces for talk in turns for pieces in self._pieces(talk)]
+        encoded = iter(self.encode([piece.text for row in rows for piece in row]))
         return [
-            self._cut(problem, talk, [(next(before), next(after)) for _ in range(count)])
-            for problem, talk, count in zip(problems, talks, counts, strict=True)
+            self._record(number, [(next(encoded), piece.learnt) for piece in row])
+            for number, row in enumerate(rows)
         ]
 
-    def _cut(
-        self, problem: Problem, talk: Sequence[Message], turns: Sequence[tuple[str, str]]
-    ) -> list[Piece]:
-        """The pieces of one conversation.
+    def _record(self, number: int, pieces: Sequence[tuple[np.ndarray, bool]]) -> Record:
+        (prompt, _), *rest = pieces
+        actions = [ids for ids, _ in rest]
+        masks = [np.full(len(ids), learnt, np.float32) for ids, learnt in rest]
+        if actions[-1].tolist()[-1:] != [self.chat_format.end_token_id]:
+            # Nothing of the template ends the last message: without it none would ever end.
+            actions[-1], masks[-1] = self.closed(actions[-1]), np.append(masks[-1], np.float32(1))
+        steps = {"actions": np.concatenate(actions), "mask": np.concatenate(masks)}
+        return Record(Identity(0, number), steps, {"prompt": prompt})
 
-        Args:
-            turns: the text up to each answer and up to its end.
-        """
-        hint = "" if self.config.learn == "last" else ", or learn the last one (task.learn=last)"
-        for one, other in pairwise(text for turn in turns for text in turn):
-            if not other.startswith(one):
-                raise DataError(
-                    f"{problem.place}: the chat template of model.path does not write a "
-                    f"conversation as a continuation of its beginning, so that what the assistant "
-                    f"learnt would not be what it is asked for; use another template{hint}"
-                )
-        own = [m["content"].strip() for m in talk if m["role"] == "assistant"][-len(turns) :]
-        pieces, done, whole = list[Piece](), 0, turns[-1][1]
-        for (before, after), content in zip(turns, own, strict=True):
-            said = after[len(before) :]
-            said = said[: self._end_of(said, content, problem)]
-            pieces += [Piece(whole[done : len(before)], False), Piece(said, True)]
-            done = len(before) + len(said)
-        return pieces
-
-    def _end_of(self, said: str, content: str, problem: Problem) -> int:
-        """Where a turn ends: with the first special token behind its content, which ends it in a
-        rollout too; where the template has none, with all that it puts there."""
-        places = sorted(
-            (match.start(), match.end())
-            for special in self._specials()
-            for match in re.finditer(re.escape(special), said)
-        )
-        for start, end in places:
-            if content in said[:start]:
-                return end
-        if content not in said:
-            raise DataError(
-                f"{problem.place}: the chat template of model.path leaves out or changes what the "
-                "assistant said"
-            )
-        return len(said)
-
-    def _ends(self, text: str) -> bool:
-        return any(text.endswith(special) for special in self._specials())
-
-    def _specials(self) -> list[str]:
-        """Special tokens, as text."""
-        known: Mapping[int, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
-        added = {token.content for token in known.values() if token.special}
-        return sorted({*self.tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+    def _pieces(self, turns: Sequence[Turn]) -> list[list[Piece]]:
+        """The texts of one conversation: a row for each prompt that does not continue the last."""
+        rows, text = list[list[Piece]](), ""
+        for turn in turns:
+            row = rows[-1] if rows and turn.prompt.startswith(text) else []
+            between = turn.prompt[len(text) :] if row else turn.prompt
+            if row and between.startswith(self.chat_format.end_text):
+                # The next turn begins with the token that ends this one.
+                end = self.chat_format.end_text
+                row[-1] = Piece(row[-1].text + end, True)
+                between = between.removeprefix(end)
+            if not row:
+                rows.append(row)
+            row += [Piece(between, False), Piece(turn.answer, True)]
+            text = turn.prompt + turn.answer
+        return rows
 
 
 def _tokens(record: Record) -> int:

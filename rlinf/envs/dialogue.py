@@ -33,7 +33,8 @@ from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import TextEnvironment
 from rlinf.errors import StageError
 from rlinf.fit import PROMPTS, STEP_REWARDS, TURNS
-from rlinf.models.chat import Message, render
+from rlinf.models.chat import Message
+from rlinf.models.chat_format import ChatFormat
 from rlinf.models.turns import around
 from rlinf.seeding import generator
 
@@ -173,6 +174,7 @@ class DialogueEnvironment(TextEnvironment):
     offers = frozenset({PROMPTS, STEP_REWARDS, TURNS})
     stops: ClassVar[tuple[str, ...]] = ()
     """Texts that end a message of the policy, beside its stop tokens and those of the run."""
+    renders = True
     inline: ClassVar[bool] = False
     """The other side's words stand as they are within the policy's own turn, unless it has ended
     that turn with a stop token; otherwise the chat template puts them between two turns."""
@@ -241,7 +243,7 @@ class DialogueEnvironment(TextEnvironment):
         while waiting:
             reply = actions.get()
             for row, sample in enumerate(reply.steps["sample"].tolist()):
-                waiting.pop(sample).said(reply, row, self.tokenizer, stops)
+                waiting.pop(sample).said(reply, row, self.chat_format, stops)
 
     async def _answers(self, live: Sequence[_Talk]) -> None:
         await asyncio.gather(*(self._answer(talk) for talk in live))
@@ -299,15 +301,12 @@ class DialogueEnvironment(TextEnvironment):
         ]
 
     def _says_plainly(self, talk: _Talk) -> bool:
-        template = getattr(self.tokenizer, "chat_template", None)
-        return not template or (self.inline and not talk.end)
+        return self.chat_format.template is None or (self.inline and not talk.end)
 
     def _rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        template = getattr(self.tokenizer, "chat_template", None)
-        if not template:
+        if self.chat_format.template is None:
             return [_plain(messages) for messages in conversations]
-        names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
-        return render(template, conversations, names, "model.path")
+        return self.chat_format.prompts(conversations)
 
 
 @dataclass
@@ -337,13 +336,13 @@ class _Talk:
     ended: str = ""
     error: str = ""
 
-    def said(self, reply: Record, row: int, tokenizer: Any, stops: Sequence[str]) -> None:
+    def said(self, reply: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
         """Take a message of the policy."""
         length = int(reply.steps["length"][row])
         ids = reply.steps["tokens"][row, :length].tolist()
-        self.message = tokenizer.decode(ids, skip_special_tokens=True)
+        self.message = chat.decode(ids)
         by_token = reply.steps["stopped"][row] and not any(s in self.message for s in stops)
-        self.end = tokenizer.decode(ids[-1:]) if by_token else ""
+        self.end = chat.tokenizer.decode(ids[-1:]) if by_token else ""
         self.text += self.message
         self.version = int(reply.info["version"]) if self.version is None else self.version
         self.tokens += ids

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from rlinf.config import Section
@@ -21,7 +20,8 @@ from rlinf.envs.base import Episodes, Extent
 from rlinf.envs.problems import PROMPT, Problem, shown
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.chat import Message, render
+from rlinf.models.chat import Message
+from rlinf.models.chat_format import split_thought
 from rlinf.seeding import generator
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,10 @@ class Asked(Prompt):
     """An answer to learn from: what the assistant says in the row, or the reference answer."""
     tokens: int
     """Of ``rendered``."""
+    conversation: tuple[Message, ...]
+    """The messages that ``rendered`` is made of."""
+    place: str
+    """Where it is from, for messages: file and line."""
 
     @property
     def given(self) -> str:
@@ -71,6 +75,7 @@ class ProblemSet(PromptEnvironment):
 
     Config: ClassVar[type[ProblemSetConfig]] = ProblemSetConfig
     config: ProblemSetConfig
+    renders = True
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
@@ -122,13 +127,25 @@ class ProblemSet(PromptEnvironment):
         # The name is part of the address of what is drawn; runs begun earlier had this one.
         chosen = generator(seed, "jsonl", "demonstration", step).integers(len(problems), size=count)
         prompts = [problems[int(i)] for i in chosen]
-        stop = self.tokenizer.eos_token_id
         questions = self.contexts([prompt.given for prompt in prompts])
-        replies = self.encode([prompt.demonstration for prompt in prompts])
+        replies = self.encode(self._answers(prompts))
+        ended = self.chat_format.end_token_id
+        actions = [ids if len(ids) and ids[-1] == ended else self.closed(ids) for ids in replies]
         return [
-            Record(Identity(step, i), {"actions": np.append(reply, stop)}, {"prompt": question})
-            for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
+            Record(Identity(step, i), {"actions": reply}, {"prompt": question})
+            for i, (question, reply) in enumerate(zip(questions, actions, strict=True))
         ]
+
+    def _answers(self, prompts: Sequence[Asked]) -> list[str]:
+        """Demonstrations as the model is to write them behind its prompts."""
+        if self.chat_format.template is None:
+            return [prompt.demonstration for prompt in prompts]
+        talks = [
+            [*prompt.conversation, {"role": "assistant", "content": prompt.demonstration}]
+            for prompt in prompts
+        ]
+        turns = self.chat_format.turns(talks, [prompt.place for prompt in prompts], last=True)
+        return [turn.answer for (turn,) in turns]
 
     def _load(self, problems: Sequence[Problem], key: str) -> list[Asked]:
         """The problems whose prompts are short enough.
@@ -142,7 +159,8 @@ class ProblemSet(PromptEnvironment):
         most = self.config.max_prompt_tokens
         problems = [problem.asked(self.config.template) for problem in problems]
         given = self._given(problems, key)
-        lengths = [len(ids) for ids in self.encode(given)]
+        empty = next((i for i, ids in enumerate(self.encode(given)) if not len(ids)), None)
+        lengths = [len(ids) for ids in self.contexts(given)]
         kept = [
             Asked(
                 shown(problem.messages),
@@ -150,6 +168,8 @@ class ProblemSet(PromptEnvironment):
                 text,
                 problem.demonstration or problem.answer,
                 length,
+                tuple(self._messages(problem)),
+                problem.place,
                 info=problem.info,
             )
             for problem, text, length in zip(problems, given, lengths, strict=True)
@@ -169,15 +189,13 @@ class ProblemSet(PromptEnvironment):
                 len(problems),
                 most,
             )
-        empty = next((i for i, length in enumerate(lengths) if not length), None)
         if empty is not None:
             raise DataError(f"{key}: {problems[empty].place}: the prompt has no tokens")
         return kept
 
     def _given(self, problems: Sequence[Problem], key: str) -> list[str]:
         """What the model gets to read."""
-        template = getattr(self.tokenizer, "chat_template", None)
-        if not template:
+        if self.chat_format.template is None:
             if self.config.system or self.config.shots:
                 system = "system", "a system message"
                 name, what = system if self.config.system else ("shots", "turns")
@@ -192,21 +210,24 @@ class ProblemSet(PromptEnvironment):
                     "template, and that of model.path has none"
                 )
             return [problem.messages[0]["content"] for problem in problems]
-        where = "model.path"
-        if not isinstance(template, str):
-            raise DataError(f"{where}: the tokenizer has several chat templates; keep one")
-        names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
         conversations = [self._messages(problem) for problem in problems]
-        texts = render(template, conversations, names, where)
+        texts = self.chat_format.prompts(conversations)
         for problem, messages, text in zip(problems, conversations, texts, strict=True):
-            # Templates may trim what they are given.
-            lost = next((m["role"] for m in messages if m["content"].strip() not in text), None)
+            # Templates may trim what they are given, and drop the thoughts of earlier answers.
+            lost = next((m["role"] for m in messages if self._words(m) not in text), None)
             if lost is not None:
                 raise DataError(
-                    f"{where}: the chat template leaves out the {lost} message of {problem.place}; "
-                    "use a checkpoint (or a tokenizer_config.json) whose template keeps it"
+                    f"model.path: the chat template leaves out the {lost} message of "
+                    f"{problem.place}; use a checkpoint (or a tokenizer_config.json) whose "
+                    "template keeps it"
                 )
         return texts
+
+    def _words(self, message: Message) -> str:
+        """What of a message must be in a prompt."""
+        if message["role"] != "assistant":
+            return message["content"].strip()
+        return split_thought(message["content"], self.chat_format.thinking)[1]
 
     def _order(self, seed: int, epoch: int) -> list[int]:
         if self._epoch is None or self._epoch[0] != (seed, epoch):

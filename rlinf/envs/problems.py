@@ -14,6 +14,8 @@ from rlinf.yaml_file import read_text
 
 ROLES = ("system", "user", "assistant")
 PROMPT = "{prompt}"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which messages have what the assistant thought."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,20 @@ def _messages(value: Any, where: str, field: str) -> list[Mapping[str, str]]:
             )
         if not isinstance(content, str):
             raise DataError(f"{where}: the content of {place!r} is {_short(content)}, not a text")
+        content = _with_thought(message, content, where, place)
         messages.append({"role": role, "content": _text(content, where, place)})
     return messages
+
+
+def _with_thought(message: Mapping[str, Any], content: str, where: str, place: str) -> str:
+    """A content with the thought that stands in a field of its own, as models write it."""
+    named = [name for name in THOUGHTS if message.get(name)]
+    if message["role"] != "assistant" or not named:
+        return content
+    thought = message[named[0]]
+    if not isinstance(thought, str):
+        raise DataError(f"{where}: {named[0]!r} of {place!r} is {_short(thought)}, not a text")
+    return f"<think>\n{thought.strip()}\n</think>\n\n{content}"
 
 
 def _text(value: str, where: str, field: str) -> str:

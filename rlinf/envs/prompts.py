@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from rlinf.channels.base import Channel
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.envs.base import UNFINISHED, Environment, Episodes
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS
+from rlinf.models.chat_format import ChatFormat
 
 OWN = frozenset({"group", "policy_version", "stop_reason", "prompt_text", "text", "answer"})
 """Names in the ``info`` of every trajectory, which a prompt's own must not have."""
@@ -41,9 +43,21 @@ class Prompt:
 class TextEnvironment(Environment):
     """An environment of language models: its processor is their tokenizer."""
 
+    renders: ClassVar[bool] = False
+    """Whether prompts are written by the tokenizer's chat template, if it has one."""
+
     def __init__(self, config: Any, processor: Any) -> None:
         self.config = config
         self.tokenizer = processor
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How conversations become text, and what ends an answer.
+
+        Raises:
+            DataError: the tokenizer has several chat templates, and none is the default.
+        """
+        return ChatFormat.of(self.tokenizer)
 
     def encode(self, texts: Sequence[str], *, literal: bool = False) -> list[np.ndarray]:
         """Token ids of texts, int64.
@@ -59,14 +73,23 @@ class TextEnvironment(Environment):
         return [np.asarray(row, dtype=np.int64) for row in ids]
 
     def contexts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of prompts; an empty one is what begins a text, or ends one.
+        """Token ids of prompts, int64.
 
-        A language model gives no probability to a token that nothing stands before.
+        A chat template writes BOS itself. Other prompts begin with the special tokens that the
+        tokenizer puts before a text, unless they are there. An empty prompt is BOS or EOS, because
+        a language model gives no probability to a token that nothing stands before.
         """
         begin = self.tokenizer.bos_token_id
         begin = self.tokenizer.eos_token_id if begin is None else begin
         alone = np.array([begin], dtype=np.int64)
-        return [ids if len(ids) else alone for ids in self.encode(texts)]
+        written = self.renders and self.chat_format.template is not None
+        prefix = alone[:0] if written else self.chat_format.prefix
+        prompts = (_begun_with(prefix, ids) for ids in self.encode(texts))
+        return [ids if len(ids) else alone for ids in prompts]
+
+    def closed(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids of an answer, with the token that ends one."""
+        return np.append(ids, np.int64(self.chat_format.end_token_id))
 
 
 class PromptEnvironment(TextEnvironment):
@@ -108,15 +131,8 @@ class PromptEnvironment(TextEnvironment):
         )
         observations.close()
         for reply in actions:
-            texts = self.tokenizer.batch_decode(
-                [
-                    tokens[:length]
-                    for tokens, length in zip(
-                        reply.steps["tokens"], reply.steps["length"], strict=True
-                    )
-                ],
-                skip_special_tokens=True,
-            )
+            taken = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
+            texts = [self.chat_format.decode(row[:length]) for row, length in taken]
             for i, sample in enumerate(reply.steps["sample"]):
                 row = row_of[int(sample) // episodes.group_size]
                 length = int(reply.steps["length"][i])
@@ -154,6 +170,12 @@ class PromptEnvironment(TextEnvironment):
         Of tasks that judge by a response and the reference answer; others have a :meth:`score`.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
+
+
+def _begun_with(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """A prompt behind a prefix, which stands there once."""
+    there = np.array_equal(ids[: len(prefix)], prefix)
+    return ids if there else np.concatenate([prefix, ids])
 
 
 def _filled_up(beside: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

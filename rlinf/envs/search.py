@@ -181,7 +181,7 @@ class SearchEnvironment(DialogueEnvironment):
         asked = [*made._train, *made._test]
         lengths = [len(ids) for ids in made.encode([question.text for question in asked])]
         longest = asked[lengths.index(max(lengths))]
-        (ids,) = made.encode(made._rendered([made._opening(longest)]))
+        (ids,) = made.contexts(made._rendered([made._opening(longest)]))
         return Extent(longest_prompt=len(ids))
 
     def begin(self, split: str, random: np.random.Generator) -> Search:
@@ -232,7 +232,7 @@ class SearchEnvironment(DialogueEnvironment):
 
     def _asked(self, question: Question) -> Message:
         # Without a chat template nothing else stands between two messages.
-        plain = not getattr(self.tokenizer, "chat_template", None)
+        plain = self.chat_format.template is None
         content = f"\n\nQuestion: {question.text}\n" if plain else question.text
         return {"role": "user", "content": content}
 

@@ -23,7 +23,6 @@ from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError
 from rlinf.fit import IMAGE_REQUESTS, VISION
 from rlinf.models.base import Spec
-from rlinf.models.chat import render
 from rlinf.models.images import ImageSettings, columns_of
 from rlinf.seeding import generator
 
@@ -128,6 +127,7 @@ class VisualQuestions(PromptEnvironment):
     Config = VisualQuestionsConfig
     config: VisualQuestionsConfig
     needs = frozenset({VISION, IMAGE_REQUESTS})
+    renders = True
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
@@ -168,11 +168,10 @@ class VisualQuestions(PromptEnvironment):
         prompts = [self._draw(draws, "train") for _ in range(count)]
         questions = self.contexts([prompt.given for prompt in prompts])
         replies = self.encode([f"<answer>{prompt.answer}</answer>" for prompt in prompts])
-        stop = self.tokenizer.eos_token_id
         return [
             Record(
                 Identity(step, i),
-                {"actions": np.append(reply, stop)},
+                {"actions": self.closed(reply)},
                 {"prompt": question, **prompt.columns()},
             )
             for i, (question, reply, prompt) in enumerate(
@@ -183,11 +182,9 @@ class VisualQuestions(PromptEnvironment):
     def contexts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of prompts, as turns of a user where the tokenizer has a chat template."""
         texts = [text + self.config.instruction for text in texts]
-        template = getattr(self.tokenizer, "chat_template", None)
-        if isinstance(template, str):
-            names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
+        if self.chat_format.template is not None:
             talks = [[{"role": "user", "content": text}] for text in texts]
-            texts = render(template, talks, names, "model.path")
+            texts = self.chat_format.prompts(talks)
         return super().contexts(texts)
 
     def grade(self, response: str, answer: str) -> float:

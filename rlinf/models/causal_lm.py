@@ -14,28 +14,17 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlinf.checked import private_copy
 from rlinf.config import Section
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
-from rlinf.errors import ArtifactError, ConfigError, DataError
+from rlinf.errors import ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS
 from rlinf.models.architectures import Architecture, check_sizes, settings_of
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.chat_format import check_arguments
 from rlinf.models.families import check_causal
 from rlinf.models.fit import as_published, check_weights, renames
-from rlinf.models.headers import check_headers, positions, read_settings, vocabulary
-from rlinf.models.loading import (
-    WEIGHTS,
-    check_checkpoint,
-    companions,
-    copy_companions,
-    fill,
-    load_module,
-    outline_module,
-    outline_new,
-    weight_files,
-)
+from rlinf.models.loading import fill, load_module, outline_module, outline_new
 from rlinf.models.logprobs import (
     WHOLE,
     final_cap,
@@ -48,7 +37,17 @@ from rlinf.models.logprobs import (
     without,
 )
 from rlinf.models.packed import APART, Rows, check_apart, pack, unpack, use_packing
-from rlinf.models.rotary import context_length, length_scaling
+from rlinf.models.published_folder import (
+    WEIGHTS,
+    PublishedFolder,
+    check_checkpoint,
+    check_vocabulary,
+    check_weight_files,
+    copy_companions,
+    read_settings,
+    weight_files,
+)
+from rlinf.models.rotary import length_scaling
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
@@ -81,6 +80,9 @@ class CausalLMConfig(Section):
     """Of each layer of a mixture of experts; null: 4."""
     experts_per_token: int = Field(default=2, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the checkpoint's chat template (``enable_thinking: false``), for rollout,
+    fine-tuning and evaluation."""
 
 
 class CausalLM(Policy):
@@ -112,15 +114,14 @@ class CausalLM(Policy):
     @classmethod
     def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
         if config.path is not None:
-            folder = config.path.expanduser()
-            check_checkpoint(folder, config.trust_remote_code)
-            check_family(folder, config)
-            check_context(folder, config)
-            check_headers(folder)
-            tokenizer = load_tokenizer(folder, config.trust_remote_code)
-            check_vocabulary(folder, tokenizer)
-            check_weights(folder)
-            return tokenizer
+            published = PublishedFolder.of(config)
+            check_checkpoint(published.folder, config.trust_remote_code)
+            check_family(published)
+            check_context(published, config)
+            check_weight_files(published.folder)
+            check_vocabulary(published)
+            check_weights(published.folder)
+            return published.tokenizer
         if "alphabet" not in spec:
             raise ConfigError(
                 "model.path: this task brings no alphabet to build a tokenizer from; "
@@ -128,13 +129,14 @@ class CausalLM(Policy):
             )
         check_sizes(config)
         check_context(None, config)
+        check_arguments(config.chat_template_kwargs, spec.get("chat_template"))
         return None
 
     @classmethod
     def positions(cls, config: CausalLMConfig) -> int | None:
         if config.path is None:
             return config.context or config.max_positions
-        return context_length(read_settings(config.path.expanduser()), config.context)
+        return PublishedFolder.of(config).run_length(config.context)
 
     @classmethod
     def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
@@ -162,7 +164,7 @@ class CausalLM(Policy):
 
     @classmethod
     def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
-        return load_tokenizer(folder, config.trust_remote_code)
+        return PublishedFolder.of(config, folder).tokenizer
 
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
@@ -386,104 +388,45 @@ def causal_mask(attend: Tensor) -> Tensor:
     return ((attend[:, None, :] & causal) | itself)[:, None]
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a checkpoint folder, with a pad token.
-
-    Raises:
-        DataError: none there, or it has no end-of-sequence token.
-    """
-    from transformers import AutoTokenizer
-
-    check_checkpoint(folder, trust_remote_code)
-    try:
-        with private_copy(folder, companions(folder)) as small:
-            tokenizer = AutoTokenizer.from_pretrained(
-                small, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-    except ArtifactError:
-        raise
-    except Exception as error:  # the tokenizer library raises plain Exception
-        raise DataError(f"model.path: {folder}: cannot load a tokenizer ({brief(error)})") from None
-    size = vocabulary(read_settings(folder))
-    # A tokenizer class may make up an end token that the model was never given.
-    if tokenizer.eos_token_id is None or (size and tokenizer.eos_token_id >= size):
-        raise DataError(
-            f"model.path: the tokenizer of {folder} has no end-of-sequence token, so no sample "
-            "could ever end; set eos_token in its tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def check_family(folder: Path, config: CausalLMConfig) -> None:
+def check_family(published: PublishedFolder) -> None:
     """See that ``transformers`` knows a causal language model of this type.
 
     Raises:
         DataError: it does not.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if config.trust_remote_code and "auto_map" in read_settings(folder):
+    if published.trust_remote_code and "auto_map" in published.settings:
         return
-    try:
-        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever its settings make the library raise
+    if type(published.config) not in AutoModelForCausalLM._model_mapping:
         raise DataError(
-            f"model.path: {folder / 'config.json'} cannot be used ({brief(error)})"
-        ) from None
-    if type(settings) not in AutoModelForCausalLM._model_mapping:
-        raise DataError(
-            f"model.path: {folder} is a {settings.model_type!r} model, which is no causal language "
-            "model"
+            f"model.path: {published.folder} is a {published.config.model_type!r} model, which is "
+            "no causal language model"
         )
-    check_causal(settings, f"model.path: {folder}")
+    check_causal(published.config, f"model.path: {published.folder}")
 
 
-def check_context(folder: Path | None, config: CausalLMConfig) -> None:
+def check_context(published: PublishedFolder | None, config: CausalLMConfig) -> None:
     """See that a model can read as many tokens as ``model.context`` says.
 
     Raises:
         ConfigError: it cannot, or its own code would choose rotary frequencies by other lengths.
     """
-    if folder is None:
-        longest: int | None = config.max_positions
-        scaling = None
-    else:
-        settings = read_settings(folder)
-        scaling = length_scaling(settings)
-        longest = positions(settings) if scaling is None else scaling.longest
-        if scaling is not None and "auto_map" in settings and config.trust_remote_code:
-            raise ConfigError(
-                f"model.trust_remote_code: the own code of {folder} chooses rotary frequencies by "
-                f"the longest row of a call ({scaling.kind} in config.json), so samples would "
-                "depend on their neighbours; remove auto_map from its config.json and set this to "
-                "false, for families that transformers has"
-            )
+    longest: int | None = config.max_positions
+    if published is not None:
+        scaling, longest = length_scaling(published.settings), published.context_length
+        if scaling is not None:
+            longest = scaling.longest
+            if "auto_map" in published.settings and config.trust_remote_code:
+                raise ConfigError(
+                    f"model.trust_remote_code: the own code of {published.folder} chooses rotary "
+                    f"frequencies by the longest row of a call ({scaling.kind} in config.json), so "
+                    "samples would depend on their neighbours; remove auto_map from its "
+                    "config.json and set this to false, for families that transformers has"
+                )
     if config.context is not None and longest is not None and config.context > longest:
-        key = "model.max_positions" if folder is None else f"{folder / 'config.json'}"
+        key = "model.max_positions" if published is None else f"{published.folder / 'config.json'}"
         raise ConfigError(
             f"model.context: {config.context} tokens do not fit into the {longest} positions of "
             f"the model ({key}); lower it"
         )
-
-
-def check_vocabulary(folder: Path, tokenizer: Any) -> None:
-    """See that the model knows all tokens of its tokenizer.
-
-    Raises:
-        DataError: it does not.
-    """
-    size = vocabulary(read_settings(folder))
-    highest = max(tokenizer.get_vocab().values(), default=0)
-    if size is not None and highest >= size:
-        raise DataError(
-            f"model.path: the tokenizer of {folder} has tokens up to number {highest}, the model "
-            f"knows {size} (vocab_size in config.json); they do not belong together"
-        )
-
-
-def brief(error: BaseException, most: int = 200) -> str:
-    """The message of a library's error on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -21,7 +21,8 @@ from rlinf.fit import LANGUAGE_MODEL, VALUES
 from rlinf.models.base import Spec
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.linear import use_onednn
-from rlinf.models.loading import WEIGHTS, fill
+from rlinf.models.loading import fill
+from rlinf.models.published_folder import WEIGHTS
 from rlinf.sharded import local
 from rlinf.tensors import State, save_tensors
 

@@ -31,7 +31,7 @@ TODAY = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 def render(
     template: str,
     conversations: Sequence[Sequence[Message]],
-    variables: Mapping[str, str],
+    variables: Mapping[str, Any],
     key: str,
     *,
     answering: bool = True,
@@ -39,7 +39,7 @@ def render(
     """The text of each conversation, up to where the assistant is to answer.
 
     Args:
-        variables: further names of the template: ``bos_token`` and the like.
+        variables: further names of the template: ``bos_token``, arguments and the like.
         key: what the user would change, for errors.
         answering: false: the assistant has answered; the text ends with the last message.
 
@@ -57,6 +57,22 @@ def render(
         "limit_s": limit_s,
         "answering": answering,
     }
+    texts: list[str] = _ask(task, key)["texts"]
+    return texts
+
+
+def undeclared_names(template: str, key: str) -> set[str]:
+    """Return the names that a template may be given: all that it uses and does not import.
+
+    Raises:
+        DataError: the template is malformed.
+    """
+    return set(_ask({"template": template, "limit_s": START_S}, key)["names"])
+
+
+def _ask(task: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The answer of a process that does what a task says; see :func:`serve`."""
+    limit_s = float(task["limit_s"])
     try:
         done = subprocess.run(
             [sys.executable, "-c", "from rlinf.models.chat import serve; serve()"],
@@ -77,8 +93,7 @@ def render(
         raise DataError(f"{key}: the chat template cannot be rendered ({tail[:200]})") from None
     if "error" in answer:
         raise DataError(f"{key}: the chat template cannot be used: {answer['error']}")
-    texts: list[str] = answer["texts"]
-    return texts
+    return dict(answer)
 
 
 def _too_much(key: str, limit_s: float) -> str:
@@ -89,7 +104,7 @@ def _too_much(key: str, limit_s: float) -> str:
 
 
 def serve() -> None:
-    """In the child: render what standard input asks for."""
+    """In the child: render what standard input asks for, or list the names of a template."""
     task = json.loads(sys.stdin.buffer.read())
     limit_s = int(task["limit_s"]) + 1
     from jinja2.exceptions import TemplateError
@@ -99,18 +114,7 @@ def serve() -> None:
     most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
-        compiled = environment().from_string(task["template"])
-        texts = [
-            compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=task["answering"],
-                **task["variables"],
-            )
-            for messages in task["conversations"]
-        ]
-        answer: dict[str, Any] = {"texts": texts}
+        answer: dict[str, Any] = _answered(task)
     except MemoryError:
         answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
     except TemplateError as error:
@@ -120,6 +124,26 @@ def serve() -> None:
     except Exception as error:  # whatever a stranger's program may raise
         answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
     sys.stdout.write(json.dumps(answer))
+
+
+def _answered(task: Mapping[str, Any]) -> dict[str, Any]:
+    from jinja2 import meta
+
+    known = environment()
+    if "conversations" not in task:
+        return {"names": sorted(meta.find_undeclared_variables(known.parse(task["template"])))}
+    compiled = known.from_string(task["template"])
+    texts = [
+        compiled.render(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=task["answering"],
+            **task["variables"],
+        )
+        for messages in task["conversations"]
+    ]
+    return {"texts": texts}
 
 
 def environment() -> Any:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rlinf.errors import DataError
+from rlinf.models.published_folder import tensor_files
 
 V = TypeVar("V")
 SHOWN = 3
@@ -27,13 +28,13 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the safetensors files of a folder; reads headers only.
+    """Name and shape of every tensor in the weight files of a folder; reads headers only.
 
     Raises:
         DataError: a file is truncated, empty, or something else.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in tensor_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +13,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from rlinf.checked import copy_file, private_copy, read_text
-from rlinf.errors import DataError, nearest
+from rlinf.checked import private_copy
+from rlinf.errors import DataError
 from rlinf.models.architectures import settings_of
 from rlinf.models.fit import check_fit, network_class, refuse_unfit, renames, under_prefix
-from rlinf.models.folder import check_links
-from rlinf.models.headers import INDEX, read_settings
 from rlinf.models.linear import use_onednn
+from rlinf.models.published_folder import (
+    check_checkpoint,
+    companions,
+    read_settings,
+    tensor_files,
+)
 from rlinf.models.rotary import freeze_rotary
 from rlinf.sharded import local, rows_of
 from rlinf.tensors import TensorFile, load_tensors
@@ -28,7 +31,6 @@ from rlinf.tensors import TensorFile, load_tensors
 if TYPE_CHECKING:
     from rlinf.models.causal_lm import CausalLMConfig
 
-WEIGHTS = "model.safetensors"
 BY_FORMULA = {"gemma2"}
 """Families whose attention scores may be capped, which torch's fused attention cannot do."""
 
@@ -52,7 +54,6 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-        _set_generation(module, folder)
     refuse_unfit(
         f"model.path: {folder}",
         found["missing_keys"],
@@ -79,8 +80,6 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
         module = _without_memory(cls, settings, config)
         if module is not None and renames(module):
             return None
-        if module is not None:
-            _set_generation(module, folder)
     if module is not None:
         freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
         use_onednn(module)
@@ -123,8 +122,6 @@ def described_module(folder: Path, config: CausalLMConfig) -> Any:
     with _reading(folder):
         cls, settings = _network(folder, config)
         module = _without_memory(cls, settings, config)
-        if module is not None:
-            _set_generation(module, folder)
     return load_module(folder, config) if module is None else module
 
 
@@ -252,25 +249,6 @@ def _attention(settings: Any) -> str | None:
     return "eager" if settings.model_type in BY_FORMULA else None
 
 
-def _set_generation(module: Any, folder: Path) -> None:
-    from transformers import GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME
-
-    if (folder / GENERATION_CONFIG_NAME).exists():
-        with private_copy(folder, [GENERATION_CONFIG_NAME]) as small:
-            module.generation_config = GenerationConfig.from_pretrained(
-                small, local_files_only=True
-            )
-
-
-def stop_tokens(module: Any, tokenizer: Any) -> set[int]:
-    """Tokens that end a sample of a network."""
-    stop = getattr(module.generation_config, "eos_token_id", None)
-    return {*(stop if isinstance(stop, list) else [] if stop is None else [stop])} | {
-        tokenizer.eos_token_id
-    }
-
-
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Networks made here have parameters without memory; their buffers have what they should.
@@ -311,61 +289,3 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for path in tensor_files(folder):
         found |= load_tensors(path)
     return found
-
-
-def tensor_files(folder: Path) -> list[Path]:
-    """The files that hold the tensors of a checkpoint folder."""
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).exists():
-        table = json.loads(read_text(folder / INDEX))["weight_map"]
-        return [folder / name for name in sorted(set(table.values()))]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
-    """See that a folder holds a model this process may load.
-
-    Raises:
-        DataError: it does not.
-    """
-    if folder.is_file():
-        raise DataError(f"model.path: {folder} is a file; give the folder it is in")
-    if not folder.is_dir():
-        parent = folder.parent
-        beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-        hint = nearest(folder.name, beside) if beside else ""
-        raise DataError(f"model.path: no folder {folder}{hint}")
-    check_links(folder)
-    settings = folder / "config.json"
-    if not settings.is_file():
-        raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
-    if not trust_remote_code and "auto_map" in read_settings(folder):
-        raise DataError(
-            f"model.path: {folder} brings its own Python code (auto_map in config.json); "
-            "to run it set model.trust_remote_code=true"
-        )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder and their index."""
-    shards = sorted(folder.glob("*.safetensors"))
-    return [*shards, *folder.glob("*.safetensors.index.json")] if shards else []
-
-
-def companions(folder: Path) -> list[str]:
-    """What stands beside the weights: configuration, tokenizer, templates, model code."""
-    suffixes = {".json", ".txt", ".model", ".jinja", ".py"}
-    return [
-        path.name
-        for path in sorted(folder.iterdir())
-        if path.suffix in suffixes
-        and path.is_file()
-        and not path.name.endswith(".safetensors.index.json")
-    ]
-
-
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copy what stands beside the weights."""
-    for name in companions(source):
-        copy_file(source / name, folder / name)

@@ -23,12 +23,17 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS, VISION
 from rlinf.models.architectures import check_sizes
 from rlinf.models.base import Batch, Spec
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, check_vocabulary, load_tokenizer
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.fit import check_weights
-from rlinf.models.headers import check_headers, read_settings
 from rlinf.models.images import PIXELS, PREPROCESSOR, ImageSettings, images_in, sizes_in
-from rlinf.models.loading import check_checkpoint
 from rlinf.models.packed import NAME, attend
+from rlinf.models.published_folder import (
+    PublishedFolder,
+    check_checkpoint,
+    check_vocabulary,
+    check_weight_files,
+    read_settings,
+)
 from rlinf.models.tokenizer import write_character_tokenizer
 
 FAMILY = "qwen2_5_vl"
@@ -90,16 +95,15 @@ class Qwen25VL(CausalLM):
                 f"model.path: {folder} is a {kind!r} model; model.name=qwen2_5_vl takes folders of "
                 f"the type {FAMILY!r}, model.name=causal_lm those of language models"
             )
-        check_headers(folder)
-        tokenizer = cls.processor(folder, config)
-        check_vocabulary(folder, tokenizer)
+        check_weight_files(folder)
+        check_vocabulary(PublishedFolder.of(config))
         check_weights(folder)
-        return tokenizer
+        return cls.processor(folder, config)
 
     @classmethod
     def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
         """The tokenizer, which has an :class:`ImageSettings` as ``images``."""
-        tokenizer = load_tokenizer(folder, config.trust_remote_code)
+        tokenizer = PublishedFolder.of(config, folder).tokenizer
         tokenizer.images = cls.image_settings(folder)
         return tokenizer
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlinf.errors import DataError
-from rlinf.models.headers import positions
 
 KINDS = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
 """Names in ``config.json``, and what the library calls the kind."""
@@ -61,18 +60,6 @@ def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return nested or [rope]
 
 
-def context_length(settings: dict[str, Any], limit: int | None) -> int | None:
-    """Return the most tokens of a sequence, or None where nothing limits them.
-
-    Args:
-        settings: a ``config.json``.
-        limit: what the run declares; None: as many as the model was made for, and with a scaling
-            that depends on the length, as many as have its plain frequencies (vLLM's default too).
-    """
-    scaling = length_scaling(settings)
-    return limit or (positions(settings) if scaling is None else scaling.original)
-
-
 def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, where: str) -> None:
     """Fix frequencies that depend on a length as those of the longest sequence of the run.
 
@@ -81,16 +68,17 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
     Args:
         module: a network of ``transformers``; changed in place.
         settings: its ``config.json``.
-        limit: the longest sequence, in tokens; None: see :func:`context_length`.
+        limit: the longest sequence, in tokens; None: the longest with plain
+            frequencies, as in :meth:`rlinf.models.published_folder.PublishedFolder.run_length`.
         where: what an error calls its folder.
 
     Raises:
         DataError: the network has no rotary embedding of the library that could be fixed.
     """
-    if length_scaling(settings) is None:
+    scaling = length_scaling(settings)
+    if scaling is None:
         return
-    length = context_length(settings, limit)
-    assert length is not None
+    length = limit or scaling.original
     found = False
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)

@@ -16,10 +16,16 @@ from safetensors import SafetensorError
 from torch import nn
 
 from rlinf.errors import DataError
-from rlinf.models.causal_lm import brief, check_vocabulary
 from rlinf.models.fit import check_fit, refuse_unfit, renames, stored_shapes, under_prefix
-from rlinf.models.headers import check_headers, read_settings
-from rlinf.models.loading import check_checkpoint, read_weights
+from rlinf.models.loading import read_weights
+from rlinf.models.published_folder import (
+    PublishedFolder,
+    brief,
+    check_checkpoint,
+    check_vocabulary,
+    check_weight_files,
+    read_settings,
+)
 from rlinf.models.rotary import freeze_rotary
 
 
@@ -38,12 +44,12 @@ def check_classifier(folder: Path, key: str) -> Any:
     """
     with _said_of(folder, key):
         check_checkpoint(folder, trust_remote_code=False)
-        check_headers(folder)
+        check_weight_files(folder)
         cls, settings = _network(folder)
         _check_head(folder, cls, settings)
-        tokenizer = load_tokenizer(folder)
-        check_vocabulary(folder, tokenizer)
-        return tokenizer
+        published = PublishedFolder(folder)
+        check_vocabulary(published)
+        return published.raw_tokenizer
 
 
 def load_classifier(
@@ -75,20 +81,6 @@ def load_classifier(
         freeze_rotary(module, read_settings(folder), limit, f"{key}: {folder}")
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; unlike that of a policy it needs no end-of-sequence token.
-
-    Raises:
-        DataError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the tokenizer library raises plain Exception
-        raise DataError(f"model.path: {folder}: cannot load a tokenizer ({brief(error)})") from None
 
 
 def _network(folder: Path) -> tuple[Any, Any]:

@@ -36,7 +36,6 @@ from rlinf.models.chunks import chunks_of, with_values
 from rlinf.models.cnn import PICTURE
 from rlinf.models.denoising import CHAIN, Denoising, log_deviation, times
 from rlinf.models.fit import check_fit
-from rlinf.models.headers import check_headers
 from rlinf.models.instructed import Prompts, Rows, instructions_of
 from rlinf.models.lerobot_scaling import (
     ACTION,
@@ -51,7 +50,7 @@ from rlinf.models.lerobot_scaling import (
     replace_statistics,
     write_processors,
 )
-from rlinf.models.loading import WEIGHTS, copy_companions
+from rlinf.models.published_folder import WEIGHTS, check_weight_files, copy_companions
 from rlinf.models.smolvla_folder import (
     VLM,
     SmolVLAConfig,
@@ -137,7 +136,7 @@ class SmolVLAPolicy(Policy):
             source = config.path.expanduser()
             settings = read_policy(source)
             vlm = read_vlm(*vlm_folder(source, settings, config.vlm))
-            check_headers(source)
+            check_weight_files(source)
             if not (source / WEIGHTS).is_file():
                 raise DataError(f"model.path: {source} has no {WEIGHTS}; copy the folder again")
         check_task(settings, vlm, config, spec)

@@ -17,10 +17,8 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Spec
 from rlinf.models.chunks import ValueLevel
 from rlinf.models.denoising import DenoisingConfig
-from rlinf.models.folder import check_links
-from rlinf.models.headers import read_object
 from rlinf.models.lerobot_scaling import ACTION, STATE
-from rlinf.models.loading import check_checkpoint
+from rlinf.models.published_folder import check_checkpoint, check_links, read_object
 from rlinf.models.tokenizer import TOKENIZER
 
 KIND = "smolvla"

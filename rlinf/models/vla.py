@@ -39,10 +39,16 @@ from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.chunks import chunks_of, with_values
 from rlinf.models.cnn import PICTURE
 from rlinf.models.fit import stored_shapes
-from rlinf.models.headers import check_headers, read_settings
 from rlinf.models.images import PREPROCESSOR
 from rlinf.models.instructed import Prompts, Rows, instructions_of
-from rlinf.models.loading import WEIGHTS, copy_companions, read_weights, weight_files
+from rlinf.models.loading import read_weights
+from rlinf.models.published_folder import (
+    WEIGHTS,
+    check_weight_files,
+    copy_companions,
+    read_settings,
+    weight_files,
+)
 from rlinf.models.tokenizer import ALPHABET, read_tokenizer, write_character_tokenizer
 from rlinf.models.vla_folder import (
     VLAConfig,
@@ -95,7 +101,7 @@ class VLAPolicy(Policy):
             source = config.path.expanduser()
             settings = vla_settings(source, asked(source, config, spec))
             statistics_in(source, settings, config)
-            check_headers(source)
+            check_weight_files(source)
             read_tokenizer(source)
             check_task(settings, spec)
             network = outline(source, settings, config.value_level)

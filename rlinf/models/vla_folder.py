@@ -22,9 +22,8 @@ from rlinf.models.action_bins import STATISTICS, choose_statistics, read_statist
 from rlinf.models.base import Spec
 from rlinf.models.chunks import VALUES, ValueLevel
 from rlinf.models.fit import Shapes, check_fit
-from rlinf.models.headers import read_object, read_settings
 from rlinf.models.images import PREPROCESSOR
-from rlinf.models.loading import check_checkpoint, tensor_files
+from rlinf.models.published_folder import check_checkpoint, read_object, read_settings, tensor_files
 from rlinf.models.vla_network import TOWERS, VLANetwork
 
 FAMILY = "openvla"

@@ -19,12 +19,10 @@ from torch import Tensor
 from rlinf.config import Section
 from rlinf.data.padding import pad
 from rlinf.data.record import Record
-from rlinf.errors import DataError
 from rlinf.fit import PROMPTS
 from rlinf.models.chat import render
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.headers import read_settings
-from rlinf.models.rotary import context_length
+from rlinf.models.published_folder import PublishedFolder
 from rlinf.models.sequence_classifier import check_classifier, load_classifier
 from rlinf.residency import Storages, placed
 from rlinf.rewards.base import Judgement, Resources, Reward, Worth
@@ -81,7 +79,7 @@ class RewardModelReward(Storages, Reward):
     ) -> list[Worth | Judgement]:
         config, module = self.config, self._ready()
         rows = self._rows(trajectories)
-        most = context_length(read_settings(self._folder), config.max_tokens)
+        most = PublishedFolder(self._folder).run_length(config.max_tokens)
         fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
         found: list[Worth | Judgement] = [self._unfit()] * len(rows)
         for batch in batches([len(rows[i]) for i in fit], config.batch_tokens):
@@ -116,10 +114,10 @@ class RewardModelReward(Storages, Reward):
     def _rows(self, trajectories: Sequence[Record]) -> list[list[int]]:
         """Token ids of prompt and response, one row for each."""
         pairs = [(str(t.info["prompt_text"]), str(t.info["text"])) for t in trajectories]
-        template = getattr(self._tokenizer, "chat_template", None)
+        template = self._tokenizer.chat_template
         if template is None:
             texts = [prompt + response for prompt, response in pairs]
-        elif isinstance(template, str):
+        else:
             texts = render(
                 template,
                 [
@@ -130,8 +128,6 @@ class RewardModelReward(Storages, Reward):
                 KEY,
                 answering=False,
             )
-        else:
-            raise DataError(f"{KEY}: the tokenizer has several chat templates; keep one")
         # A template writes the special tokens itself.
         ids = self._tokenizer(texts, add_special_tokens=template is None)["input_ids"]
         rows: list[list[int]] = [list(map(int, row)) for row in ids]

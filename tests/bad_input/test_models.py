@@ -14,6 +14,7 @@ from rlinf.models import chat
 from tests.bad_input.door import Base, refused
 
 WEIGHTS = "model.safetensors"
+SHARD = "model-00001-of-00002.safetensors"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n"
 Spoil = Callable[[Path], Any]
 
@@ -50,10 +51,17 @@ def no_end(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
 
 
-def sharded(folder: Path) -> None:
-    """An index that names a file which is not there."""
-    index = {"weight_map": {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def indexed(text: str) -> Spoil:
+    """Weights in a shard, and an index."""
+
+    def spoil(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / SHARD)
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return spoil
+
+
+LACKS = json.dumps({"weight_map": {"a": SHARD, "b": "model-00002-of-00002.safetensors"}})
 
 
 FOLDERS: list[tuple[str, Spoil, list[str]]] = [
@@ -80,9 +88,9 @@ FOLDERS: list[tuple[str, Spoil, list[str]]] = [
     ("weights-text", write(WEIGHTS, "<html>not found</html>" * 9), [WEIGHTS, "cut off"]),
     ("weights-zero", write(WEIGHTS, bytes(4096)), [WEIGHTS, "cut off"]),
     ("weights-none", write(WEIGHTS, b"\x02" + bytes(7) + b"{}"), [WEIGHTS, "no tensors"]),
-    ("shard", sharded, ["lacks model-00002-of-00002.safetensors"]),
-    ("index", write("model.safetensors.index.json", "{"), ["index.json", "not JSON"]),
-    ("index-map", write("model.safetensors.index.json", "{}"), ["weight_map"]),
+    ("shard", indexed(LACKS), ["lacks model-00002-of-00002.safetensors"]),
+    ("index", indexed("{"), ["index.json", "not JSON"]),
+    ("index-map", indexed("{}"), ["weight_map"]),
     ("adapter", write("adapter_config.json", "{}"), ["adapter_config.json", "merge"]),
     ("no-tokenizer", remove("tokenizer.json", "tokenizer_config.json"), ["tokenizer"]),
     ("tokenizer-text", write("tokenizer.json", "hello"), ["tokenizer"]),

@@ -38,8 +38,9 @@ from rlinf.engines.external import ExternalEngine
 from rlinf.engines.server import ServerEngine
 from rlinf.errors import DataError
 from rlinf.fit import LANGUAGE_MODEL
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.models.published_folder import PublishedFolder
 from rlinf.residency import Residency
 from tests.environments import need_environment
 
@@ -432,7 +433,7 @@ def test_no_sample_ends_before_its_least_tokens(talker: Tried) -> None:
 
 def test_a_stop_string_ends_a_sample_wherever_its_tokens_divide_it(talker: Tried) -> None:
     """Every token is one character here, or none, so that strings of two lie across two tokens."""
-    tokenizer = load_tokenizer(talker.folder)
+    tokenizer = PublishedFolder(talker.folder).tokenizer
     plain = talker.answers(talker.request(range(40)))
     texts = {
         n: tokenizer.decode(talker.taken(row)[0], skip_special_tokens=True)

@@ -17,7 +17,8 @@ from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import RequeueRequested
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.published_folder import PublishedFolder
 from stages.collect import collect
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
@@ -54,7 +55,7 @@ def test_an_empty_prompt_does_not_shift_the_trainers_log_probs(tmp_path: Path) -
         horizon=8,
         temperature=1.0,
     )
-    environment = Asked(None, load_tokenizer(tmp_path))
+    environment = Asked(None, PublishedFolder(tmp_path).tokenizer)
     records = list(collect(environment, engine, episodes, "rollout"))
     policy = CausalLM.load(tmp_path, CONFIG)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from rlinf.config import Section
 from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.envs import environments
-from rlinf.models.sequence_classifier import load_tokenizer
+from rlinf.models.published_folder import PublishedFolder
 from rlinf.rewards.base import Reward
 from stages.context import Context, Input
 from stages.layout import stage_folder
@@ -140,7 +140,7 @@ def test_what_could_not_be_judged_is_counted_and_written(compose: Compose, tmp_p
     trajectories = records(tmp_path / "tiny", "rollout", "trajectories")
     given = records(tmp_path / "tiny", "reward", "rewards")
     (row,) = collect(tmp_path / "tiny")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = PublishedFolder(folder).raw_tokenizer
     longer = {
         sample
         for sample, t in trajectories.items()

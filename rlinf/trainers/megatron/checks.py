@@ -11,7 +11,7 @@ from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.architectures import further
 from rlinf.models.causal_lm import CausalLMConfig
-from rlinf.models.headers import read_settings
+from rlinf.models.published_folder import read_settings
 from rlinf.trainers.minibatch import MinibatchConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -32,7 +32,7 @@ def settings_of(model: Any) -> Mapping[str, Any]:
 
     Raises:
         ConfigError: it is no language model.
-        DataError: as :func:`rlinf.models.headers.read_settings`.
+        DataError: as :func:`rlinf.models.published_folder.read_settings`.
     """
     if not isinstance(model, CausalLMConfig) or hasattr(model, "critic"):
         raise ConfigError(NO_OTHERS)

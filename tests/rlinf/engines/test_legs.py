@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,9 @@ class Host:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(str, tokens))
+
+    def stop_ids(self, texts: Iterable[str]) -> set[int]:
+        return set()
 
 
 def sample(**settings: object) -> Sample:

@@ -9,7 +9,7 @@ import pytest
 
 from rlinf.envs.arithmetic import ArithmeticConfig, ArithmeticEnvironment, is_held_out
 from rlinf.envs.base import Episodes
-from rlinf.models.causal_lm import load_tokenizer
+from rlinf.models.published_folder import PublishedFolder
 from rlinf.models.tokenizer import write_character_tokenizer
 
 
@@ -18,7 +18,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_character_tokenizer("0123456789+-*= ", folder)
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
-    return load_tokenizer(folder)
+    return PublishedFolder(folder).tokenizer
 
 
 def make(tokenizer: Any, **options: Any) -> ArithmeticEnvironment:

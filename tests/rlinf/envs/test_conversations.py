@@ -147,15 +147,21 @@ def test_without_a_token_that_ends_a_turn_the_last_one_gets_the_sample_end(tmp_p
     assert PROCESSOR.decode(ids[mask]) == f"there\nend\n{END}"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+def test_answers_that_a_template_rewrites_later_are_learnt_behind_their_own_prompts(
+    tmp_path: Path,
+) -> None:
     one, two = talk(None, [("hello", "there")]), talk(None, [("hello", "there"), ("im", "end")])
     other = tokenizer(FORGETS)
-    with pytest.raises(DataError, match=r"line 2: .*continuation .*task\.learn=last"):
-        task(tmp_path, [one, two], other).held_out_demonstrations(2)
-    records = task(tmp_path, [one, two], other, learn="last").held_out_demonstrations(2)
+    empty = "<think>\n\n</think>\n\n"
+    records = task(tmp_path, [one, two], other).held_out_demonstrations(9)
     assert [PROCESSOR.decode(r.steps["actions"]) for r in records] == [
-        f"<think>\n\n</think>\n\n{text}{END}" for text in ("there", "end")
+        f"{empty}{text}{END}" for text in ("there", "there", "end")
     ]
+    assert all(record.steps["mask"].all() for record in records)
+    last = PROCESSOR.decode(records[2].context["prompt"])
+    assert last.endswith(f"{BEGIN}assistant\nthere{END}\n{BEGIN}user\nim{END}\n{BEGIN}assistant\n")
+    records = task(tmp_path, [one, two], other, learn="last").held_out_demonstrations(9)
+    assert len(records) == 2
 
 
 def test_an_epoch_has_every_conversation_once(tmp_path: Path) -> None:
@@ -202,5 +208,5 @@ def test_held_out_conversations_must_be_others(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("a", "b")])], tokenizer(None))
-    with pytest.raises(ConfigError, match=r"needs one chat template, .* has none"):
+    with pytest.raises(ConfigError, match=r"needs a chat template, .* has none"):
         made.held_out_demonstrations(1)

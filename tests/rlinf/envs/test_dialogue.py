@@ -22,7 +22,8 @@ from rlinf.envs.base import Episodes
 from rlinf.envs.calculator import ALPHABET, CalculatorConfig, CalculatorEnvironment, Sum
 from rlinf.envs.dialogue import Answer, Dialogue, DialogueConfig, DialogueEnvironment, ToolDialogue
 from rlinf.errors import StageError
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.published_folder import PublishedFolder
 from stages.collect import collect
 from tests.stages.test_reward import records
 
@@ -82,7 +83,7 @@ def talked(folder: Path, task: DialogueEnvironment, starts: range, horizon: int)
 
 
 def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) -> None:
-    task = Talks(DialogueConfig(turns=3, turn_tokens=5), load_tokenizer(folder))
+    task = Talks(DialogueConfig(turns=3, turn_tokens=5), PublishedFolder(folder).tokenizer)
     made = talked(folder, task, range(3), 40)
     assert [record.identity.sample for record in made] == list(range(6))
     policy = CausalLM.load(folder, CONFIG)
@@ -109,7 +110,7 @@ def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) ->
 
 
 def test_no_dialogue_is_longer_than_the_horizon(folder: Path) -> None:
-    task = Talks(DialogueConfig(turns=9, turn_tokens=6), load_tokenizer(folder))
+    task = Talks(DialogueConfig(turns=9, turn_tokens=6), PublishedFolder(folder).tokenizer)
     for record in talked(folder, task, range(3), 20):
         assert len(record) <= 20
         assert record.info["stop_reason"] == "length"
@@ -118,7 +119,7 @@ def test_no_dialogue_is_longer_than_the_horizon(folder: Path) -> None:
 def test_a_dialogue_that_fails_costs_itself_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, tokenizer = DialogueConfig(turns=3, turn_tokens=5), load_tokenizer(folder)
+    settings, tokenizer = DialogueConfig(turns=3, turn_tokens=5), PublishedFolder(folder).tokenizer
     whole = talked(folder, Talks(settings, tokenizer), range(2), 40)
     monkeypatch.setattr(Talks, "failing", frozenset({1}))
     task = Talks(settings, tokenizer)
@@ -137,7 +138,7 @@ def test_a_task_whose_dialogues_all_fail_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Talks, "failing", frozenset(range(9)))
-    task = Talks(DialogueConfig(turns=3, turn_tokens=5), load_tokenizer(folder))
+    task = Talks(DialogueConfig(turns=3, turn_tokens=5), PublishedFolder(folder).tokenizer)
     with pytest.raises(StageError, match=r"every dialogue .*(?s:.)*server is gone"):
         talked(folder, task, range(2), 40)
 
@@ -145,7 +146,7 @@ def test_a_task_whose_dialogues_all_fail_is_an_error(
 def test_a_chat_template_puts_the_other_sides_words_between_those_of_the_policy(
     folder: Path,
 ) -> None:
-    tokenizer = load_tokenizer(folder)
+    tokenizer = PublishedFolder(folder).tokenizer
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}e:"
     )
@@ -249,7 +250,7 @@ def test_the_calculator_is_asked_and_believed() -> None:
 
 
 def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Path) -> None:
-    task = CalculatorEnvironment(CalculatorConfig(), load_tokenizer(folder))
+    task = CalculatorEnvironment(CalculatorConfig(), PublishedFolder(folder).tokenizer)
     for record in task.demonstrations(0, 0, 5):
         counts, end = counted(record), task.tokenizer.eos_token
         question = task.tokenizer.decode(record.context["prompt"])[:-1]

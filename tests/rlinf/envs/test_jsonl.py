@@ -15,7 +15,10 @@ from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
 from rlinf.envs.problems import read_problems
 from rlinf.errors import DataError
 
-CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 class Words:
@@ -23,8 +26,12 @@ class Words:
 
     chat_template: str | None = None
     bos_token_id = None
-    eos_token_id = 1
+    eos_token_id = 99
     special_tokens_map: ClassVar[dict[str, str]] = {}
+    all_special_tokens: ClassVar[list[str]] = []
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[len(w) for w in text.split()] for text in texts]}
@@ -88,7 +95,7 @@ def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Pat
     }
     assert prompts[0].text.splitlines()[-1] == "user: Q: 2+2?"
     for record in task.demonstrations(0, 0, 3):
-        assert record.steps["actions"].tolist() == [2, 2, 1, 1]
+        assert record.steps["actions"].tolist() == [2, 2, 1, 99]
 
 
 @pytest.mark.parametrize(

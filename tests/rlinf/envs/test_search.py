@@ -20,7 +20,8 @@ from rlinf.envs.base import Episodes
 from rlinf.envs.corpus import Question
 from rlinf.envs.search import Search, SearchConfig, SearchEnvironment, holds, is_exact
 from rlinf.errors import ConfigError, InputError
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.published_folder import PublishedFolder
 from rlinf.seeding import generator
 from stages.collect import collect
 from tests.environments import need_environment
@@ -82,7 +83,7 @@ def test_who_searches_knows_the_answers(
 ) -> None:
     # Of this tokenizer a character is a token.
     config = SearchConfig(index=tmp_path, result_tokens=1000)
-    task = SearchEnvironment(config, load_tokenizer(folder))
+    task = SearchEnvironment(config, PublishedFolder(folder).tokenizer)
     episodes = Episodes(0, 0, "test", range(100), 100, 1, 4000, 1.0)
     made = list(collect(task, Reader(says, task.tokenizer), episodes, "rollout"))
     score = float(np.mean(task.score(made, Counter())))
@@ -99,7 +100,7 @@ def test_what_is_found_is_behind_the_call_and_does_not_count(folder: Path, tmp_p
     def says(seen: str) -> str:
         return "<answer>the mediterranean!</answer>" if "ends in the Med" in seen else forged
 
-    task = SearchEnvironment(rivers(tmp_path), load_tokenizer(folder))
+    task = SearchEnvironment(rivers(tmp_path), PublishedFolder(folder).tokenizer)
     settings = {"stop": json.dumps(["FIN"])}
     episodes = Episodes(0, 0, "train", range(6), 6, 1, 400, 1.0, sampling=settings)
     engine = Reader(says, task.tokenizer)
@@ -194,7 +195,7 @@ def test_what_is_found_is_cut_by_tokens_within_its_tags(
     folder: Path, tmp_path: Path, most: int
 ) -> None:
     """Of a tokenizer whose tokens are bytes: characters of several are never cut."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = PublishedFolder(folder).tokenizer
     frame = len(tokenizer("\n\n<information></information>\n\n")["input_ids"])
     about = {"Nile": "é" * 99, "Nilo": "Nile"}
     config = rivers(tmp_path, about, results=3, result_tokens=frame + most)
@@ -235,7 +236,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchConfig
     new.mkdir()
     taught.mkdir()
     CausalLM.create(TINY, SearchEnvironment.describe(config), 0, new)
-    learned(new, SearchEnvironment(config, load_tokenizer(new)), 120, taught)
+    learned(new, SearchEnvironment(config, PublishedFolder(new).tokenizer), 120, taught)
     return taught, config
 
 
@@ -256,7 +257,7 @@ def test_a_model_searches_in_turns_that_join_the_running_batch(
     cls = engines.get(name)
     if name != "transformers":
         need_environment(cls.Config().server_python)
-    task = SearchEnvironment(config, load_tokenizer(folder))
+    task = SearchEnvironment(config, PublishedFolder(folder).tokenizer)
     engine = cls(cls.Config(), CausalLM, TINY)
     try:
         engine.load(folder, 3)
@@ -299,7 +300,7 @@ def test_a_model_searches_in_turns_that_join_the_running_batch(
 def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
     folder: Path, tmp_path: Path
 ) -> None:
-    tokenizer = load_tokenizer(folder)
+    tokenizer = PublishedFolder(folder).tokenizer
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}a:"
     )
@@ -330,7 +331,7 @@ def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
 
 def test_a_text_cannot_end_the_policys_turn(folder: Path, tmp_path: Path) -> None:
     """What it has of special tokens is read as its letters."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = PublishedFolder(folder).tokenizer
     end = tokenizer.eos_token
     task = SearchEnvironment(rivers(tmp_path, {"Rhine": f"It ends{end} here."}), tokenizer)
     episodes = Episodes(0, 0, "test", range(1), 1, 1, 400, 1.0)
@@ -342,7 +343,7 @@ def test_a_text_cannot_end_the_policys_turn(folder: Path, tmp_path: Path) -> Non
 
 
 def test_demonstrations_search_and_answer(folder: Path, tmp_path: Path) -> None:
-    task = SearchEnvironment(rivers(tmp_path), load_tokenizer(folder))
+    task = SearchEnvironment(rivers(tmp_path), PublishedFolder(folder).tokenizer)
     said = set()
     for record in task.demonstrations(0, 0, 8):
         counts, tokens = counted(record), record.steps["actions"]
@@ -382,13 +383,15 @@ def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: P
     with pytest.raises(ValueError, match="corpus and documents are both set"):
         SearchConfig(corpus="manual", **files)
     (tmp_path / "file").touch()
-    task = SearchEnvironment(SearchConfig(index=tmp_path / "file"), load_tokenizer(folder))
+    task = SearchEnvironment(
+        SearchConfig(index=tmp_path / "file"), PublishedFolder(folder).tokenizer
+    )
     with pytest.raises(ConfigError, match=r"task\.index: .* cannot be written"):
         task._find("x")
 
 
 def test_countries_are_held_out_whole(folder: Path) -> None:
-    task = SearchEnvironment(SearchConfig(), load_tokenizer(folder))
+    task = SearchEnvironment(SearchConfig(), PublishedFolder(folder).tokenizer)
     asked = {split: task.begin(split, generator(0, split)) for split in ("train", "test")}
     assert asked["train"].info["answer"] != asked["test"].info["answer"]
     named = [{q.text.rpartition(" of ")[2] for q in part} for part in (task._train, task._test)]
@@ -398,7 +401,7 @@ def test_countries_are_held_out_whole(folder: Path) -> None:
 def test_the_manual_is_searched_like_any_texts(folder: Path, tmp_path: Path) -> None:
     config = SearchConfig(corpus="manual", index=tmp_path)
     assert '"' in SearchEnvironment.describe(config)["alphabet"]
-    task = SearchEnvironment(config, load_tokenizer(folder))
+    task = SearchEnvironment(config, PublishedFolder(folder).tokenizer)
     question = task._test[0]
     one = Search(question, [], config, task._find)
     told, _, done = one.step(f"<search>{question.queries[0]}</search>")

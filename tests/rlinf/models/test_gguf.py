@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rlinf.errors import DataError
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, load_tokenizer
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.gguf import convert_gguf, find_gguf
+from rlinf.models.published_folder import PublishedFolder
 
 gguf: Any = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -80,7 +81,7 @@ def test_a_file_becomes_a_folder_that_a_run_takes(
     assert not torch.equal(
         state["model.layers.0.self_attn.q_proj.weight"], torch.from_numpy(tensors["blk.0.attn_q"])
     ), "rows of queries and keys stand in another order in GGUF files"
-    tokenizer = load_tokenizer(tmp_path / "model", False)
+    tokenizer = PublishedFolder(tmp_path / "model", False).tokenizer
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.convert_ids_to_tokens(tokenizer("abcd")["input_ids"])[-2:] == ["ab", "cd"]
     with pytest.raises(DataError, match="is there already"):

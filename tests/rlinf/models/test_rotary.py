@@ -14,7 +14,7 @@ from rlinf.engines.vllm import VLLMConfig, VLLMEngine
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.packed import APART
-from rlinf.models.rotary import context_length, freeze_rotary, length_scaling
+from rlinf.models.rotary import freeze_rotary, length_scaling
 from tests.rlinf.models import tiny
 
 LONG = {
@@ -114,21 +114,21 @@ def test_the_length_of_the_run_chooses_the_frequencies(tmp_path: Path) -> None:
     assert not torch.equal(found[16], found[17])
 
 
-def test_without_a_length_a_model_reads_as_far_as_its_plain_frequencies_reach() -> None:
+def test_without_a_length_a_model_reads_as_far_as_its_plain_frequencies_reach(
+    tmp_path: Path,
+) -> None:
     phi = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     phi |= {"rope_scaling": {"type": "longrope"}}  # type: ignore[dict-item]
     scaling = length_scaling(phi)
     assert scaling is not None
     assert (scaling.original, scaling.longest) == (4096, 131072)
-    assert context_length(phi, None) == 4096
-    assert context_length(phi, 8192) == 8192
-    old = {**phi, "rope_scaling": {"type": "su"}}
-    assert length_scaling(old) == scaling
-    ntk = {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 4}}
-    assert context_length(ntk, None) == 2048
-    assert (
-        length_scaling({"max_position_embeddings": 8, "rope_scaling": {"type": "linear"}}) is None
-    )
+    assert length_scaling({**phi, "rope_scaling": {"type": "su"}}) == scaling
+    linear = {"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 2}}
+    assert length_scaling(linear) is None
+    for name, settings in FAMILIES.items():
+        config = tiny.write(tmp_path / name, name, **settings)
+        assert CausalLM.positions(config) == 16
+        assert CausalLM.positions(config.model_copy(update={"context": 40})) == 40
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path) -> None:

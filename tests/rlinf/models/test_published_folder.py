@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import DataError
-from rlinf.models.folder import check_links
+from rlinf.models.published_folder import check_links
 
 
 @pytest.fixture

@@ -1,0 +1,416 @@
+"""How conversations become text: a tokenizer's chat template, its arguments and its marks.
+
+Rollout, supervised fine-tuning and evaluation render with the same :class:`ChatFormat`. Templates
+of reasoning models rewrite what is in the past: they drop the thoughts of earlier answers, or open
+a thought where the assistant is to speak. The rule here is that a policy learns what it is asked
+for: the prompt of an answer is the text that the template writes when it asks for that answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlinf.errors import ConfigError, DataError, nearest
+from rlinf.models.chat import Message, render, undeclared_names
+
+log = logging.getLogger(__name__)
+KEY = "model.path"
+ARGUMENTS = "model.chat_template_kwargs"
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Names of a template that are never arguments."""
+PROBE, NEXT = "\u2402", "\u2403"
+"""Stand for an answer, and for the user's message behind it, where a template is looked at."""
+
+
+class ThinkingMarks(NamedTuple):
+    """What stands around the thoughts of a reasoning model."""
+
+    begin: str
+    end: str
+
+
+PLAIN_MARKS = ThinkingMarks("<think>", "</think>")
+"""The marks that data has: rows with ``reasoning_content`` are read as contents with these."""
+KNOWN_MARKS = (
+    PLAIN_MARKS,
+    ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThinkingMarks("[THINK]", "[/THINK]"),
+    ThinkingMarks("<seed:think>", "</seed:think>"),
+    ThinkingMarks("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ThinkingMarks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ThinkingMarks("<|channel>thought\n", "<channel|>"),
+)
+"""Of published templates."""
+
+
+class Turn(NamedTuple):
+    """One answer of the assistant, as text."""
+
+    prompt: str
+    """What the model is asked: all that stands before the answer."""
+    answer: str
+    """What it is to say, with the text of the token that ends its turn if the template has one."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The chat template of one tokenizer; see the module."""
+
+    tokenizer: Any = field(repr=False)
+    template: str | None
+    """None: the tokenizer has none, and texts are read as they stand."""
+    arguments: Mapping[str, Any]
+    """Of the template, beside the messages: ``chat_template_kwargs``."""
+    eos_token_ids: frozenset[int]
+    """Tokens that are known to end a response, whatever the template writes."""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+    ) -> ChatFormat:
+        """Return the format of a tokenizer: the one that its folder gave it, or a new one.
+
+        Args:
+            arguments: of the template.
+            eos_token_ids: of the folder's settings; by default that of the tokenizer.
+
+        Raises:
+            ConfigError: the template does not use one of the arguments.
+            DataError: the tokenizer has several templates, and none is the default.
+        """
+        known = getattr(tokenizer, "chat_format", None)
+        template = default_template(getattr(tokenizer, "chat_template", None), KEY)
+        if isinstance(known, ChatFormat) and arguments is None and eos_token_ids is None:
+            if template == known.template:
+                return known
+            arguments, eos_token_ids = known.arguments, known.eos_token_ids
+        if eos_token_ids is None:
+            eos_token_ids = {tokenizer.eos_token_id}
+        made = cls(tokenizer, template, dict(arguments or {}), frozenset(eos_token_ids))
+        check_arguments(made.arguments, made.template)
+        return made
+
+    # Text.
+
+    def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """Return the text of each conversation up to where the assistant is to answer.
+
+        Raises:
+            DataError: as :func:`rlinf.models.chat.render`.
+        """
+        return self._rendered(conversations, answering=True)
+
+    def answered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """Return the text of conversations whose last message is the assistant's; raises alike."""
+        return self._rendered(conversations, answering=False)
+
+    def turns(
+        self, talks: Sequence[Sequence[Message]], places: Sequence[str], *, last: bool = False
+    ) -> list[list[Turn]]:
+        """Return the assistant's answers in conversations, each behind its own prompt.
+
+        Args:
+            talks: conversations that end with the assistant.
+            places: where each is from, for errors.
+            last: only the last answer of each.
+
+        Raises:
+            DataError: the template leaves an answer out, or writes something else before it than
+                it asks for.
+        """
+        counts, begun, ended = [], list[Sequence[Message]](), list[Sequence[Message]]()
+        for talk in talks:
+            own = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
+            own = own[-1:] if last else own
+            counts.append(len(own))
+            begun += [talk[:i] for i in own]
+            ended += [talk[: i + 1] for i in own]
+        before, after = iter(self.prompts(begun)), iter(self.answered(ended))
+        words = (talk[-1]["content"] for talk in ended)
+        return [
+            [self._turn(next(before), next(after), next(words), place) for _ in range(count)]
+            for place, count in zip(places, counts, strict=True)
+        ]
+
+    def _turn(self, prompt: str, whole: str, content: str, place: str) -> Turn:
+        """One answer: as the template writes it, or with its thought where that is dropped."""
+        thought, answer = split_thought(content, self.thinking)
+        if self.thinking is None and thought is not None:
+            thought, answer = None, content.strip()
+        shared = _shared(prompt, whole)
+        rest, end = prompt[shared:], _behind(whole, shared, thought, answer)
+        if end is not None and not rest.strip():  # they differ in white space at most
+            return Turn(prompt, whole[shared : self._end_of_turn(whole, end)])
+        if thought is not None and self._closes_thought(prompt):
+            if end is None or self.arguments:
+                raise DataError(
+                    f"{place}: the answer has a thought, and the prompt closes it before the "
+                    f"answer; set {ARGUMENTS} so that the chat template thinks, or leave the "
+                    "thoughts out"
+                )
+            _warn_of_closed_thoughts()
+            return Turn(whole[:shared], whole[shared : self._end_of_turn(whole, end)])
+        return Turn(prompt, self._own_words(prompt, whole, thought, answer, place))
+
+    def _own_words(
+        self, prompt: str, whole: str, thought: str | None, answer: str, place: str
+    ) -> str:
+        """An answer behind its prompt, where the template would rewrite what stands before it."""
+        shared, marks = _shared(prompt, whole), self.thinking
+        end, rest = _behind(whole, shared, None, answer), prompt[shared:]
+        if end is None:
+            raise DataError(
+                f"{place}: the chat template of {KEY} leaves out or changes what the assistant said"
+            )
+        if rest.strip() and (marks is None or not _of_marks(rest, marks)):
+            raise DataError(
+                f"{place}: the chat template of {KEY} does not write a conversation as a "
+                "continuation of what it asks for, so that the assistant would learn something "
+                "else than it is asked; use another template"
+            )
+        tail = whole[end : self._end_of_turn(whole, end)]
+        if marks is None or (thought is None and not self._opens_thought(prompt)):
+            return answer + tail
+        return self._thinking_words(prompt, thought, answer) + tail
+
+    def _thinking_words(self, prompt: str, thought: str | None, answer: str) -> str:
+        marks = self.thinking
+        assert marks is not None
+        begin = "" if self._opens_thought(prompt) else f"{marks.begin}\n"
+        said = "" if thought is None else thought
+        line = "" if not said and prompt.endswith("\n") else "\n"
+        return f"{begin}{said}{line}{marks.end}\n\n{answer}"
+
+    def _end_of_turn(self, whole: str, end: int) -> int:
+        """Where a turn ends whose answer ends at ``end``."""
+        mark = self._turn_end
+        place = whole.find(mark, end) if mark else -1
+        if place >= 0 and mark is not None:
+            return place + len(mark)
+        others = [p + len(s) for s in self.special_tokens if (p := whole.find(s, end)) >= 0]
+        return min(others, default=len(whole))
+
+    def _opens_thought(self, prompt: str) -> bool:
+        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin.rstrip())
+
+    def _closes_thought(self, prompt: str) -> bool:
+        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.end)
+
+    def _rendered(
+        self, conversations: Sequence[Sequence[Message]], *, answering: bool
+    ) -> list[str]:
+        assert self.template is not None
+        talks = [[self._fields(message) for message in talk] for talk in conversations]
+        return render(self.template, talks, self._variables, KEY, answering=answering)
+
+    def _fields(self, message: Message) -> Message:
+        """A message for a template whose thoughts are a field, not a part of the content."""
+        if self.thinking in (None, PLAIN_MARKS) or message["role"] != "assistant":
+            return message
+        thought, answer = split_thought(message["content"], self.thinking)
+        if thought is None:
+            return message
+        fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
+        return {**message, **fields, "content": answer}
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
+        return {**names, **self.arguments}
+
+    # Tokens.
+
+    @cached_property
+    def thinking(self) -> ThinkingMarks | None:
+        """The marks of thoughts that the template knows, or without one the vocabulary."""
+        if self.template is not None:
+            text = self.template.replace("\\n", "\n")
+            return next((marks for marks in KNOWN_MARKS if marks.end in text), None)
+        known = self.tokenizer.get_added_vocab()
+        return next((m for m in KNOWN_MARKS if m.begin in known and m.end in known), None)
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """Special tokens as text, the longest first."""
+        known: Mapping[int, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
+        added = {token.content for token in known.values() if token.special}
+        return sorted({*self.tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+
+    @cached_property
+    def end_token_id(self) -> int:
+        """The token that ends the assistant's turn: what fine-tuning teaches, engines stop at."""
+        if self._turn_end is None:
+            return int(self.tokenizer.eos_token_id)
+        return int(self.tokenizer.convert_tokens_to_ids(self._turn_end))
+
+    @property
+    def end_text(self) -> str:
+        """The text of :attr:`end_token_id`."""
+        return str(self.tokenizer.convert_ids_to_tokens(self.end_token_id))
+
+    @cached_property
+    def _turn_end(self) -> str | None:
+        """The text that the template ends an answer with; None without one.
+
+        It is a special token of what stands behind every answer, else (``<|return|>`` of harmony)
+        behind the last one, else of what begins the next message (GLM's ``<|user|>``). Of several
+        the first that ends responses anyway counts, or the first.
+        """
+        if self.template is None:
+            return None
+        last, earlier = _tails(
+            self.template, json.dumps(self._variables, sort_keys=True, default=str)
+        )
+        both = last[: _shared(last, earlier)]
+        for known in (self.special_tokens, self.tokenizer.get_added_vocab()):
+            for tail in (both, last, earlier):
+                places = sorted((tail.find(s), -len(s), s) for s in known if s in tail)
+                found = [text for _, _, text in places]
+                ends = [text for text in found if self._id(text) in self.eos_token_ids]
+                if found:
+                    return (ends or found)[0]
+        return None
+
+    def _id(self, text: str) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(text))
+
+    @cached_property
+    def prefix(self) -> np.ndarray:
+        """The special tokens that the tokenizer puts before a text, int64 ``[n]`` (BOS, often)."""
+        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        places = range(len(whole) - len(plain) + 1)
+        begin = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
+        return np.asarray(whole[:begin], np.int64)
+
+    def stop_ids(self, texts: Iterable[str]) -> set[int]:
+        """Return the ids of those texts that are special tokens."""
+        special = set(self.special_tokens)
+        return {self._id(text) for text in texts if text in special}
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        """The special tokens that are no part of a response's text: all but marks of thoughts."""
+        marks = "" if self.thinking is None else "".join(self.thinking)
+        special = {self._id(s) for s in self.special_tokens if s not in marks}
+        return frozenset(special | {self.end_token_id})
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of a response, without special tokens other than marks of thoughts."""
+        kept = [int(token) for token in tokens if int(token) not in self._silent]
+        text: str = self.tokenizer.decode(kept, skip_special_tokens=False)
+        return text
+
+
+def split_thought(content: str, marks: ThinkingMarks | None) -> tuple[str | None, str]:
+    """Return the thought and the answer of a message, both stripped; the thought may be None.
+
+    Args:
+        marks: of the template; ``<think>`` and ``</think>`` are known beside them.
+    """
+    for begin, end in filter(None, (marks, PLAIN_MARKS)):
+        thought, found, answer = content.partition(end)
+        if found:
+            return thought.strip().removeprefix(begin).strip(), answer.strip()
+    return None, content.strip()
+
+
+def check_arguments(arguments: Mapping[str, Any], template: str | None) -> None:
+    """See that a chat template uses all of its arguments.
+
+    Raises:
+        ConfigError: it does not use one, or there is no template.
+        DataError: the template is malformed.
+    """
+    if not arguments:
+        return
+    if template is None:
+        raise ConfigError(f"{ARGUMENTS}: the tokenizer has no chat template; leave it out")
+    known = undeclared_names(template, KEY) - RESERVED
+    for name in arguments:
+        if name not in known:
+            hint = nearest(name, known) or f"; it uses {', '.join(sorted(known)) or 'none'}"
+            raise ConfigError(f"{ARGUMENTS}.{name}: the chat template does not use it{hint}")
+
+
+def default_template(template: Any, where: str) -> str | None:
+    """Return the one chat template to use, of several that are named the default.
+
+    Args:
+        template: a text, texts by name, or nothing.
+        where: the key and folder that the message begins with.
+
+    Raises:
+        DataError: there are several, and none is the default.
+    """
+    if not template or isinstance(template, str):
+        return template or None
+    if isinstance(template, list):  # as tokenizer_config.json has them
+        template = {one["name"]: one["template"] for one in template}
+    if "default" not in template:
+        raise DataError(
+            f"{where}: its chat templates are {', '.join(sorted(template))}, and none is named "
+            "default; write the one to use into the file chat_template.jinja of the folder"
+        )
+    return str(template["default"])
+
+
+def _behind(whole: str, begin: int, thought: str | None, answer: str) -> int | None:
+    """Where an answer ends, in a text with thought and answer behind ``begin``; None: nowhere."""
+    if thought:
+        place = whole.find(thought, begin)
+        if place < 0:
+            return None
+        begin = place + len(thought)
+    place = whole.find(answer, begin)
+    return None if place < 0 else place + len(answer)
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _of_marks(text: str, marks: ThinkingMarks) -> bool:
+    """Whether a text is nothing but marks of thoughts, or the end of one."""
+    for mark in marks:
+        text = text.replace(mark.strip(), "")
+    return not text.strip() or any(mark.strip().endswith(text.strip()) for mark in marks)
+
+
+@functools.cache
+def _warn_of_closed_thoughts() -> None:
+    log.warning(
+        "the chat template asks for answers without thoughts, and those to learn have some; set "
+        "%s (enable_thinking: true, say) so that rollouts think as well",
+        ARGUMENTS,
+    )
+
+
+@functools.lru_cache(64)
+def _tails(template: str, variables: str) -> tuple[str, str]:
+    """What a template writes behind an answer: at the end of the text, and before a new message."""
+    asked = {"role": "user", "content": "."}
+    talk: list[Message] = [asked, {"role": "assistant", "content": PROBE}]
+    found = []
+    for messages in (talk, [*talk, {"role": "user", "content": NEXT}]):
+        try:
+            (text,) = render(template, [messages], json.loads(variables), KEY, answering=False)
+        except DataError as error:
+            log.warning("the token that ends a turn is not known by the chat template: %s", error)
+            text = ""
+        found.append(text.partition(PROBE)[2].partition(NEXT)[0])
+    return found[0], found[1]
