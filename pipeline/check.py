@@ -100,6 +100,7 @@ def check(config: RunConfig) -> None:
     if environment.verifies_anywhere(task_options):
         environment.verify(task_options)
     processor = policy.check(model_options, spec)
+    engine.check_policy(engine_options, model_options)
     extent = environment.extent(task_options, processor)
     positions = policy.positions(model_options)
     check_context(getattr(engine_options, "context", None), positions)
@@ -394,4 +395,6 @@ def check_extent(config: RunConfig, extent: Extent, positions: int | None) -> No
 
 
 def _or_model(options: dict[str, Any]) -> str:
-    return " or task.max_prompt_tokens" if options.get("path") else " or raise model.max_positions"
+    if not options.get("path"):
+        return " or raise model.max_positions"
+    return " or task.max_prompt_tokens, or raise model.context as far as config.json allows"

@@ -197,6 +197,17 @@ class Engine(Part, ABC):
         """
 
     @classmethod
+    def check_policy(cls, config: Any, policy: Any) -> None:
+        """See that it can serve a policy as the trainer computes it, without making either.
+
+        Args:
+            policy: configuration of the policy.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    @classmethod
     def packages(cls, config: Any) -> tuple[str, ...]:
         """Optional packages that the process of the stage imports for it; extras of their names
         install them."""

@@ -21,6 +21,7 @@ from rlinf.data.record import Record
 from rlinf.data.sampling import Sampling
 from rlinf.engines.base import Hooks, Requests, check_token_request
 from rlinf.engines.cache import KeyValueCache
+from rlinf.engines.cohorts import Cohorts
 from rlinf.engines.sampling import completes, sample
 from rlinf.models.images import PIXELS, SIZES
 from rlinf.seeding import uniforms
@@ -44,12 +45,16 @@ class Network(Protocol):
 
     def read(
         self, contexts: Sequence[np.ndarray], room: int, images: Sequence[Images | None] = ()
-    ) -> tuple[Tensor, KeyValueCache, Tensor]: ...
+    ) -> tuple[Tensor, KeyValueCache | Cohorts, Tensor]: ...
 
     def shift(self, images: Sequence[Images | None]) -> Tensor: ...
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValueCache
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: KeyValueCache | Cohorts,
     ) -> Tensor: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...

@@ -12,13 +12,14 @@ from pydantic import Field
 from rlinf.config import Section
 from rlinf.engines.base import Engine
 from rlinf.engines.legs import Ask
-from rlinf.errors import DataError
+from rlinf.errors import ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL
 from rlinf.models.causal_lm import CausalLMConfig
 from rlinf.models.device import DeviceName, local_device
 from rlinf.models.loading import described_module
 from rlinf.models.published import Published
-from rlinf.models.published_folder import PublishedFolder
+from rlinf.models.published_folder import PublishedFolder, read_settings
+from rlinf.models.rotary import length_scaling
 
 NO_LIMIT = 4096
 """The context of models whose settings give no limit: vLLM needs one, and takes any."""
@@ -51,6 +52,8 @@ class ExternalEngine(Engine):
 
     Config: ClassVar[type[Section]] = ExternalConfig
     needs = frozenset({LANGUAGE_MODEL})
+    length_scalings: ClassVar[frozenset[str]] = frozenset()
+    """Rotary scalings by a length (:mod:`rlinf.models.rotary`) that it computes as the trainer."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         self._config = config
@@ -68,6 +71,25 @@ class ExternalEngine(Engine):
     @classmethod
     def rows(cls, config: Any) -> int:
         return int(config.max_rows)
+
+    @classmethod
+    def check_policy(cls, config: Any, policy: Any) -> None:
+        path = getattr(policy, "path", None)
+        scaling = None if path is None else length_scaling(read_settings(path.expanduser()))
+        if scaling is None:
+            return
+        if scaling.kind not in cls.length_scalings:
+            raise ConfigError(
+                f"engine.name: {cls.__name__.removesuffix('Engine')} would choose other rotary "
+                f"frequencies than the trainer: those of {path} depend on a length "
+                f"({scaling.kind} in config.json); set engine=transformers"
+            )
+        if config.context is not None and config.context != policy.context:
+            raise ConfigError(
+                f"engine.context: the rotary frequencies of {path} depend on this length "
+                f"({scaling.kind} in config.json), for the trainer too; leave it out and set "
+                f"model.context={config.context}"
+            )
 
     @property
     def sleeps(self) -> bool:
@@ -113,7 +135,8 @@ class ExternalEngine(Engine):
         module = described_module(model, config)
         self._settings = module.config.get_text_config()
         published = PublishedFolder.of(config, model)
-        self._context = self._config.context or published.context_length or NO_LIMIT
+        own = published.run_length(config.context)
+        self._context = self._config.context or own or NO_LIMIT
         self.chat_format = published.chat_format
         self.stops = frozenset() if self._config.ignore_eos else published.stop_token_ids
         self._published = Published(module)

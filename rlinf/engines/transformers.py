@@ -22,6 +22,7 @@ from rlinf.data.record import Record
 from rlinf.engines.attention import use_decode_attention
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
 from rlinf.engines.cache import KeyValueCache
+from rlinf.engines.cohorts import CohortNetwork, Cohorts, shares_padding
 from rlinf.engines.decoding import Decoding, Images
 from rlinf.engines.fused import FusedStep
 from rlinf.fit import IMAGE_REQUESTS, LANGUAGE_MODEL
@@ -69,6 +70,7 @@ class TransformersEngine(Storages, Engine):
         self.device = local_device(config.device)
         self._module: Any = None
         self._step: FusedStep | None = None
+        self._cohorts: CohortNetwork | None = None
 
     @classmethod
     def takes_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
@@ -80,11 +82,14 @@ class TransformersEngine(Storages, Engine):
 
     def load(self, folder: Path, version: int) -> None:
         if self._module is None or not reload_weights(self._module, folder):
-            self._module = self._step = None  # the old one leaves the memory first
+            self._module = self._step = self._cohorts = None  # the old one leaves the memory first
             module = load_module(folder, self._policy_config).eval()
             self._module = placed(module, self.device)
-            self._step = FusedStep.of(self._module)
-            use_decode_attention(self._module)
+            if shares_padding(module.config):
+                self._step = FusedStep.of(self._module)
+                use_decode_attention(self._module)
+            else:
+                self._cohorts = CohortNetwork(self._module)
         self._images = self._policy.image_settings(folder)
         published = PublishedFolder.of(self._policy_config, folder)
         self._chat_format = published.chat_format
@@ -105,7 +110,8 @@ class TransformersEngine(Storages, Engine):
 
     def close(self) -> None:
         self.forget()
-        self._module, self._step, self.version = None, None, -1
+        self._module = self._step = self._cohorts = None
+        self.version = -1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -125,8 +131,10 @@ class TransformersEngine(Storages, Engine):
 
     def read(
         self, contexts: Sequence[np.ndarray], room: int, images: Sequence[Images | None] = ()
-    ) -> tuple[Tensor, KeyValueCache, Tensor]:
+    ) -> tuple[Tensor, KeyValueCache | Cohorts, Tensor]:
         """Run each distinct context once, left-padded, then give every row its copy.
+
+        Families that padding would disturb are run in cohorts (:mod:`rlinf.engines.cohorts`).
 
         Args:
             contexts: token ids of each row.
@@ -141,6 +149,11 @@ class TransformersEngine(Storages, Engine):
             self._step = None
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
+        if self._cohorts is not None:
+            first, cohorts = self._cohorts.read(contexts, self.device)
+            begins = torch.from_numpy(width - lengths).to(self.device)[:, None]
+            columns = torch.arange(width + room, device=self.device)
+            return first, cohorts, (columns >= begins) & (columns < width)
         # The length is part of a context: 0, which fills it up, is also an ordinary token.
         # So are its images, told by the first row that has them.
         whole = np.zeros((len(contexts), 2 + width), dtype=np.int64)
@@ -216,7 +229,7 @@ class TransformersEngine(Storages, Engine):
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        cache: KeyValueCache,
+        cache: KeyValueCache | Cohorts,
         further: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Logits ``[B, V]`` float32 after the last of ``tokens`` ``[B, n]``, which join the cache.
@@ -227,6 +240,9 @@ class TransformersEngine(Storages, Engine):
             further: what the network takes beside them.
             mask: as the model takes it; None: every row attends to all columns.
         """
+        if isinstance(cache, Cohorts):
+            assert self._cohorts is not None
+            return self._cohorts.step(tokens, cache)
         if self._step is not None and tokens.shape[1] == 1 and len(cache):
             logits = self._step(tokens, positions, mask, cache)
             cache.advance(1)

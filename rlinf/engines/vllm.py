@@ -26,6 +26,11 @@ VARIABLES = {
 """Of the environment of every process that imports vLLM."""
 
 
+LENGTH_SCALINGS = frozenset({"longrope"})
+"""vLLM takes the long factors where ``--max-model-len`` exceeds the original length, as
+:mod:`rlinf.models.rotary` does. Its dynamic NTK has the frequencies of the longest sequence."""
+
+
 class VLLMConfig(ServerConfig):
     """Decoding by a vLLM server."""
 
@@ -34,6 +39,8 @@ class VLLMConfig(ServerConfig):
 
 class VLLMEngine(ServerEngine):
     """See the module."""
+
+    length_scalings = LENGTH_SCALINGS
 
     Config = VLLMConfig
     package = "vllm"

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from rlinf.engines.in_process import InProcessEngine, apart
 from rlinf.engines.legs import Ask, Leg, Sample
-from rlinf.engines.vllm import VARIABLES, arguments, settings
+from rlinf.engines.vllm import LENGTH_SCALINGS, VARIABLES, arguments, settings
 
 
 class VLLMInProcess(InProcessEngine):
     """See the module."""
+
+    length_scalings = LENGTH_SCALINGS
 
     @classmethod
     def packages(cls, config: Any) -> tuple[str, ...]:

@@ -239,6 +239,16 @@ class Policy(Part, ABC):
     packs: bool = False
     """Whether :meth:`use_packing` works."""
 
+    @classmethod
+    def check_packing(cls, config: Any) -> None:
+        """See that :meth:`use_packing` would work, without making a policy.
+
+        Raises:
+            ConfigError: the policy cannot.
+        """
+        if not cls.packs:
+            raise ConfigError(f"trainer.packing: {cls.__name__} cannot; set it to false")
+
     def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         """Collate rows side by side from now on, without padding; outputs stay ``[B, T]``.
 

@@ -22,6 +22,7 @@ from rlinf.fit import LANGUAGE_MODEL, PROMPTS
 from rlinf.models.architectures import Architecture, check_sizes, settings_of
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.chat_format import check_arguments
+from rlinf.models.families import check_causal
 from rlinf.models.fit import as_published, check_weights, renames
 from rlinf.models.loading import fill, load_module, outline_module, outline_new
 from rlinf.models.logprobs import (
@@ -35,7 +36,7 @@ from rlinf.models.logprobs import (
     uncapped,
     without,
 )
-from rlinf.models.packed import APART, Rows, pack, unpack, use_packing
+from rlinf.models.packed import APART, Rows, check_apart, pack, unpack, use_packing
 from rlinf.models.published_folder import (
     WEIGHTS,
     PublishedFolder,
@@ -43,8 +44,10 @@ from rlinf.models.published_folder import (
     check_vocabulary,
     check_weight_files,
     copy_companions,
+    read_settings,
     weight_files,
 )
+from rlinf.models.rotary import length_scaling
 from rlinf.models.tokenizer import write_character_tokenizer
 from rlinf.tensors import State, save_tensors
 
@@ -60,6 +63,10 @@ class CausalLMConfig(Section):
     """Folder in the Hugging Face format; any ``AutoModelForCausalLM``."""
     trust_remote_code: bool = False
     """Run model code that the checkpoint brings along. Off: such a checkpoint is refused."""
+    context: int | None = Field(default=None, gt=0)
+    """Most tokens of a prompt and its response together; null: as many as the model was made for,
+    and of a model whose rotary scaling depends on the length (LongRoPE, dynamic NTK) as many as its
+    plain frequencies reach. Such frequencies are chosen by this length, for the whole run."""
     architecture: Architecture = "qwen2"
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=4, gt=0)
@@ -110,6 +117,7 @@ class CausalLM(Policy):
             published = PublishedFolder.of(config)
             check_checkpoint(published.folder, config.trust_remote_code)
             check_family(published)
+            check_context(published, config)
             check_weight_files(published.folder)
             check_vocabulary(published)
             check_weights(published.folder)
@@ -120,14 +128,15 @@ class CausalLM(Policy):
                 "give the folder of a checkpoint, or choose a task that fits model.name"
             )
         check_sizes(config)
+        check_context(None, config)
         check_arguments(config.chat_template_kwargs, spec.get("chat_template"))
         return None
 
     @classmethod
     def positions(cls, config: CausalLMConfig) -> int | None:
         if config.path is None:
-            return config.max_positions
-        return PublishedFolder.of(config).context_length
+            return config.context or config.max_positions
+        return PublishedFolder.of(config).run_length(config.context)
 
     @classmethod
     def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
@@ -196,7 +205,7 @@ class CausalLM(Policy):
 
     def save_state(self, folder: Path, state: State) -> None:
         copy_companions(self._folder, folder)
-        if renames(self.network.config, type(self.network)):
+        if renames(self.network):
             state = State.of(as_published(self.network, state.whole()))
         tied = getattr(self.network, "_tied_weights_keys", None) or {}
         if not getattr(self.network.config, "tie_word_embeddings", False):
@@ -321,6 +330,10 @@ class CausalLM(Policy):
                 stack.enter_context(uncapped(self.network))
                 stack.enter_context(replaced(head, parts))
             out, values = self._run(inputs)
+        if not in_parts and isinstance(kept := inputs["logits_to_keep"], int):
+            # Some families give logits of all positions, whatever they are asked to keep.
+            out = out[:, -kept:]
+            values = None if values is None else values[:, -kept:]
         values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:
             return out[..., 0], out[..., 1] if entropy else None, values
@@ -330,6 +343,13 @@ class CausalLM(Policy):
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Logits ``[B, K, V]`` and, of a critic, values ``[B, K]`` of what is kept."""
         return self.module(**inputs, use_cache=False).logits, None
+
+    @classmethod
+    def check_packing(cls, config: CausalLMConfig) -> None:
+        family = config.architecture
+        if config.path is not None:
+            family = read_settings(config.path.expanduser())["model_type"]
+        check_apart(family)
 
     def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         for network in self.networks:
@@ -382,4 +402,31 @@ def check_family(published: PublishedFolder) -> None:
         raise DataError(
             f"model.path: {published.folder} is a {published.config.model_type!r} model, which is "
             "no causal language model"
+        )
+    check_causal(published.config, f"model.path: {published.folder}")
+
+
+def check_context(published: PublishedFolder | None, config: CausalLMConfig) -> None:
+    """See that a model can read as many tokens as ``model.context`` says.
+
+    Raises:
+        ConfigError: it cannot, or its own code would choose rotary frequencies by other lengths.
+    """
+    longest: int | None = config.max_positions
+    if published is not None:
+        scaling, longest = length_scaling(published.settings), published.context_length
+        if scaling is not None:
+            longest = scaling.longest
+            if "auto_map" in published.settings and config.trust_remote_code:
+                raise ConfigError(
+                    f"model.trust_remote_code: the own code of {published.folder} chooses rotary "
+                    f"frequencies by the longest row of a call ({scaling.kind} in config.json), so "
+                    "samples would depend on their neighbours; remove auto_map from its "
+                    "config.json and set this to false, for families that transformers has"
+                )
+    if config.context is not None and longest is not None and config.context > longest:
+        key = "model.max_positions" if published is None else f"{published.folder / 'config.json'}"
+        raise ConfigError(
+            f"model.context: {config.context} tokens do not fit into the {longest} positions of "
+            f"the model ({key}); lower it"
         )

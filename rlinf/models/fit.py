@@ -123,18 +123,25 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def renames(settings: Any, cls: Any) -> bool:
+def renames(module: Any) -> bool:
     """Whether checkpoints of a network name tensors otherwise than it does; only loading tells."""
+    from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    # One that is sharded has a class of its own, derived from that.
-    names = [settings.model_type, *(one.__name__ for one in cls.__mro__)]
+    names = set[str]()
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            # One that is sharded has a class of its own, derived from that.
+            names |= {part.config.model_type, *(one.__name__ for one in type(part).__mro__)}
     known = any(get_checkpoint_conversion_mapping(name) for name in names)  # type: ignore[no-untyped-call]
-    return known or bool(getattr(cls, "_checkpoint_conversion_mapping", None))
+    return known or bool(getattr(module, "_checkpoint_conversion_mapping", None))
 
 
 def network_class(settings: Any) -> Any:
     """The library's class of a configuration's network: a causal language model, or one that sees.
+
+    Of a checkpoint that reads images too, whose language model is a class of its own in the library
+    (Qwen3.5), it is the class of the whole: what is saved has all that was read.
 
     Raises:
         KeyError: it has none.
@@ -143,7 +150,10 @@ def network_class(settings: Any) -> Any:
 
     if settings.model_type in SEEING:
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    if isinstance(settings, cls.config_class) or not settings.sub_configs:
+        return cls
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
 
 
 def as_published(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -181,10 +191,9 @@ def check_weights(folder: Path) -> None:
     try:
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
         cls = network_class(settings)
-        if renames(settings, cls):
-            return
         with torch.device("meta"):
             module = cls._from_config(settings)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
-    check_fit(f"model.path: {folder}", under_prefix(stored, module), module)
+    if not renames(module):
+        check_fit(f"model.path: {folder}", under_prefix(stored, module), module)

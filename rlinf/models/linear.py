@@ -46,10 +46,12 @@ class OneDNNLinear(nn.Linear):
         if not suits or not input.numel():
             return F.linear(input, weight, self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
-            output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-                input, weight, self.bias
+            # The shape is given back out here: networks may write into the output, and torch
+            # forbids that for a view that was made inside a function of one's own.
+            rows: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+                input.reshape(-1, input.shape[-1]), weight, self.bias
             )
-            return output
+            return rows.view(*input.shape[:-1], len(weight))
         return product(input, weight, self.bias)
 
 

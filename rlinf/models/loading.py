@@ -24,6 +24,7 @@ from rlinf.models.published_folder import (
     read_settings,
     tensor_files,
 )
+from rlinf.models.rotary import freeze_rotary
 from rlinf.sharded import local, rows_of
 from rlinf.tensors import TensorFile, load_tensors
 
@@ -59,6 +60,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
         found["unexpected_keys"],
         found["mismatched_keys"],
     )
+    freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
     use_onednn(module)
     return module
 
@@ -73,10 +75,13 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
     """
     with _reading(folder):
         cls, settings = _network(folder, config)
-        if renames(settings, cls) or "auto_map" in read_settings(folder):
+        if "auto_map" in read_settings(folder):
             return None
         module = _without_memory(cls, settings, config)
+        if module is not None and renames(module):
+            return None
     if module is not None:
+        freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
         use_onednn(module)
     return module
 
@@ -196,7 +201,14 @@ def _reading(folder: Path) -> Iterator[None]:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
         raise DataError(f"model.path: {folder}: cannot load the checkpoint ({error})") from None
     finally:
         logging.set_verbosity(verbosity)
@@ -229,9 +241,12 @@ def _without_memory(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
     return None if kept else module
 
 
-def _attention(settings: Any) -> str:
-    """What the library computes attention with, until packing or an engine sets its own."""
-    return "eager" if settings.model_type in BY_FORMULA else "sdpa"
+def _attention(settings: Any) -> str | None:
+    """What the library computes attention with, until packing or an engine sets its own.
+
+    None: torch's fused attention where each part of the network has it, else the formula.
+    """
+    return "eager" if settings.model_type in BY_FORMULA else None
 
 
 @contextlib.contextmanager

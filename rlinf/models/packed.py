@@ -51,12 +51,7 @@ def use_packing(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
     from transformers import AttentionInterface
     from transformers.utils.import_utils import is_flash_attn_2_available
 
-    family = getattr(module.config, "model_type", "")
-    if family not in APART:
-        raise ConfigError(
-            f"trainer.packing: models of type {family!r} are not known to keep packed rows apart; "
-            "set it to false"
-        )
+    check_apart(getattr(module.config, "model_type", ""))
     half = dtype in (torch.bfloat16, torch.float16)
     if device.type == "cuda" and half and is_flash_attn_2_available():
         module.set_attn_implementation("flash_attention_2")
@@ -64,6 +59,19 @@ def use_packing(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
     AttentionInterface.register(NAME, attend)
     module.set_attn_implementation(NAME)
     return True
+
+
+def check_apart(family: str) -> None:
+    """See that a family keeps packed rows apart: recurrent layers, for one, do not.
+
+    Raises:
+        ConfigError: it is not known to.
+    """
+    if family not in APART:
+        raise ConfigError(
+            f"trainer.packing: models of type {family!r} are not known to keep packed rows apart; "
+            "set it to false"
+        )
 
 
 @dataclass(frozen=True)

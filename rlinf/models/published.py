@@ -30,7 +30,7 @@ class Published:
         self._own: dict[str, Tensor] = {name: tensor.to("meta") for name, tensor in own.items()}
         self._module = module.to("meta")
         untied = {name: self._own[name] for name in self._first.values()}
-        self._renames = renames(module.config, type(module))
+        self._renames = renames(module)
         self.like = as_published(module, untied) if self._renames else untied
         """Every name, with a tensor of its shape and type that has no memory."""
 

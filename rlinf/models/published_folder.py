@@ -17,6 +17,7 @@ from typing import Any
 from rlinf.checked import copy_file, private_copy, read_text
 from rlinf.errors import ArtifactError, DataError, nearest
 from rlinf.models.chat_format import ChatFormat, default_template
+from rlinf.models.rotary import length_scaling
 from rlinf.private import places_of
 
 WEIGHTS = "model.safetensors"
@@ -112,6 +113,17 @@ class PublishedFolder:
         See :func:`context_length`.
         """
         return context_length(self.config)
+
+    def run_length(self, limit: int | None) -> int | None:
+        """Return the most tokens of a sample in a run, or None where nothing limits them.
+
+        Args:
+            limit: what the run declares (``model.context``); None: as many as the model was made
+                for, and with rotary frequencies that depend on a length, as many as have the plain
+                ones (vLLM's default as well).
+        """
+        scaling = length_scaling(self.settings)
+        return limit or (self.context_length if scaling is None else scaling.original)
 
     @cached_property
     def vocabulary_size(self) -> int | None:

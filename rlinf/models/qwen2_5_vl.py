@@ -194,6 +194,10 @@ class Qwen25VL(CausalLM):
             seen |= {"pixel_values": batch["patches"], "image_grid_thw": batch["grids"]}
         return seen
 
+    @classmethod
+    def check_packing(cls, config: CausalLMConfig) -> None:
+        """Its attention is ours."""
+
     def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         from transformers import AttentionInterface
 

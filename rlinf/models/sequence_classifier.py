@@ -24,7 +24,9 @@ from rlinf.models.published_folder import (
     check_checkpoint,
     check_vocabulary,
     check_weight_files,
+    read_settings,
 )
+from rlinf.models.rotary import freeze_rotary
 
 
 def check_classifier(folder: Path, key: str) -> Any:
@@ -50,8 +52,13 @@ def check_classifier(folder: Path, key: str) -> Any:
         return published.raw_tokenizer
 
 
-def load_classifier(folder: Path, dtype: torch.dtype, key: str) -> nn.Module:
+def load_classifier(
+    folder: Path, dtype: torch.dtype, key: str, limit: int | None = None
+) -> nn.Module:
     """The network of a folder that :func:`check_classifier` accepts, on the CPU.
+
+    Args:
+        limit: most tokens of a row; rotary frequencies that depend on a length are chosen by it.
 
     Called with ``input_ids`` and ``attention_mask`` ``[B, T]`` it gives ``logits`` ``[B, 1]``.
 
@@ -71,6 +78,7 @@ def load_classifier(folder: Path, dtype: torch.dtype, key: str) -> nn.Module:
         )
         missing, others = found["missing_keys"], found["unexpected_keys"]
         refuse_unfit(f"{key}: {folder}", missing, others, found["mismatched_keys"])
+        freeze_rotary(module, read_settings(folder), limit, f"{key}: {folder}")
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
 
@@ -105,7 +113,7 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> None:
             f"model.path: {folder} has {settings.num_labels} labels (id2label in config.json); a "
             "reward model has one"
         )
-    if not renames(settings, cls):
+    if not renames(module):
         check_fit(f"model.path: {folder}", stored, module)
 
 

@@ -79,7 +79,7 @@ class RewardModelReward(Storages, Reward):
     ) -> list[Worth | Judgement]:
         config, module = self.config, self._ready()
         rows = self._rows(trajectories)
-        most = config.max_tokens or PublishedFolder(self._folder).context_length
+        most = PublishedFolder(self._folder).run_length(config.max_tokens)
         fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
         found: list[Worth | Judgement] = [self._unfit()] * len(rows)
         for batch in batches([len(rows[i]) for i in fit], config.batch_tokens):
@@ -105,7 +105,8 @@ class RewardModelReward(Storages, Reward):
             dtype = getattr(torch, self.config.dtype)
             if residency is not None:
                 residency.clear()
-            self._module = placed(load_classifier(self._folder, dtype, KEY), self.device)
+            module = load_classifier(self._folder, dtype, KEY, self.config.max_tokens)
+            self._module = placed(module, self.device)
         if residency is not None:
             residency.need(self)
         return self._module

@@ -86,7 +86,7 @@ def cut(
     out = []
     for items in given[rank * lanes :][:lanes]:
         # Ranks wait for each other at every micro-batch, so each rank's are of one size.
-        mine = even_batches(costs, items, count, padded=padded)
+        mine = even_batches(costs, items, count, budget, padded=padded)
         missing = count - len(mine)
         filler = [min(items, key=lambda i: costs[i])] if items else [0]
         real = [True] * len(mine) + [False] * missing

@@ -122,6 +122,8 @@ class MinibatchTrainer(Storages, Trainer):
         processes: int,
         key: str,
     ) -> None:
+        if config.packing:
+            policy.check_packing(model)
         if config.lora is not None:
             check_adapted(policy, policy.sketch(model), config.lora)
 

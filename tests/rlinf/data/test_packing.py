@@ -95,9 +95,75 @@ def test_micro_batches_stay_within_the_budget(items: list[int], budget: int) -> 
     groups = micro_batches(items, range(len(items)), budget, padded=False)
     assert sorted(i for group in groups for i in group) == list(range(len(items)))
     assert all(len(group) == 1 or sum(items[i] for i in group) <= budget for group in groups)
-    # Nothing is padded: no group ends before it is full.
-    for one, after in itertools.pairwise(groups):
-        assert sum(items[i] for i in [*one, after[0]]) > budget
+
+
+def next_fit(items: list[int], budget: int) -> int:
+    """How many groups there are where each is closed before the next begins."""
+    groups, size = 0, 0
+    for item in sorted(items, reverse=True):
+        if not groups or size + item > budget:
+            groups, size = groups + 1, 0
+        size += item
+    return groups
+
+
+def fewest(items: list[int], budget: int) -> int:
+    """The least number of groups within a budget, by trying all ways."""
+
+    def fits(left: list[int], rooms: list[int]) -> bool:
+        if not left:
+            return True
+        return any(
+            fits(left[1:], [*rooms[:k], room - left[0], *rooms[k + 1 :]])
+            for k, room in enumerate(rooms)
+            if room >= left[0] and room not in rooms[:k]
+        )
+
+    order = sorted(items, reverse=True)
+    return next(n for n in range(len(items) + 1) if fits(order, [budget] * n))
+
+
+def test_three_micro_batches_are_enough_where_closing_groups_takes_four() -> None:
+    items = [6, 5, 5, 4, 4, 3, 3]
+    assert next_fit(items, 10) == 4
+    groups = micro_batches(items, range(7), 10, padded=False)
+    assert len(groups) == 3
+    assert [sum(items[i] for i in group) for group in groups] == [10, 10, 10]
+    assert len(even_batches(items, range(7), 3, 10, padded=False)) == 3
+
+
+@settings(deadline=None)
+@given(costs, st.integers(1, 1000))
+def test_packed_micro_batches_are_no_more_than_by_closing_groups(
+    items: list[int], budget: int
+) -> None:
+    groups = micro_batches(items, range(len(items)), budget, padded=False)
+    assert len(groups) <= next_fit(items, budget)
+    assert groups == micro_batches(items, range(len(items)), budget, padded=False)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 20), max_size=10), st.integers(20, 30))
+def test_packed_micro_batches_are_close_to_the_fewest(items: list[int], budget: int) -> None:
+    groups = micro_batches(items, range(len(items)), budget, padded=False)
+    assert len(groups) <= 11 / 9 * fewest(items, budget) + 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 12), max_size=8), st.integers(12, 40))
+def test_padded_micro_batches_are_the_fewest(items: list[int], budget: int) -> None:
+    def least(left: tuple[int, ...]) -> int:
+        if not left:
+            return 0
+        most, rest = max(1, budget // left[0]), left[1:]
+        return 1 + min(
+            least(tuple(x for k, x in enumerate(rest) if k not in chosen))
+            for size in range(min(most - 1, len(rest)) + 1)
+            for chosen in itertools.combinations(range(len(rest)), size)
+        )
+
+    groups = micro_batches(items, range(len(items)), budget)
+    assert len(groups) == least(tuple(sorted(items, reverse=True)))
 
 
 @settings(deadline=None)
@@ -105,7 +171,7 @@ def test_micro_batches_stay_within_the_budget(items: list[int], budget: int) -> 
 def test_even_batches_are_as_many_as_asked_and_none_larger_than_needed(
     items: list[int], count: int
 ) -> None:
-    groups = even_batches(items, range(len(items)), count)
+    groups = even_batches(items, range(len(items)), count, 500)
     assert sorted(i for group in groups for i in group) == list(range(len(items)))
     assert len(groups) == min(count, len(items))
     widest = max((max(items[i] for i in g) * len(g) for g in groups), default=0)
@@ -115,6 +181,17 @@ def test_even_batches_are_as_many_as_asked_and_none_larger_than_needed(
         or len(micro_batches(items, range(len(items)), widest - 1)) > count
         or (widest == max(items))
     )
+
+
+@settings(deadline=None)
+@given(costs, st.integers(1, 1000))
+def test_even_packed_batches_keep_the_budget(items: list[int], budget: int) -> None:
+    count = len(micro_batches(items, range(len(items)), budget, padded=False))
+    for more in range(3):
+        groups = even_batches(items, range(len(items)), count + more, budget, padded=False)
+        assert sorted(i for group in groups for i in group) == list(range(len(items)))
+        assert len(groups) == min(count + more, len(items))
+        assert all(len(g) == 1 or sum(items[i] for i in g) <= budget for g in groups)
 
 
 def test_a_share_must_be_positive() -> None:

@@ -1,0 +1,120 @@
+"""Rotary scalings whose frequencies depend on a length: LongRoPE and dynamic NTK.
+
+The model library chooses such frequencies in every call, by the longest row of that call. A row
+would then depend on the rows beside it, and an update on how it is cut. Here they are chosen once,
+by the length that the run declares (``model.context``), as vLLM chooses them by its
+``max_model_len``.
+
+Sources: LongRoPE, arXiv 2402.13753; dynamic NTK as in ``transformers.modeling_rope_utils``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf.errors import DataError
+
+KINDS = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
+"""Names in ``config.json``, and what the library calls the kind."""
+
+
+@dataclass(frozen=True)
+class LengthScaling:
+    """A rotary scaling whose frequencies depend on the length of a sequence, in tokens."""
+
+    kind: str
+    """``longrope`` or ``dynamic``."""
+    original: int
+    """Longest sequence that keeps the frequencies of the first training."""
+    longest: int
+    """Longest sequence that the scaling was made for."""
+
+
+def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
+    """Return the scaling of a ``config.json`` that depends on the length, or None."""
+    inner = settings.get("text_config")
+    settings = inner if isinstance(inner, dict) else settings
+    most = settings.get("max_position_embeddings")
+    for rope in _ropes(settings):
+        kind = KINDS.get(str(rope.get("rope_type", rope.get("type"))))
+        if kind is None or not isinstance(most, int):
+            continue
+        named = settings.get("original_max_position_embeddings")
+        before = named or rope.get("original_max_position_embeddings")
+        if kind == "longrope":
+            return LengthScaling(kind, int(before or most), most)
+        # The library keeps the plain frequencies up to max_position_embeddings.
+        factor = max(1.0, float(rope.get("factor") or 1.0))
+        return LengthScaling(kind, most, int(most * factor))
+    return None
+
+
+def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rotary settings of a ``config.json``: one, or one for each kind of layer."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return []
+    nested = [part for part in rope.values() if isinstance(part, Mapping)]
+    return nested or [rope]
+
+
+def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, where: str) -> None:
+    """Fix frequencies that depend on a length as those of the longest sequence of the run.
+
+    Does nothing to networks of another kind.
+
+    Args:
+        module: a network of ``transformers``; changed in place.
+        settings: its ``config.json``.
+        limit: the longest sequence, in tokens; None: the longest with plain
+            frequencies, as in :meth:`rlinf.models.published_folder.PublishedFolder.run_length`.
+        where: what an error calls its folder.
+
+    Raises:
+        DataError: the network has no rotary embedding of the library that could be fixed.
+    """
+    scaling = length_scaling(settings)
+    if scaling is None:
+        return
+    length = limit or scaling.original
+    found = False
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)
+        if isinstance(kinds, dict):
+            for layer_type in [name for name, kind in kinds.items() if _varies(kind)]:
+                found = True
+                _fix(part, length, layer_type)
+        elif _varies(kinds):
+            found = True
+            _fix(part, length, None)
+    if not found:
+        raise DataError(
+            f"{where}: its rotary scaling depends on the length of a sequence, and its own model "
+            "code computes it; samples would depend on their neighbours. Remove rope_scaling from "
+            "config.json, or use a checkpoint of a family that transformers has"
+        )
+
+
+def _varies(kind: Any) -> bool:
+    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def _fix(part: Any, length: int, layer_type: str | None) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    kind = part.rope_type if layer_type is None else part.rope_type[layer_type]
+    buffer = getattr(part, f"{prefix}inv_freq")
+    if buffer.is_meta:  # a network that is only looked at
+        return
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](part.config, None, seq_len=length, **options)
+    buffer.copy_(frequencies)
+    setattr(part, f"{prefix}attention_scaling", scaling)
+    # The library changes the frequencies of these kinds in each call, and of no other kind.
+    if layer_type is None:
+        part.rope_type = "default"
+    else:
+        part.rope_type = {**part.rope_type, layer_type: "default"}

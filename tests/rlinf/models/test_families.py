@@ -1,0 +1,132 @@
+"""Each family of the library either generates and trains alike, or is refused at the door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from rlinf.errors import ConfigError, DataError
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.families import ENCODERS, REFUSED
+from tests.rlinf.models import tiny
+from tests.rlinf.models.tiny_families import NEED_MORE, all_families, page, tiny_settings
+
+FIRST = [
+    *("bamba", "bloom", "falcon_h1", "gpt_oss", "granitemoehybrid", "lfm2", "llama4_text", "mamba"),
+    *("minimax", "qwen3_5_text", "qwen3_next", "roberta", "stablelm", "trocr"),
+]
+"""One of each kind: recurrent layers, ALiBi, no fused attention, chunks, no cache, offsets."""
+REST = [f for f in all_families() if f not in {*FIRST, *REFUSED, *NEED_MORE}]
+
+
+def check_works(folder: Path, family: str) -> None:
+    vocabulary = len(tiny.ALPHABET) + 2
+    config = tiny.write(folder / "m", family, made=tiny_settings(family, vocabulary))
+    CausalLM.check(config, {})
+    served = tiny.engine(config, max_rows=6)
+    # Some rows join late and others leave early: eight places are asked for, six are there.
+    request = tiny.requests([3, 9, 5, 9], horizon=14, group=2)
+    found = tiny.generate(served, request)
+    for row in (0, 3, 5):
+        tokens, logprobs = tiny.generate(served, tiny.rows_of(request, [row]))[row]
+        np.testing.assert_array_equal(tokens, found[row][0])
+        np.testing.assert_allclose(logprobs, found[row][1], atol=1e-4)
+    assert config.path is not None
+    policy = CausalLM.load(config.path, config)
+    records = tiny.trajectories(request, found)
+    outputs = policy.evaluate(policy.collate(records), 1.0)
+    for line, record in zip(outputs.logprobs, records, strict=True):
+        expected = record.steps["logprobs"]
+        np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
+    outputs.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    assert any(p.grad is not None and bool(p.grad.any()) for p in policy.module.parameters())
+    (folder / "saved").mkdir()
+    policy.save(folder / "saved", {n: t.detach() for n, t in policy.module.state_dict().items()})
+    served.load(folder / "saved", 1)
+    again = tiny.generate(served, request)
+    assert all((again[k][0] == found[k][0]).all() for k in found)
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_engine_and_trainer_agree_and_rows_stand_alone(tmp_path: Path, family: str) -> None:
+    check_works(tmp_path, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", REST)
+def test_so_they_do_in_all_other_families(tmp_path: Path, family: str) -> None:
+    check_works(tmp_path, family)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_checkpoint_that_reads_images_too_is_read_and_saved_whole(
+    tmp_path: Path, family: str
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    vocabulary = len(tiny.ALPHABET) + 2
+    config = tiny.write(
+        tmp_path / "m",
+        family,
+        made=tiny_settings(family, vocabulary),
+        kind=AutoModelForImageTextToText,
+    )
+    CausalLM.check(config, {})
+    request = tiny.requests([3, 9, 5], horizon=6)
+    found = tiny.generate(tiny.engine(config), request)
+    assert config.path is not None
+    policy = CausalLM.load(config.path, config)
+    records = tiny.trajectories(request, found)
+    outputs = policy.evaluate(policy.collate(records), 1.0)
+    for line, record in zip(outputs.logprobs, records, strict=True):
+        expected = record.steps["logprobs"]
+        np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    policy.save(saved, {n: t.detach() for n, t in policy.module.state_dict().items()})
+    from rlinf.models.fit import stored_shapes
+
+    assert stored_shapes(saved) == stored_shapes(config.path)
+
+
+def write_settings(folder: Path, family: str, **settings: object) -> CausalLMConfig:
+    """Write a ``config.json`` alone."""
+    AutoConfig.for_model(family, **settings).save_pretrained(folder)
+    return CausalLMConfig(path=folder)
+
+
+@pytest.mark.parametrize("family", sorted(set(REFUSED) - {"gemma4_assistant", "reformer"}))
+def test_what_is_no_policy_of_tokens_is_refused_at_the_door(tmp_path: Path, family: str) -> None:
+    with pytest.raises(DataError, match=r"model.path: .* cannot generate and be trained token by"):
+        CausalLM.check(write_settings(tmp_path, family), {})
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
+def test_an_encoder_is_refused_unless_it_is_a_decoder(tmp_path: Path, family: str) -> None:
+    assert family in ENCODERS
+    with pytest.raises(DataError, match="is_decoder is not true"):
+        CausalLM.check(write_settings(tmp_path / "a", family), {})
+    with pytest.raises(DataError, match=r"has no \*\.safetensors"):
+        CausalLM.check(write_settings(tmp_path / "b", family, is_decoder=True), {})
+
+
+def test_what_answers_an_encoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is_encoder_decoder"):
+        CausalLM.check(write_settings(tmp_path, "bart"), {})
+
+
+def test_recurrent_layers_are_not_packed(tmp_path: Path) -> None:
+    config = write_settings(tmp_path, "qwen3_next")
+    with pytest.raises(ConfigError, match=r"trainer.packing: models of type 'qwen3_next'"):
+        CausalLM.check_packing(config)
+    CausalLM.check_packing(CausalLMConfig())
+
+
+def test_the_page_of_families_is_what_the_code_does() -> None:
+    written = Path(__file__).parents[3] / "docs" / "families.md"
+    assert written.read_text() == page(), (
+        "python -m tests.rlinf.models.tiny_families > docs/families.md"
+    )
