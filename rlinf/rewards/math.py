@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from rlinf.rewards.math_answers import Answer, parse, read
+from rlinf.rewards.math_answers import Answer, parse, read, split
 from rlinf.rewards.math_endings import LOOKED_THROUGH, marked
 from rlinf.rewards.math_spelling import UnreadError, spell
 from rlinf.rewards.math_words import choice, plain_words, says
@@ -297,7 +297,9 @@ def _set_of_expression(expression: Any) -> Any:
 
     if isinstance(expression, sympy.Complement):
         universe, without = expression.args
-        return sympy.Complement(universe, sympy.FiniteSet(*without.args))
+        # The parser's own class of finite sets is not simplified.
+        finite = isinstance(without, sympy.FiniteSet)
+        return sympy.Complement(universe, sympy.FiniteSet(*without.args) if finite else without)
     if isinstance(expression, sympy.Set):
         return expression
     return expression.as_set() if isinstance(expression, Boolean) else None
@@ -307,16 +309,20 @@ def _set_of_expression(expression: Any) -> Any:
 
 
 def _same_expressions(reference: Answer, given: Answer) -> bool:
-    equations = [a for a in (reference, given) if "=" in a.text or _is_variable(a.name)]
-    if len(equations) == 2 and (reference.name != given.name or not reference.name):
-        return _same_equations(
-            *(a.text if "=" in a.text else f"{a.name}={a.text}" for a in equations)
-        )
-    if "=" in reference.text:
+    left, right = _as_equation(reference), _as_equation(given)
+    if left and right and (reference.name != given.name or not reference.name):
+        return _same_equations(left, right)
+    if left and not reference.name:
         return False
     # "a + b = 10" is 10 where a number is asked for.
-    value = given.text.rpartition("=")[2].strip()
-    return _same_values(reference, replace(given, text=value))
+    return _same_values(reference, replace(given, text=split(given.text, ("=",))[-1].strip()))
+
+
+def _as_equation(answer: Answer) -> str:
+    """The equation that an answer is; empty: it is none. Names in words are no variables."""
+    if len(split(answer.text, ("=",))) > 1:
+        return answer.text
+    return f"{answer.name}={answer.text}" if _is_variable(answer.name) else ""
 
 
 def _is_variable(name: str) -> bool:
@@ -376,7 +382,10 @@ def _equal(reference: str, given: str) -> bool:
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
     left, right = _rational(reference), _rational(given)
     if left is not None and right is not None:
-        return left == right or _rounds(reference, right) or _rounds(given, left)
+        # 99999.999 is not 100000: one is a decimal number and the other is none.
+        rounded = reference if "." in reference else given
+        other = left if rounded is given else right
+        return left == right or (("." in reference) != ("." in given) and _rounds(rounded, other))
     first, second = _expression(reference), _expression(given)
     numbers = [_is_number(expression) for expression in (first, second)]
     if all(numbers):

@@ -51,16 +51,24 @@ def read(text: str) -> Answer:
             return replace(parse(", ".join(found)), otherwise=parse(found[-1]))
         return _marked_answer(found[0])
     readings: list[Answer] = []
+    words: Answer | None = None
     for candidate in unmarked(text):
         try:
-            readings.append(parse(candidate))
+            answer = parse(candidate)
         except UnreadError:
             continue
+        if answer.kind == "words" and words is None:
+            words = answer  # "Good luck!" may stand below the answer
+        if answer.kind == "words":
+            continue
+        readings.append(answer)
         # A shout may be a factorial; the reading without it comes next.
         if not candidate.endswith("!"):
             break
     if not readings:
-        raise UnreadError("no answer")
+        if words is None:
+            raise UnreadError("no answer")
+        return words
     return replace(readings[0], otherwise=readings[1] if len(readings) > 1 else None)
 
 
@@ -79,7 +87,7 @@ def _marked_answer(text: str) -> Answer:
         if behind != plain:
             return parse(behind)
         numbers = [found[0].strip() for found in VALUES.finditer(plain)]
-        is_formula = re.search(r"[\\^_=<>+]|\d\s*[-*/]", plain)
+        is_formula = _is_unbalanced(plain) or re.search(r"[\\^_=<>+]|\d\s*[-*/]", plain)
         if len(numbers) == 1 and not is_formula and not _NOT_A_VALUE.search(plain):
             return parse(numbers.pop())
         raise
@@ -91,6 +99,7 @@ _NOT_A_VALUE = re.compile(
     re.IGNORECASE,
 )
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
+_NO_SOLUTION = re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE)
 _SHORT_WORDS = {"yes", "no", "odd", "even", "one", "two", "six", "ten", "all", "any", "true"}
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*,?\d)")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -127,7 +136,7 @@ def _several(text: str) -> Answer:
     pieces = re.split(r"(?<![A-Za-z\\]),?\s*(and|or|\\lor|\\land|\\vee|\\wedge)(?![A-Za-z])", text)
     joints = {"or" if joint in ("or", "\\lor", "\\vee") else "and" for joint in pieces[1::2]}
     parts = [
-        part.strip() for piece in pieces[::2] for part in _split(piece, (",", ";")) if part.strip()
+        part.strip() for piece in pieces[::2] for part in split(piece, (",", ";")) if part.strip()
     ]
     if not parts:
         raise UnreadError("an empty answer")
@@ -169,32 +178,36 @@ def _both_signs(text: str) -> tuple[Answer, ...]:
 def _one(text: str) -> Answer:
     text = text.strip()
     if r"\pm" in text:
-        return Answer("list", "", _both_signs(text))
+        bracketed = _bracketed(text)
+        return bracketed or Answer("list", "", _both_signs(text))
     for sign, joint in ((r"\cup", "or"), (r"\cap", "and")):
-        parts = _split(text, (sign,))
+        parts = split(text, (sign,))
         if len(parts) > 1:
             return Answer("region", joint, tuple(_one(_right_of_in(part)) for part in parts))
     if _RELATION.search(text) and not text.startswith((r"\begin", "(", "[", r"\{")):
         if not re.match(r"[<>]|\\(?:le|ge|ne)", text):
             return Answer("region", "", (Answer("expression", text),))
         raise UnreadError("half of a relation")
-    sides = [side.strip() for side in _split(text, ("=", r"\approx", r"\in"))]
+    sides = [side.strip() for side in split(text, ("=", r"\approx", r"\in"))]
     if len(sides) > 1 and all(sides):
         return _equation(text, sides)
     return _matrix(text) or _bracketed(text) or _words(text) or _value(text)
 
 
 def _right_of_in(text: str) -> str:
-    return _split(text, (r"\in",))[-1]
+    return split(text, (r"\in",))[-1]
 
 
 def _equation(text: str, sides: list[str]) -> Answer:
     """``x = 5`` is 5 with a name; an equation that is not solved stays as it is."""
     named = re.fullmatch(_FUNCTION_NAME, sides[0])
     names = _NAMES.fullmatch(sides[0]) or ":" in sides[0]
-    variable = re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", sides[0])
-    if len(sides) == 2 and "=" in text and variable and not named and not names:
-        return Answer("expression", text)
+    variables = [re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", side) for side in sides]
+    if len(sides) == 2 and "=" in text and not named and not names:
+        if not variables[0] and re.fullmatch(_FUNCTION_NAME, sides[1]):
+            return replace(_several(sides[0]), name=re.sub(r"\s", "", sides[1]))  # 5 = x
+        if any(variables):
+            return Answer("expression", text)
     value = _one(sides[-1]) if names else _several(sides[-1])
     return replace(value, name=re.sub(r"\s", "", sides[0]) if named or names else "")
 
@@ -224,7 +237,7 @@ def _bracketed(text: str) -> Answer | None:
         inner, braces = text[1:-1], True
     else:
         return None
-    parts = _split(inner, (",", ";"))
+    parts = split(inner, (",", ";"))
     if not all(part.strip() for part in parts):
         return None
     if braces:
@@ -243,6 +256,8 @@ def _words(text: str) -> Answer | None:
         text = text.strip("()")
     if not _LETTERS.fullmatch(text):
         return None
+    if _NO_SOLUTION.fullmatch(text):
+        return Answer("set", "")
     longest = max(map(len, re.split(r"[\s'-]+", text)))
     if len(text) <= 3 and text.lower() not in _SHORT_WORDS and " " not in text:
         return None
@@ -251,8 +266,10 @@ def _words(text: str) -> Answer | None:
 
 def _value(text: str) -> Answer:
     """An expression, with its unit taken off."""
+    if ratio := re.fullmatch(r"(\d+) to (\d+)", text):
+        text = f"{ratio[1]}:{ratio[2]}"
     text, unit = split_unit(text)
-    parts = [part.strip() for part in _split(text, (":",))]
+    parts = [part.strip() for part in split(text, (":",))]
     if len(parts) > 1 and all(parts):
         return Answer("ordered", "::", tuple(_value(part) for part in parts), unit=unit)
     text = re.sub(r"(\d|\})\s*degrees", r"\1\\cdot\\frac{\\pi}{180}", text)
@@ -262,6 +279,9 @@ def _value(text: str) -> Answer:
         raise UnreadError("words in a formula")
     if "!!" in text:
         raise UnreadError("a double factorial")
+    # math-verify takes minutes for some texts that end inside brackets.
+    if _is_unbalanced(text):
+        raise UnreadError("an open bracket")
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+", text):
         text = text.replace(" ", "")
     if re.search(r"(?<![\w.])\d[\d.]*\s+\d", text):
@@ -271,8 +291,17 @@ def _value(text: str) -> Answer:
     return Answer("expression", text, unit=unit)
 
 
-def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Parts between separators that stand in no brackets."""
+def _is_unbalanced(text: str) -> bool:
+    """Whether not as many brackets close as open."""
+    pairs = (("([", ")]"), ("{", "}"))
+    return any(
+        sum((character in opening) - (character in closing) for character in text)
+        for opening, closing in pairs
+    )
+
+
+def split(text: str, separators: tuple[str, ...]) -> list[str]:
+    """Return the parts between separators that stand in no brackets."""
     parts, depth, last, at = [], 0, 0, 0
     while at < len(text):
         found = next((s for s in separators if _stands_at(text, s, at)), None)

@@ -45,7 +45,7 @@ _NOUN = (
 )
 _SAID = re.compile(rf"{_NOUN}(?P<between>[^\n.:=]{{0,40}}?){_LINK}", re.IGNORECASE)
 _HEADING = re.compile(
-    r"^[#*\s]*(?:the\s+|our\s+|my\s+)?(?:final\s+)?answer(?:\s+is)?[*\s]*$", re.I | re.M
+    r"^[#* ]*(?:the\s+|our\s+|my\s+)?(?:final\s+)?answer(?:\s+is)?[* ]*$", re.I | re.M
 )
 _SAID_AFTER = re.compile(
     r"(?:^|[.;!?,]\s+|\n)(?P<rest>[^\n;?]*?)\s+is\s+(?:thus\s+|therefore\s+)?(?:the|our|my)\s+"
@@ -63,6 +63,10 @@ _ASIDE = re.compile(
     r"\s*(?:[,;]\s*(?!and\b|or\b)(?=[a-z]{2,}\b)|\((?=[^()]*[A-Za-z]{2,})|\s[-–—]+\s|[—–]"
     r"|\b(?:because|since|as|where|which|when|if|from|for|with|not|so|per\s+the|in\s+total)\b).*",
     re.IGNORECASE | re.DOTALL,
+)
+_NO_VALUE = re.compile(
+    r"(?:not|no(?!\s+(?:real\s+)?solution)|between|at\s+least|at\s+most|either|neither)\s+\S",
+    re.IGNORECASE,
 )
 _HEDGE = re.compile(
     r"\b(?:not|no|nor|neither|between|at\s+least|at\s+most|less\s+than|more\s+than|greater\s+than|"
@@ -181,7 +185,7 @@ def first_of(text: str) -> Iterator[str]:
         return
     line = plain.split("\n", 1)[0].rstrip("*_ ")
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0].rstrip("*_ ")
-    if re.match(r"(?:not|no|between|at\s+least|at\s+most|either|neither)\s+\S", sentence, re.I):
+    if _NO_VALUE.match(sentence):
         values = VALUES.search(sentence)
         if sentence.lower().startswith("either") and values:
             yield values[0]
@@ -221,7 +225,11 @@ def _last_of(text: str) -> Iterator[str]:
             continue
         bare = re.sub(r"^(?:[\s>*_]|-\s)*", "", line).rstrip("*_` ")
         yield re.sub(r"(?<=[^\s.])[.?]$", "", bare)
-        if values and not re.search(r"\bbetween\s*$", line[: values[-1].start()]):
+        if no_solution := re.search(r"\bno\s+(?:real\s+)?solutions?(?=\W*$)", bare, re.I):
+            yield no_solution[0]
+        if not values:
+            continue
+        if not re.search(r"\bbetween\s*$", line[: values[-1].start()]):
             yield _with_unit(line, values[-1][0], values[-1].end())
         return
 
@@ -252,7 +260,8 @@ def _base_of_name(formula: str) -> str:
 
 def _has_answer(line: str) -> bool:
     """Whether a line without digits may be an answer: a formula, or a few words."""
-    return "=" in line or "\\" in line or len(line.split()) <= 4
+    is_short = len(line.split()) <= 4 or re.search(r"\bsolutions?\W*$", line)
+    return "=" in line or "\\" in line or bool(is_short)
 
 
 def _last_bold(line: str) -> str | None:

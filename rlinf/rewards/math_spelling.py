@@ -100,13 +100,18 @@ def spell(text: str) -> tuple[str, str]:
     text = re.sub(r"\\end\{(?:matrix|array)\}\s*\)", r"\\end{pmatrix}", text)
     text = _unwrapped(text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\[dt]binom(?![A-Za-z])", r"\\binom", text)
+    text = re.sub(r"\\log\s*_\s*\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"\\(?:lbrace|lbrack)(?![A-Za-z])", r"\\{", text)
     text = re.sub(r"\\(?:rbrace|rbrack)(?![A-Za-z])", r"\\}", text)
     text = re.sub(r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le", text)
     text = re.sub(r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge", text)
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ").replace(r"\%", "%")
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", " degrees ", text)
-    text = _repeating(text)
+    text = re.sub(r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times ", text)
+    text = re.sub(r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"(?<![\\A-Za-z])C\((\d+),\s*(\d+)\)", r"\\binom{\1}{\2}", text)
+    text = _bases(_repeating(text))
     text = _SCIENTIFIC.sub(lambda m: _plain_number(f"{m[1]}e{m[2]}"), text)
     text = re.sub(r"\s*\*\*\s*", "^", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt(?=\s*[\d(])", r"\\sqrt", text)
@@ -141,6 +146,17 @@ def _repeating(text: str) -> str:
     for pattern in (_REPEATING, _DOTTED):
         text = pattern.sub(_fraction_of_repeating, text)
     return text
+
+
+def _bases(text: str) -> str:
+    """``1010_{2}`` for ``(1010)_2``, ``1010 base 2`` and ``1010_{two}``."""
+    text = re.sub(r"\b(\w+),?\s+(?:in\s+)?base[\s-]*(\w+)\b", r"\1_{\2}", text)
+    text = re.sub(r"\((\d+)\)\s*_", r"\1_", text)
+    return re.sub(
+        r"(?<=\d)_\s*\{\s*([a-z]+)\s*\}",
+        lambda m: f"_{{{_NUMBER_WORDS.get(m[1], m[1])}}}",
+        text,
+    )
 
 
 def _fraction_of_repeating(found: re.Match[str]) -> str:
@@ -214,7 +230,7 @@ def _unwrapped(text: str) -> str:
 def _arguments(text: str) -> str:
     """Braces around what ``\\frac``, ``\\sqrt`` and ``^`` take, where they were left out."""
     out, at = [], 0
-    pattern = re.compile(r"\\frac(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
+    pattern = re.compile(r"\\frac(?![A-Za-z])|\\binom(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
     while found := pattern.search(text, at):
         out.append(text[at : found.start()])
         command, at = found[0], found.end()
@@ -222,7 +238,7 @@ def _arguments(text: str) -> str:
         if command == r"\sqrt" and (root := re.match(r"\s*\[[^\[\]]*\]", text[at:])):
             out.append(root[0].strip())
             at += root.end()
-        for _ in range(2 if command == r"\frac" else 1):
+        for _ in range(2 if command in (r"\frac", r"\binom") else 1):
             argument, at = _argument(text, at, command)
             out.append(f"{{{_arguments(argument)}}}")
     return "".join([*out, text[at:]])
@@ -233,14 +249,14 @@ def _argument(text: str, at: int, command: str) -> tuple[str, int]:
         at += 1
     if at >= len(text):
         raise UnreadError(f"{command} without its argument")
-    if text[at] == "{" or (text[at] == "(" and command != r"\frac"):
+    if text[at] == "{" or (text[at] == "(" and command not in (r"\frac", r"\binom")):
         end = closing_at(text, at)
         if end is None:
             raise UnreadError("an open brace")
         return text[at + 1 : end], end + 1
     # A radicand or exponent of several digits is meant as a whole; TeX would take the first.
     number = re.match(r"-?\d+" if command == "^" else r"\d+(?:\.\d+)?", text[at:])
-    if number and command != r"\frac":
+    if number and command not in (r"\frac", r"\binom"):
         return number[0], at + number.end()
     if word := re.match(r"\\[A-Za-z]+", text[at:]):
         end = at + word.end()

@@ -14,7 +14,7 @@ _DRESS = re.compile(
     r"\\q?quad|\\[,;:!]"
 )
 _LEAD = re.compile(
-    r"[\s:>]*(?:(?:is|the|an?|(?:final\s+|correct\s+)?answer|option|choice|correct|best)\b[\s:]*)*",
+    r"[\s:>]*(?:(?:so|thus|hence|therefore|is|the|an?|(?:final\s+|correct\s+)?answer|option|choice|correct|best)\b[\s:,]*)*",
     re.IGNORECASE,
 )
 _HEAD = re.compile(
@@ -37,6 +37,12 @@ _CHOSEN = (
         r"\(?(?P<letter>[A-J])\)?(?=[\s.,;:!]|$)(?!\s+[a-z])"
     ),
 )
+_ASIDE = re.compile(
+    r"\s*[:;(—]|\s*,?\s*(?:because|since|as|for|so|which|namely|not)\b"
+    r"|,\s*(?:it|they|he|she|this|that|the|there|we|you|i\.e)\b",
+    re.IGNORECASE,
+)
+_MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
 _NEGATED = re.compile(r"(?:\bnot|n't|\bneither|\brule\s+out)\b[^.\n]{0,20}$", re.IGNORECASE)
 
 
@@ -97,7 +103,7 @@ def says(response: str, words: str) -> bool:
     """
     found = marked(response)
     if found is not None:
-        return len(found) == 1 and _as_marked(found[0]) == words
+        return len(found) == 1 and _begins(_as_marked(found[0]), words)
     text = plain(response)
     said = announced(text)
     if said is not None:
@@ -160,4 +166,6 @@ def plain_words(text: str) -> str:
     spelled = " ".join(re.sub(r"[{}]|\\(?=\s)", " ", spelled.lower()).split())
     spelled = re.sub(r"\s*([,;:=+()/-])\s*", r"\1", spelled).replace("p.m.", "pm")
     spelled = re.sub(r"\b([ap])\.m\b\.?", r"\1m", spelled)
+    spelled = re.sub(rf"\b(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ({_MONTHS})\b", r"\2 \1", spelled)
+    spelled = re.sub(rf"\b({_MONTHS}) (?:the )?(\d{{1,2}})(?:st|nd|rd|th)\b", r"\1 \2", spelled)
     return re.sub(r"^(?:an?|the) (?=\w)|[\s.!?:;,\"'*_]+$|^[\s\"'*_]+", "", spelled)

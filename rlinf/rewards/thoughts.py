@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,5 +60,5 @@ class ThoughtMarks:
         return _any(closing for _, closing in self.pairs)
 
 
-def _any(marks: object) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, marks)))  # type: ignore[arg-type]
+def _any(marks: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))
