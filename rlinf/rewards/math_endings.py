@@ -60,7 +60,7 @@ _LEAD = re.compile(
 )
 _SENTENCE_END = re.compile(r"(?<=[^\s.])[.!?](?:\s+(?=[A-Z*\\$(])|\s*$)")
 _ASIDE = re.compile(
-    r"\s*(?:[,;]\s*(?!and\b|or\b)(?=[a-z]{2,}\b)|\((?=[^()]*[A-Za-z]{2,})|\s[-–—]+\s|[—–]"
+    r"\s*(?:[,;]\s*(?!and\b|or\b)(?=[a-z]{2,}\b)|\((?=[^()]*[A-Za-z]{2,})|\s[-–—]+\s(?=[A-Za-z]{3,})|[—–]"
     r"|\b(?:because|since|as|where|which|when|if|from|for|with|not|so|per\s+the|in\s+total)\b).*",
     re.IGNORECASE | re.DOTALL,
 )
@@ -68,6 +68,13 @@ _NO_VALUE = re.compile(
     r"(?:not|no(?!\s+(?:real\s+)?solution)|between|at\s+least|at\s+most|either|neither)\s+\S",
     re.IGNORECASE,
 )
+_BOUND = re.compile(
+    r"\b(?:at\s+least|at\s+most|(?:fewer|less|more|greater|larger|smaller|higher|lower)\s+than|"
+    r"up\s+to|between|not|n't)\s*[\\$*(]*$",
+    re.IGNORECASE,
+)
+_NEGATED = re.compile(r"\b(?:can)?not\b|n't\b|\bnever\b", re.IGNORECASE)
+_BRACKETED_ASIDE = re.compile(r"\s*\((?=[^()]*[A-Za-z]{3,})[^()]*\)|,\s*(?:and\s+)?not\b.*")
 _HEDGE = re.compile(
     r"\b(?:not|no|nor|neither|between|at\s+least|at\s+most|less\s+than|more\s+than|greater\s+than|"
     r"up\s+to|any|to|from|over|under|above|below|e\.g|maybe|perhaps|or|and|of|plus|minus|times)\b",
@@ -158,8 +165,9 @@ def announced(text: str) -> str | None:
         rest = text[said.end() :].split("\n", 1)[0]
         if not re.search(r"[^\W_]", rest):
             rest = f"{rest.strip('*_ ')}{text[said.end() :]}".lstrip()
-        if re.search(r"[^\W_]|\S", rest):
-            found.append((said.start(), rest))
+        if rest.strip():
+            denied = "not " if _NEGATED.search(said[0]) else ""
+            found.append((said.start(), denied + rest))
     for heading in _HEADING.finditer(text):
         rest = text[heading.end() :].lstrip()
         if rest:
@@ -216,21 +224,24 @@ def _last_of(text: str) -> Iterator[str]:
             start = len(formulas) - 1
             while start and _are_joined(line, formulas[start - 1], formulas[start]):
                 start -= 1
+            if _BOUND.search(line[: formulas[start].start()]):
+                return
             yield _with_unit(line, *_run(line, formulas[start]))
             return
         if bold:
             return
-        values = list(VALUES.finditer(line))
-        if not values and not _has_answer(line):
+        rest = _BRACKETED_ASIDE.sub("", line)
+        values = list(VALUES.finditer(rest))
+        if not values and not _has_answer(rest):
             continue
-        bare = re.sub(r"^(?:[\s>*_]|-\s)*", "", line).rstrip("*_` ")
+        bare = re.sub(r"^(?:[\s>*_]|-\s)*", "", rest).rstrip("*_` ")
         yield re.sub(r"(?<=[^\s.])[.?]$", "", bare)
         if no_solution := re.search(r"\bno\s+(?:real\s+)?solutions?(?=\W*$)", bare, re.I):
             yield no_solution[0]
         if not values:
             continue
-        if not re.search(r"\bbetween\s*$", line[: values[-1].start()]):
-            yield _with_unit(line, values[-1][0], values[-1].end())
+        if not _BOUND.search(rest[: values[-1].start()]):
+            yield _with_unit(rest, values[-1][0], values[-1].end())
         return
 
 

@@ -36,6 +36,7 @@ _CHOSEN = (
         r"\b(?:choose|chose|pick|select|go\s+with|opt\s+for)\s+(?:option\s+|choice\s+|answer\s+)?"
         r"\(?(?P<letter>[A-J])\)?(?=[\s.,;:!]|$)(?!\s+[a-z])"
     ),
+    re.compile(r"\bis\s+\(?(?P<letter>[A-J])\)?(?=\s*[.!]?\s*$)", re.MULTILINE),
 )
 _ASIDE = re.compile(
     r"\s*[:;(—]|\s*,?\s*(?:because|since|as|for|so|which|namely|not)\b"
@@ -144,8 +145,8 @@ def _endings(line: str) -> Iterator[str]:
         return
     words = plain_words(line)
     yield words
-    predicate = re.search(r"^.*\b(?:is|are|was|on)\s+(.*)$", words)
-    if predicate and not re.search(r"\b(?:or|either|neither|if|whether)\b", words):
+    predicate = re.search(r"^.*\b(?:is|are|was|be|on)\s+(.*)$", words)
+    if predicate and not re.search(r"\b(?:or|either|neither|if|whether|not|never)\b|n't", words):
         yield plain_words(predicate[1])
 
 
