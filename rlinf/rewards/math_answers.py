@@ -188,6 +188,9 @@ def _one(text: str) -> Answer:
         if not re.match(r"[<>]|\\(?:le|ge|ne)", text):
             return Answer("region", "", (Answer("expression", text),))
         raise UnreadError("half of a relation")
+    exact, *rounded = (part.strip() for part in split(text, (r"\approx",)))
+    if rounded and exact and not re.fullmatch(_FUNCTION_NAME, exact):
+        return replace(_one(exact), otherwise=_one(rounded[-1]))
     sides = [side.strip() for side in split(text, ("=", r"\approx", r"\in"))]
     if len(sides) > 1 and all(sides):
         return _equation(text, sides)

@@ -36,7 +36,7 @@ VALUES = re.compile(rf"(?<![\w.,/:^])-?{_VALUE}(?:,?\s+(?:or|and)\s+{_VALUE})*")
 _JOIN = re.compile(r"\s*(?:,?\s*(?:\band\b|\bor\b)|,)\s*")
 
 _LINK = (
-    r"\s*(?:\*\*|__)?\s*(?:[:=]|(?:\b(?:is|are|be|was|equals|est|es|è|é|ist|lautet|sind)\b|[是为為は])"
+    r"\s*(?:\*\*|__)?\s*(?:[:=]|[-–—]\s|(?:\b(?:is|are|be|was|equals|est|es|è|é|ist|lautet|sind)\b|[是为為は])"
     r"(?:\s*:)?)"
 )
 _NOUN = (
@@ -60,7 +60,7 @@ _LEAD = re.compile(
 )
 _SENTENCE_END = re.compile(r"(?<=[^\s.])[.!?](?:\s+(?=[A-Z*\\$(])|\s*$)")
 _ASIDE = re.compile(
-    r"\s*(?:[,;]\s*(?!and\b|or\b)(?=[a-z]{2,}\b)|\((?=[^()]*[A-Za-z]{2,})|\s[-–—]+\s(?=[A-Za-z]{3,})|[—–]"
+    r"\s*(?:[,;]\s*(?!and\b|or\b)(?=[a-z]{2,}\b)|\((?=[^()\\]*[A-Za-z]{2,})|\s[-–—]+\s(?=[A-Za-z]{3,})|[—–]"
     r"|\b(?:because|since|as|where|which|when|if|from|for|with|not|so|per\s+the|in\s+total)\b).*",
     re.IGNORECASE | re.DOTALL,
 )
@@ -73,8 +73,16 @@ _BOUND = re.compile(
     r"up\s+to|between|not|n't)\s*[\\$*(]*$",
     re.IGNORECASE,
 )
+_IN_PHRASE = re.compile(r"\b(?:in|at|after|for|within|every|per|during)\s+[\\$(*]*$", re.IGNORECASE)
+_PREDICATE = re.compile(
+    r".*\b(?:is|are|be|equals|get|gives|have|point)\b:?\s+(?=[\d\\(\[{+-])(.+?)[.!]?$"
+)
+_BROKEN_OFF = re.compile(
+    r"(?:\b(?:which|the|that|is|are|to|of|and|or|with|by|we|an?|then|as|because|if|has|have|so|equals|"
+    r"be|from|for|in|on|at|this|let|when|where|but)|[-+=/]|(?<!\*)\*)\s*$"
+)
 _NEGATED = re.compile(r"\b(?:can)?not\b|n't\b|\bnever\b", re.IGNORECASE)
-_BRACKETED_ASIDE = re.compile(r"\s*\((?=[^()]*[A-Za-z]{3,})[^()]*\)|,\s*(?:and\s+)?not\b.*")
+_BRACKETED_ASIDE = re.compile(r"\s*\((?=[^()]*[A-Za-z]{3,})[^()\\]*\)|,\s*(?:and\s+)?not\b.*")
 _HEDGE = re.compile(
     r"\b(?:not|no|nor|neither|between|at\s+least|at\s+most|less\s+than|more\s+than|greater\s+than|"
     r"up\s+to|any|to|from|over|under|above|below|e\.g|maybe|perhaps|or|and|of|plus|minus|times)\b",
@@ -215,13 +223,15 @@ def first_of(text: str) -> Iterator[str]:
 
 
 def _last_of(text: str) -> Iterator[str]:
-    """Yield readings of a text that ends with the answer."""
+    """Yield readings of a text that ends with the answer; one that breaks off has none."""
+    if _BROKEN_OFF.search(text):
+        return
     for line in reversed(_lines(text)):
         if bold := _last_bold(line):
             yield from first_of(bold)
         formulas = list(FORMULA.finditer(line))
         if formulas:
-            start = len(formulas) - 1
+            start = _last_outside_phrases(line, formulas)
             while start and _are_joined(line, formulas[start - 1], formulas[start]):
                 start -= 1
             if _BOUND.search(line[: formulas[start].start()]):
@@ -238,11 +248,24 @@ def _last_of(text: str) -> Iterator[str]:
         yield re.sub(r"(?<=[^\s.])[.?]$", "", bare)
         if no_solution := re.search(r"\bno\s+(?:real\s+)?solutions?(?=\W*$)", bare, re.I):
             yield no_solution[0]
+        predicate = _PREDICATE.search(bare)
+        if predicate and not values:
+            yield predicate[1]
         if not values:
             continue
-        if not _BOUND.search(rest[: values[-1].start()]):
-            yield _with_unit(rest, values[-1][0], values[-1].end())
+        last = values[_last_outside_phrases(rest, values)]
+        if not _BOUND.search(rest[: last.start()]):
+            if predicate and last is values[-1]:
+                yield predicate[1]
+            yield _with_unit(rest, last[0], last.end())
         return
+
+
+def _last_outside_phrases(text: str, found: list[re.Match[str]]) -> int:
+    """The place of the last value that is no detail: "350 km in 5 hours" ends with 350 km."""
+    places = range(len(found) - 1, -1, -1)
+    outside = (i for i in places if not _IN_PHRASE.search(text[: found[i].start()]))
+    return next(outside, len(found) - 1)
 
 
 def _lines(text: str) -> list[str]:
@@ -252,7 +275,7 @@ def _lines(text: str) -> list[str]:
         if "\n" in formula[0]:
             lines += [*text[at : formula.start()].split("\n"), formula[0]]
             at = formula.end()
-    return [line for line in [*lines, *text[at:].split("\n")] if line.strip()]
+    return [line for line in [*lines, *text[at:].split("\n")] if re.search(r"[^\W_]", line)]
 
 
 def _are_joined(text: str, first: re.Match[str], second: re.Match[str]) -> bool:

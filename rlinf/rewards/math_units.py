@@ -39,7 +39,7 @@ _NAMES = {
         "F": "F farad farads", "µF": "µF μF microfarads", "H": "H henry henries",
         "T": "T tesla teslas", "Wb": "Wb webers", "Hz": "Hz hertz", "kHz": "kHz kilohertz",
         "MHz": "MHz megahertz", "K": "K kelvin kelvins", "mol": "mol mole moles",
-        "mmol": "mmol millimoles", "rpm": "rpm",
+        "mmol": "mmol millimoles", "M": "M molar", "mM": "mM", "rpm": "rpm",
     }.items()
     for name in names.split()
 }  # fmt: skip
@@ -87,7 +87,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 def is_unit(text: str) -> bool:
     """Return whether a text is a known unit, such as ``m/s^{2}``."""
-    return split_unit(f"1 {text}")[1] != ""
+    return re.match(r"[A-Za-zµμΩ%\\]", text) is not None and split_unit(f"1 {text}")[1] != ""
 
 
 def _is_unit_or_noun(word: str, has_gap: bool) -> bool:

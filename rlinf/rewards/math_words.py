@@ -10,21 +10,23 @@ from rlinf.rewards.math_endings import FORMULA, announced, inside, marked, plain
 from rlinf.rewards.math_spelling import UnreadError, characters, spell
 
 _DRESS = re.compile(
-    r"\\(?:text|math)(?:bf|rm|it|sf|tt|normal|up)?\s*\{|\*\*|__|[$`{}]|\\[()\[\]]|\\(?=[\s,;])|"
+    r"\\(?:text|math)(?:bf|rm|it|sf|tt|normal|up)?\s*\{|\*\*|__|[$`{}\x22]|\\[()\[\]]|\\(?=[\s,;])|"
     r"\\q?quad|\\[,;:!]"
 )
 _LEAD = re.compile(
-    r"[\s:>]*(?:(?:so|thus|hence|therefore|is|the|an?|(?:final\s+|correct\s+)?answer|option|choice|correct|best)\b[\s:,]*)*",
+    r"[\s:>]*(?:(?:so|thus|hence|therefore|is|the|(?-i:an?)|(?:final\s+|correct\s+)?answer|option|"
+    r"choice|correct|best)\b[\s:,]*)*",
     re.IGNORECASE,
 )
 _HEAD = re.compile(
     r"\((?P<round>[A-Ja-j])\)|(?P<sharp>[A-J])(?=\s*(?:[.,:;)]|$|[-–—]\s)|"
-    r"\s+(?:is|because|since|as|and|or)\b)|(?P<small>[a-j])(?=\)|[.]?\s*$)"
+    r"\s+(?:is(?!\s+(?:not|wrong|incorrect|false)\b)|because|since|as|and|or)\b)|(?P<small>[a-j])(?=\)|[.]?\s*$)"
 )
 _MORE = re.compile(r"\s*[.)]?\s*(?:,|/|&|or|and)\s*\(?(?:[A-J]\)?(?![A-Za-z'])|not\b)")
 _CHOSEN = (
     re.compile(
-        r"\b(?:option|choice|answer)\s+\(?(?P<letter>[A-J])\)?\s+(?:is|must\s+be)\s+(?:the\s+)?"
+        r"\b(?:option|choice|answer)\s+\(?(?P<letter>[A-J])\)?(?:\s*\([^()]*\))?\s+(?:is|must\s+be)"
+        r"\s+(?:the\s+)?"
         r"(?:correct|right|true|best|answer)",
         re.IGNORECASE,
     ),
@@ -36,6 +38,9 @@ _CHOSEN = (
         r"\b(?:choose|chose|pick|select|go\s+with|opt\s+for)\s+(?:option\s+|choice\s+|answer\s+)?"
         r"\(?(?P<letter>[A-J])\)?(?=[\s.,;:!]|$)(?!\s+[a-z])"
     ),
+    re.compile(
+        r"\b(?i:correct|choice|option|selection)\s*[:=]\s*\(?(?P<letter>[A-J])\)?(?![A-Za-z'])"
+    ),
     re.compile(r"\bis\s+\(?(?P<letter>[A-J])\)?(?=\s*[.!]?\s*$)", re.MULTILINE),
 )
 _ASIDE = re.compile(
@@ -44,7 +49,7 @@ _ASIDE = re.compile(
     re.IGNORECASE,
 )
 _MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
-_NEGATED = re.compile(r"(?:\bnot|n't|\bneither|\brule\s+out)\b[^.\n]{0,20}$", re.IGNORECASE)
+_NEGATED = re.compile(r"(?:\bnot|n't|\bneither|\brule\s+out)\b[^.,;\n]{0,20}$", re.IGNORECASE)
 
 
 def choice(response: str) -> str:
