@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -15,6 +16,7 @@ from rlinf.envs.prompts import OWN
 from rlinf.errors import DataError, require
 from rlinf.models.base import Spec
 from rlinf.rewards.math_workers import MathGrader, counted
+from rlinf.rewards.thoughts import ThoughtMarks
 
 
 class JsonlConfig(ProblemSetConfig):
@@ -79,7 +81,10 @@ class JsonlEnvironment(ProblemSet):
 
     def _math_grader(self) -> MathGrader:
         if self._grader is None:
-            self._grader = MathGrader(self.config.workers, self.config.timeout_s)
+            marks = ThoughtMarks()
+            opens = any(marks.opens(p.rendered) for p in self._problems["test"][:1])
+            thoughts = replace(marks, is_open=opens)
+            self._grader = MathGrader(self.config.workers, self.config.timeout_s, thoughts=thoughts)
         return self._grader
 
     def close(self) -> None:

@@ -1,28 +1,25 @@
-"""Reading mathematical answers: where a response has its answer, and of what it is made.
+"""What an answer is made of: numbers and formulas, lists, sets, intervals, matrices, relations.
 
 Text alone: what is left are expressions in LaTeX that a computer algebra system compares
 (rlinf/rewards/math.py). Brackets, commas, units and markup are read here, because a parser of
-formulas takes them for something else: a comma for thousands, ``m`` for a variable.
+formulas takes them for something else: a comma for thousands, ``m`` for a variable. Where the
+answer of a response stands is found in rlinf/rewards/math_endings.py.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Literal
 
+from rlinf.rewards.math_endings import FORMULA, VALUES, marked, unmarked
 from rlinf.rewards.math_spelling import CLOSE, OPEN, ROW, UnreadError, closing_at, spell
+from rlinf.rewards.math_units import split_unit
 
-_FINAL = re.compile(r"(?<!#)####(?!#)([^\n]*)")
-"""GSM8K marks the final answer of a worked solution so; in Markdown it is a heading."""
 LONGEST = 2000
 """Characters; what is longer is no answer."""
 
-LOOKED_THROUGH = 10_000
-"""Characters at the end of a response without a mark; some patterns take the square of it."""
-
-Kind = Literal["expression", "words", "list", "set", "union", "ordered", "matrix", "row"]
+Kind = Literal["expression", "words", "list", "set", "region", "ordered", "matrix", "row"]
 
 
 @dataclass(frozen=True)
@@ -31,163 +28,100 @@ class Answer:
 
     kind: Kind
     text: str
-    """LaTeX of an expression, lower-case words, the brackets of ``ordered`` such as ``(]``."""
+    """LaTeX of an expression, lower-case words, the brackets of ``ordered`` such as ``(]`` (``::``:
+    a ratio or a time), how the parts of a region are joined (``or``, ``and`` or a comma)."""
     items: tuple[Answer, ...] = ()
     name: str = ""
     """Left-hand side of ``x = 5``."""
     unit: str = ""
     """Known units in one spelling; empty for none or one that is not known."""
-
-
-# ---------------------------------------------------------------------------- where it stands
-
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_SAID = re.compile(
-    r"\b(?:final\s+)?answer(?:\s+is|\s*[:=])\s*(?:\*\*)?\s*(?:equal\s+to\s*)?[:=]?\s*(?:\*\*)?\s*"
-    r"(?P<rest>[^\s:=][^\n]*)",
-    re.IGNORECASE,
-)
-_FORMULA = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$])\$(?![\s$])([^$\n]{1,500}?)(?<![\s\\])\$"
-    r"(?!\d)",
-    re.DOTALL,
-)
-_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+\b)?"
-_NUMBERS = re.compile(
-    rf"(?<![\w.,])(?:{_NUMBER}(?:\s*/\s*\d+)?%?)(?:\s+or\s+{_NUMBER}(?:\s*/\s*\d+)?%?)*"
-)
+    otherwise: Answer | None = None
+    """Another reading of an ambiguous text: ``10!`` at the end of a sentence, or two boxes."""
 
 
 def read(text: str) -> Answer:
-    """The answer of a response or of a reference.
-
-    The last ``\\boxed{}`` or ``####`` has it, unless that is a heading of Markdown (words with text
-    below them); without either, what stands behind "the answer is", there or on the next line, the
-    whole of a short text, its last formula or its last number, in that order.
+    """Return the answer of a response.
 
     Raises:
         UnreadError: no answer was found, or it has more than :data:`LONGEST` characters.
     """
-    marked = _marked(text)
-    if marked is not None:
-        return _whole_or_number(marked)
-    text = text[-LOOKED_THROUGH:]
-    said = list(_SAID.finditer(text))
-    if said:
-        rest = said[-1]["rest"]
-        if not re.search(r"[^\W_]", rest) and (
-            formula := _FORMULA.match(text, said[-1].start("rest"))
-        ):
-            return _parse(_inside(formula))  # one of several lines
-        return _whole_or_number(_sentence(rest))
-    try:
-        return _parse(text)
-    except UnreadError:
-        pass
-    formulas = list(_FORMULA.finditer(text))
-    if formulas:
-        return _parse(_inside(formulas[-1]))
-    numbers = _NUMBERS.findall(text)
-    if not numbers:
-        raise UnreadError("no answer")
-    return _parse(numbers[-1])
+    found = marked(text)
+    if found is not None:
+        if len(found) > 1:
+            return replace(parse(", ".join(found)), otherwise=parse(found[-1]))
+        return _marked_answer(found[0])
+    readings: list[Answer] = []
+    words: Answer | None = None
+    for candidate in unmarked(text):
+        try:
+            answer = parse(candidate)
+        except UnreadError:
+            continue
+        if answer.kind == "words" and words is None:
+            words = answer  # "Good luck!" may stand below the answer
+        if answer.kind == "words":
+            continue
+        readings.append(answer)
+        # A shout may be a factorial; the reading without it comes next.
+        if not candidate.endswith("!"):
+            break
+    if not readings:
+        if words is None:
+            raise UnreadError("no answer")
+        return words
+    return replace(readings[0], otherwise=readings[1] if len(readings) > 1 else None)
 
 
-def _marked(text: str) -> str | None:
-    """What is marked as the answer by the last ``\\boxed{}`` or ``####``; None: nothing is."""
-    boxes = list(_BOX.finditer(text))
-    final = next((mark for mark in reversed([*_FINAL.finditer(text)]) if _marks(mark)), None)
-    if boxes and (final is None or boxes[-1].start() > final.start()):
-        start = boxes[-1].end()
-        if not text.startswith("{", start):
-            found = re.match(r"\S+", text[start:])
-            return found[0] if found else ""
-        end = closing_at(text, start)
-        return text[start + 1 :] if end is None else text[start + 1 : end]
-    if final is None:
-        return None
-    return final[1].strip() or final.string[final.end() :].strip().split("\n", 1)[0]
-
-
-def _marks(final: re.Match[str]) -> bool:
-    """Whether it is no heading: nothing is below its line, or there is a number or formula on it
-    and no other words."""
-    rest = final[1].strip()
-    if not rest or not final.string[final.end() :].strip():
-        return True
-    try:
-        return len(rest) <= LONGEST and _parse(rest).kind != "words"
-    except UnreadError:
-        return False
-
-
-def _inside(formula: re.Match[str]) -> str:
-    return next(group for group in formula.groups() if group is not None)
-
-
-def _sentence(rest: str) -> str:
-    """Up to the end of the sentence."""
-    return re.split(r"(?<=[^\s.])[.!?](?:\s+[A-Z]|\s*$)", rest, maxsplit=1)[0]
-
-
-def _whole_or_number(text: str) -> Answer:
+def _marked_answer(text: str) -> Answer:
     """A marked answer with words around it counts if it has one number or formula."""
     if len(text) > LONGEST:
         raise UnreadError("too long for an answer")
     try:
-        return _parse(text)
+        return parse(text)
     except UnreadError:
-        formulas = _FORMULA.findall(text)
+        plain, _ = spell(text)
+        formulas = FORMULA.findall(text)
         if len(formulas) == 1:
-            return _parse(next(group for group in formulas[0] if group))
-        numbers = set(_NUMBERS.findall(text))
-        if len(numbers) == 1 and "\\" not in text:
-            return _parse(numbers.pop())
+            return parse(next(group for group in formulas[0] if group))
+        behind = re.sub(r"^[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|be|equals)\b|:)\s*", "", plain)
+        if behind != plain:
+            return parse(behind)
+        numbers = [found[0].strip() for found in VALUES.finditer(plain)]
+        is_formula = _is_unbalanced(plain) or re.search(r"[\\^_=<>+]|\d\s*[-*/]", plain)
+        if len(numbers) == 1 and not is_formula and not _NOT_A_VALUE.search(plain):
+            return parse(numbers.pop())
         raise
 
 
-_UNITS = {
-    name: unit
-    for unit, names in {
-        "percent": "percent percentage pct %",
-        "degree": "degree degrees deg",
-        "dollar": "dollar dollars bucks usd", "cent": "cent cents", "euro": "euro euros eur",
-        "mm": "mm millimeter millimeters millimetre millimetres",
-        "cm": "cm centimeter centimeters centimetre centimetres",
-        "m": "m meter meters metre metres",
-        "km": "km kilometer kilometers kilometre kilometres kms",
-        "in": "inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mile miles mi",
-        "g": "g gram grams gm", "mg": "mg milligram milligrams",
-        "kg": "kg kilogram kilograms kgs kilos", "lb": "lb lbs pound pounds",
-        "oz": "oz ounce ounces", "t": "ton tons tonne tonnes",
-        "s": "s sec secs second seconds", "min": "min mins minute minutes",
-        "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks",
-        "month": "month months", "year": "year years yr yrs",
-        "l": "l L liter liters litre litres", "ml": "ml mL milliliter milliliters",
-        "km/h": "km/h kmh kph kmph", "mph": "mph", "am": "am a.m", "pm": "pm p.m",
-        "rad": "rad radian radians",
-    }.items()
-    for name in names.split()
-}  # fmt: skip
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "dozen": 12}
-_WORD = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z.'-]*(?:\^\{[23]\})?"
-_TRAIL = re.compile(
-    rf"(?P<gap>\s*)(?P<unit>%|{_WORD}(?:\s*/\s*{_WORD}|\s+{_WORD}|\s+\([a-z]+\))*)$"
+_NOT_A_VALUE = re.compile(
+    r"\b(?:not|no|nor|neither|between|at|less|more|greater|fewer|up|any|to|from|over|under|above|"
+    r"below|e\.g|maybe|perhaps|or|and|of|plus|minus|times|if|only|never|un\w+)\b",
+    re.IGNORECASE,
 )
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
+_NO_SOLUTION = re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE)
 _SHORT_WORDS = {"yes", "no", "odd", "even", "one", "two", "six", "ten", "all", "any", "true"}
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*,?\d)")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_CHOICE_HEAD = re.compile(r"^(?:\([A-J]\)|[A-J][).:])\s+(?=[\d\\$(-])")
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|neq|lt|gt)(?![a-z])")
+_BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||\\mid|:)\s*(.+)\\\}")
+_NAMES = re.compile(r"\(?\s*[A-Za-z](?:_\{?\w+\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\w+\}?)?)+\s*\)?")
 _FUNCTION_NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?|\\[a-z]+"
 
 
-def _parse(text: str) -> Answer:
-    """An answer without anything around it."""
+def parse(text: str) -> Answer:
+    """Return the answer that a text without anything around it is.
+
+    Raises:
+        UnreadError: it is none.
+    """
     if len(text) > LONGEST:
         raise UnreadError("too long for an answer")
     spelled, unit = spell(text)
     if not spelled:
         raise UnreadError("an empty answer")
+    spelled = _CHOICE_HEAD.sub("", spelled)
     answer = _several(spelled)
     return replace(answer, unit=unit) if unit and answer.kind == "expression" else answer
 
@@ -195,19 +129,32 @@ def _parse(text: str) -> Answer:
 def _several(text: str) -> Answer:
     """A list with commas, ``and`` or ``or``; else one thing."""
     text = _bare_thousands(text)
-    parts = [
-        piece.strip()
-        for part in re.split(r"(?<![A-Za-z\\]),?\s*(?:and|or)(?![A-Za-z])", text)
-        for piece in _split(part, (",", ";"))
-    ]
     if _LETTERS.fullmatch(text):
         return _one(text)
-    parts = [part for part in parts if part]
+    if builder := _BUILDER.fullmatch(text):
+        return _several(builder[1])
+    pieces = re.split(r"(?<![A-Za-z\\]),?\s*(and|or|\\lor|\\land|\\vee|\\wedge)(?![A-Za-z])", text)
+    joints = {"or" if joint in ("or", "\\lor", "\\vee") else "and" for joint in pieces[1::2]}
+    parts = [
+        part.strip() for piece in pieces[::2] for part in split(piece, (",", ";")) if part.strip()
+    ]
     if not parts:
         raise UnreadError("an empty answer")
     if len(parts) == 1:
         return _one(parts[0])
-    return Answer("list", "", tuple(item for part in parts for item in _both_signs(part)))
+    items = tuple(item for part in parts for item in _both_signs(part))
+    if any(item.kind == "region" for item in items) or (joints == {"or"} and _any_interval(items)):
+        return Answer("region", joints.pop() if len(joints) == 1 else ",", items)
+    return Answer("list", "", items)
+
+
+def _any_interval(items: tuple[Answer, ...]) -> bool:
+    """Whether all are pairs in brackets, and one of them is no point."""
+    pairs = all(item.kind == "ordered" and len(item.items) == 2 for item in items)
+    return pairs and any(
+        item.text in ("(]", "[)") or any("infty" in end.text for end in item.items)
+        for item in items
+    )
 
 
 def _bare_thousands(text: str) -> str:
@@ -231,20 +178,41 @@ def _both_signs(text: str) -> tuple[Answer, ...]:
 def _one(text: str) -> Answer:
     text = text.strip()
     if r"\pm" in text:
-        return Answer("list", "", _both_signs(text))
-    if not re.search(r"[<>]|\\(?:le|ge|ne)\b", text):
-        sides = [side.strip() for side in re.split(r"=|\\approx|\\in(?![a-z])", text)]
-        if len(sides) > 1 and all(sides):
-            named = re.fullmatch(_FUNCTION_NAME, sides[0])
-            variable = re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", sides[0])
-            if len(sides) == 2 and variable and not named:
-                return Answer("expression", text)
-            name = sides[0] if named else ""
-            return replace(_several(sides[-1]), name=name)
-    unions = _split(text, (r"\cup",))
-    if len(unions) > 1:
-        return Answer("union", "", tuple(_one(part) for part in unions))
+        bracketed = _bracketed(text)
+        return bracketed or Answer("list", "", _both_signs(text))
+    for sign, joint in ((r"\cup", "or"), (r"\cap", "and")):
+        parts = split(text, (sign,))
+        if len(parts) > 1:
+            return Answer("region", joint, tuple(_one(_right_of_in(part)) for part in parts))
+    if _RELATION.search(text) and not text.startswith((r"\begin", "(", "[", r"\{")):
+        if not re.match(r"[<>]|\\(?:le|ge|ne)", text):
+            return Answer("region", "", (Answer("expression", text),))
+        raise UnreadError("half of a relation")
+    exact, *rounded = (part.strip() for part in split(text, (r"\approx",)))
+    if rounded and exact and not re.fullmatch(_FUNCTION_NAME, exact):
+        return replace(_one(exact), otherwise=_one(rounded[-1]))
+    sides = [side.strip() for side in split(text, ("=", r"\approx", r"\in"))]
+    if len(sides) > 1 and all(sides):
+        return _equation(text, sides)
     return _matrix(text) or _bracketed(text) or _words(text) or _value(text)
+
+
+def _right_of_in(text: str) -> str:
+    return split(text, (r"\in",))[-1]
+
+
+def _equation(text: str, sides: list[str]) -> Answer:
+    """``x = 5`` is 5 with a name; an equation that is not solved stays as it is."""
+    named = re.fullmatch(_FUNCTION_NAME, sides[0])
+    names = _NAMES.fullmatch(sides[0]) or ":" in sides[0]
+    variables = [re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", side) for side in sides]
+    if len(sides) == 2 and "=" in text and not named and not names:
+        if not variables[0] and re.fullmatch(_FUNCTION_NAME, sides[1]):
+            return replace(_several(sides[0]), name=re.sub(r"\s", "", sides[1]))  # 5 = x
+        if any(variables):
+            return Answer("expression", text)
+    value = _one(sides[-1]) if names else _several(sides[-1])
+    return replace(value, name=re.sub(r"\s", "", sides[0]) if named or names else "")
 
 
 def _matrix(text: str) -> Answer | None:
@@ -272,12 +240,10 @@ def _bracketed(text: str) -> Answer | None:
         inner, braces = text[1:-1], True
     else:
         return None
-    parts = _split(inner, (",", ";"))
+    parts = split(inner, (",", ";"))
     if not all(part.strip() for part in parts):
         return None
     if braces:
-        if "|" in inner or r"\mid" in inner or ":" in inner:
-            return None
         if text[:1] == "{" and len(parts) == 1:
             return _one(inner)
         return Answer("set", "", tuple(item for part in parts for item in _both_signs(part)))
@@ -293,6 +259,8 @@ def _words(text: str) -> Answer | None:
         text = text.strip("()")
     if not _LETTERS.fullmatch(text):
         return None
+    if _NO_SOLUTION.fullmatch(text):
+        return Answer("set", "")
     longest = max(map(len, re.split(r"[\s'-]+", text)))
     if len(text) <= 3 and text.lower() not in _SHORT_WORDS and " " not in text:
         return None
@@ -301,69 +269,45 @@ def _words(text: str) -> Answer | None:
 
 def _value(text: str) -> Answer:
     """An expression, with its unit taken off."""
-    unit = ""
-    ratio = re.fullmatch(r"(\d+(?:\.\d+)?)\s*:\s*(\d+(?:\.\d+)?)(?P<rest>(?:\s*:\s*\d+)*)", text)
-    if ratio:
-        parts = text.split(":")
-        return Answer("ordered", "::", tuple(Answer("expression", p.strip()) for p in parts))
-    found = _TRAIL.search(text)
-    if found and found.start() and (head := _without(text[: found.start()], found)):
-        text, unit = head
+    if ratio := re.fullmatch(r"(\d+) to (\d+)", text):
+        text = f"{ratio[1]}:{ratio[2]}"
+    text, unit = split_unit(text)
+    parts = [part.strip() for part in split(text, (":",))]
+    if len(parts) > 1 and all(parts):
+        return Answer("ordered", "::", tuple(_value(part) for part in parts), unit=unit)
     text = re.sub(r"(\d|\})\s*degrees", r"\1\\cdot\\frac{\\pi}{180}", text)
-    if re.search(r"(?<![\\A-Za-z{])[A-Za-z]{4,}", text):
+    if re.search(r"(?<![\\A-Za-z{])(?:[A-Za-z]{4,}|not|the|but)(?![A-Za-z])", text):
         raise UnreadError("words in a formula")
     if re.search(r"(?<![\\A-Za-z])[A-Za-z]+\s+[A-Za-z]{2,}(?![A-Za-z])", text):
         raise UnreadError("words in a formula")
+    if "!!" in text:
+        raise UnreadError("a double factorial")
+    # math-verify takes minutes for some texts that end inside brackets.
+    if _is_unbalanced(text):
+        raise UnreadError("an open bracket")
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+", text):
         text = text.replace(" ", "")
+    if re.search(r"(?<![\w.])\d[\d.]*\s+\d", text):
+        raise UnreadError("numbers side by side")
     # math-verify sees the imaginary unit where it stands apart.
     text = re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text).replace(ROW, r"\\ ")
     return Answer("expression", text, unit=unit)
 
 
-def _without(head: str, found: re.Match[str]) -> tuple[str, str] | None:
-    """The expression before a unit and the unit; None if it is none."""
-    words = re.split(r"[\s/]+", re.sub(r"\^\{[23]\}", "", found["unit"]))
-    trigonometric = re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", head)
-    if not re.search(r"[\d})]\s*$|\\pi\s*$|\\infty\s*$", head) or trigonometric:
-        return None
-    if re.search(r"(?<![\\A-Za-z{])[A-Za-z]{2,}", head):
-        return None
-    scale = 1
-    while words and words[0].lower() in _SCALES:
-        scale *= _SCALES[words.pop(0).lower()]
-    for word in words:
-        known = word in _UNITS or (word.lower() in _UNITS and len(word) > 1)
-        if not known and (len(word) < 3 or not found["gap"]) and word not in ("of", "in"):
-            return None
-        if len(word) == 1 and not found["gap"] and word != "%":
-            return None
-    expression = f"({head.strip()})\\cdot {scale}" if scale > 1 else head.strip()
-    if scale > 1 and re.fullmatch(r"-?\d+(?:\.\d+)?", head.strip()):
-        expression = f"{Decimal(head.strip()) * scale:f}"
-    return expression, _unit(found["unit"], words)
+def _is_unbalanced(text: str) -> bool:
+    """Whether not as many brackets close as open."""
+    pairs = (("([", ")]"), ("{", "}"))
+    return any(
+        sum((character in opening) - (character in closing) for character in text)
+        for opening, closing in pairs
+    )
 
 
-def _unit(spelled: str, words: list[str]) -> str:
-    """Known units in one spelling with their powers; empty where one is not known."""
-    names = [
-        _UNITS.get(w, _UNITS.get(w.lower(), "")) for w in words if w not in ("square", "cubic")
-    ]
-    per = [n for n in words if n == "per"]
-    if per and len(names) == 3:
-        names = [names[0], names[2]]
-    if not names or not all(names):
-        return ""
-    power = "^2" if "square" in words or "^{2}" in spelled else ""
-    power = "^3" if "cubic" in words or "^{3}" in spelled else power
-    return "/".join(names) + power
-
-
-def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Parts between separators that stand in no brackets."""
+def split(text: str, separators: tuple[str, ...]) -> list[str]:
+    """Return the parts between separators that stand in no brackets."""
     parts, depth, last, at = [], 0, 0, 0
     while at < len(text):
-        found = next((s for s in separators if text.startswith(s, at)), None)
+        found = next((s for s in separators if _stands_at(text, s, at)), None)
         if found and not depth:
             parts.append(text[last:at])
             at = last = at + len(found)
@@ -380,3 +324,10 @@ def _split(text: str, separators: tuple[str, ...]) -> list[str]:
             depth -= 1
         at += 2 if text[at] == "\\" else 1
     return [*parts, text[last:]]
+
+
+def _stands_at(text: str, sign: str, at: int) -> bool:
+    """Whether a separator is there; ``\\in`` is not the beginning of ``\\infty``."""
+    if not text.startswith(sign, at):
+        return False
+    return not sign[-1].isalpha() or not text[at + len(sign) : at + len(sign) + 1].isalpha()

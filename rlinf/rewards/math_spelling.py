@@ -22,7 +22,9 @@ _SYMBOLS = {
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ",
     "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "⟨": r"\langle ", "⟩": r"\rangle ",
     "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u200b": "", "\ufeff": "", "’": "'",
-    "，": ",", "（": "(", "）": ")", "％": "%",
+    "，": ",", "（": "(", "）": ")", "％": "%", "。": ".", "：": ":", "＝": "=", "≈": r"\approx ",
+    "∴": " ", "ℝ": r"\mathbb{R} ", "ℤ": r"\mathbb{Z} ", "∨": r"\lor ", "∧": r"\land ", "…": "...",
+    "“": '"', "”": '"', "∖": r"\setminus ",
 }  # fmt: skip
 _CURRENCIES = {
     **{"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee"},
@@ -33,8 +35,11 @@ _WRAPPERS = re.compile(
     r"|operatorname\*?|emph)\s*\{"
 )
 _TIGHT = re.compile(r"\\math(?:bf|it|sf|tt|normal)|\\boldsymbol|\\bm")
-_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)(?![A-Za-z])")
-_SPACES = re.compile(r"\\(?:[,;:> ]|quad|qquad|hspace\{[^}]*\}|hfill)(?![A-Za-z])|~|\\(?=\s)")
+_SIZES = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|(?:text)?color\s*\{[a-zA-Z]*\}"
+    r"|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])"
+)
+_SPACES = re.compile(r"\\(?:[,;:> ]|(?:quad|qquad|hspace\{[^}]*\}|hfill)(?![A-Za-z]))|~|\\(?=\s)")
 _DELIMITERS = re.compile(r"\\[()\[\]]|\$")
 _FUNCTIONS = (
     "arcsin",
@@ -54,6 +59,18 @@ _PLAIN = re.compile(
     rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)}|pi|theta|alpha|beta|infinity|infty|inf|oo|sqrt)"
     r"(?![A-Za-z])"
 )
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+_DOTTED = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3{2,}(?:\.\.\.|\\[lc]?dots)")
+_SUPERSCRIPTS = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_REALS = re.compile(r"\\(?:math(?:bf|bb|rm|cal)|Bbb)\s*(?:\{\s*R\s*\}|R(?![A-Za-z]))")
+_ALL_REALS = re.compile(r"(?:the\s+set\s+of\s+)?all\s+real(?:\s+number)?s", re.IGNORECASE)
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMBER_WORDS = {word: value for value, word in enumerate(_ONES.split())}
+_NUMBER_WORDS |= {word: 10 * value for value, word in enumerate(_TENS.split(), 2)}
 _SCIENTIFIC = re.compile(r"(?<![\w\\.}])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 
 
@@ -63,13 +80,14 @@ def spell(text: str) -> tuple[str, str]:
     ``½`` becomes a ``\\frac``, ``2**3`` a power, ``\\text{cm}`` the word; sizes, spaces, emphasis
     and delimiters of formulas go.
     """
-    text = re.sub(r"<<[^<>]*>>", "", text).strip()
-    text = "".join(_character(c) for c in text)
+    text = characters(re.sub(r"<<[^<>]*>>", "", text)).strip()
     while found := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
         text = found[2] + found[3]
     # A new row of a matrix; elsewhere the backslash of a command was written twice.
     text = text.replace("\\\\", ROW if r"\begin" in text else "\\")
-    text = text.replace(r"\!", "").replace("{,}", ",")
+    text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "").replace("{,}", ",")
+    text = _REALS.sub(r"\\mathbb{R} ", text)
+    text = text.replace(r"\colon", ":").replace(r"\text{:}", ":")
     text = re.sub(r"(?<![\\A-Za-z])(?:USD|US\$)", "$", text)
     text, unit = _currency(text)
     text = _DELIMITERS.sub(" ", text.replace(r"\left.", "").replace(r"\right.", ""))
@@ -82,12 +100,18 @@ def spell(text: str) -> tuple[str, str]:
     text = re.sub(r"\\end\{(?:matrix|array)\}\s*\)", r"\\end{pmatrix}", text)
     text = _unwrapped(text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\[dt]binom(?![A-Za-z])", r"\\binom", text)
+    text = re.sub(r"\\log\s*_\s*\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln ", text)
     text = re.sub(r"\\(?:lbrace|lbrack)(?![A-Za-z])", r"\\{", text)
     text = re.sub(r"\\(?:rbrace|rbrack)(?![A-Za-z])", r"\\}", text)
     text = re.sub(r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le", text)
     text = re.sub(r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge", text)
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ").replace(r"\%", "%")
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", " degrees ", text)
+    text = re.sub(r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times ", text)
+    text = re.sub(r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"(?<![\\A-Za-z])C\((\d+),\s*(\d+)\)", r"\\binom{\1}{\2}", text)
+    text = _bases(_repeating(text))
     text = _SCIENTIFIC.sub(lambda m: _plain_number(f"{m[1]}e{m[2]}"), text)
     text = re.sub(r"\s*\*\*\s*", "^", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt(?=\s*[\d(])", r"\\sqrt", text)
@@ -99,10 +123,57 @@ def spell(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<![\d.^_{}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<![\d}])\.(?=\d)", "0.", text)
     text = re.sub(r"\s+", " ", text).strip()
-    return re.sub(r"^[=:]\s*|(?:\s|(?<!\\)[.,;:!?])+$", "", text), unit
+    # An exclamation mark is a factorial here; in prose it was taken off before.
+    text = re.sub(r"^(?:[=:]|\\approx(?![a-z]))\s*|(?:\s|(?<!\\)[.,;:?])+$", "", text)
+    return _number_words(_ALL_REALS.sub(r"\\mathbb{R}", text)), unit
 
 
 _LONG = {"inf": "infty", "oo": "infty", "infinity": "infty"}
+
+
+def characters(text: str) -> str:
+    """Return a text with ASCII and LaTeX in place of symbols, and without pictograms."""
+    text = _SUPERSCRIPTS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    spelled = (
+        _character(c) if following[:1].isalpha() else _character(c).rstrip(" ") or " " * c.isspace()
+        for c, following in zip(text, f"{text[1:]} ", strict=False)
+    )
+    return "".join(spelled).replace("^{−", "^{-")
+
+
+def _repeating(text: str) -> str:
+    """A fraction for ``0.\\overline{3}`` and ``0.333...``."""
+    for pattern in (_REPEATING, _DOTTED):
+        text = pattern.sub(_fraction_of_repeating, text)
+    return text
+
+
+def _bases(text: str) -> str:
+    """``1010_{2}`` for ``(1010)_2``, ``1010 base 2`` and ``1010_{two}``."""
+    text = re.sub(r"\b(\w+),?\s+(?:in\s+)?base[\s-]*(\w+)\b", r"\1_{\2}", text)
+    text = re.sub(r"\((\d+)\)\s*_", r"\1_", text)
+    return re.sub(
+        r"(?<=\d)_\s*\{\s*([a-z]+)\s*\}",
+        lambda m: f"_{{{_NUMBER_WORDS.get(m[1], m[1])}}}",
+        text,
+    )
+
+
+def _fraction_of_repeating(found: re.Match[str]) -> str:
+    whole, before, again = found[1] or "0", found[2], found[3]
+    under = (10 ** len(again) - 1) * 10 ** len(before)
+    over = int(whole + before + again) - int(whole + before)
+    return rf"\frac{{{over}}}{{{under}}}"
+
+
+def _number_words(text: str) -> str:
+    """Digits for a text that is a number below a hundred in words; any other as it is."""
+    tens, _, ones = text.lower().replace("-", " ").partition(" ")
+    if tens not in _NUMBER_WORDS or (ones and not 0 < _NUMBER_WORDS.get(ones, 0) < 10):
+        return text
+    if ones and _NUMBER_WORDS[tens] < 20:
+        return text
+    return str(_NUMBER_WORDS[tens] + _NUMBER_WORDS.get(ones, 0))
 
 
 def _character(character: str) -> str:
@@ -110,7 +181,12 @@ def _character(character: str) -> str:
         return _SYMBOLS[character]
     if character == "√":
         return r"\sqrt "
-    if ord(character) < 128 or unicodedata.category(character) != "No":
+    if ord(character) < 128:
+        return character
+    category = unicodedata.category(character)
+    if category == "So" or character == "\ufe0f":
+        return " "
+    if category != "No":
         return character
     plain = unicodedata.normalize("NFKC", character)
     if "⁄" in plain:
@@ -127,7 +203,7 @@ def _currency(text: str) -> tuple[str, str]:
             continue
         if sign in text:
             at = text.find(sign)
-            return text[:at] + " " + text[at:].replace(sign, " "), unit
+            return text[:at] + " " + text[at:].replace(sign, " "), f"{unit}^1"
     return text, ""
 
 
@@ -154,7 +230,7 @@ def _unwrapped(text: str) -> str:
 def _arguments(text: str) -> str:
     """Braces around what ``\\frac``, ``\\sqrt`` and ``^`` take, where they were left out."""
     out, at = [], 0
-    pattern = re.compile(r"\\frac(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
+    pattern = re.compile(r"\\frac(?![A-Za-z])|\\binom(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
     while found := pattern.search(text, at):
         out.append(text[at : found.start()])
         command, at = found[0], found.end()
@@ -162,7 +238,7 @@ def _arguments(text: str) -> str:
         if command == r"\sqrt" and (root := re.match(r"\s*\[[^\[\]]*\]", text[at:])):
             out.append(root[0].strip())
             at += root.end()
-        for _ in range(2 if command == r"\frac" else 1):
+        for _ in range(2 if command in (r"\frac", r"\binom") else 1):
             argument, at = _argument(text, at, command)
             out.append(f"{{{_arguments(argument)}}}")
     return "".join([*out, text[at:]])
@@ -173,14 +249,14 @@ def _argument(text: str, at: int, command: str) -> tuple[str, int]:
         at += 1
     if at >= len(text):
         raise UnreadError(f"{command} without its argument")
-    if text[at] == "{" or (text[at] == "(" and command != r"\frac"):
+    if text[at] == "{" or (text[at] == "(" and command not in (r"\frac", r"\binom")):
         end = closing_at(text, at)
         if end is None:
             raise UnreadError("an open brace")
         return text[at + 1 : end], end + 1
     # A radicand or exponent of several digits is meant as a whole; TeX would take the first.
     number = re.match(r"-?\d+" if command == "^" else r"\d+(?:\.\d+)?", text[at:])
-    if number and command != r"\frac":
+    if number and command not in (r"\frac", r"\binom"):
         return number[0], at + number.end()
     if word := re.match(r"\\[A-Za-z]+", text[at:]):
         end = at + word.end()

@@ -22,13 +22,14 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Literal
 
 from rlinf import machine
 from rlinf.errors import MissingPackageError, RlinfError
+from rlinf.rewards.thoughts import ThoughtMarks
 from rlinf.tree import python_path
 
 MEMORY_BYTES = 2 << 30
@@ -45,13 +46,20 @@ LEFT_TO_THE_STAGE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUS
 START_S = 300.0
 """Longest start of a grading process: imports from a busy shared file system."""
 
-Outcome = Literal["graded", "timeout", "unread", "died"]
+Reader = Literal["read", "math-verify"]
+Outcome = Literal["graded", "timeout", "unread", "died", "unfinished"]
 COUNTS: dict[Outcome, str] = {
     "timeout": "timeouts",
     "unread": "parse_failures",
     "died": "grader_deaths",
+    "unfinished": "unfinished_thoughts",
 }
 """Names of the metrics of what could not be graded."""
+OPINIONS, DISAGREEMENTS = "math_verify_opinions", "math_verify_disagreements"
+"""Names of the metrics of second opinions, and of those that differ from the grade."""
+OPINION_EVERY = 16
+"""Plain math-verify is asked about so many of the answers: about each it would take several times
+what a usual grade takes."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,19 @@ class Grade:
 
     score: float
     outcome: Outcome = "graded"
+    second: float | None = None
+    """The score of plain math-verify; None where it gave none."""
 
 
 def counted(grades: Sequence[Grade]) -> dict[str, int]:
-    """How many answers could not be graded, by :data:`COUNTS`."""
-    return {
+    """Return how many answers could not be graded, by :data:`COUNTS`, and the opinions of
+    math-verify."""
+    counts = {
         name: sum(grade.outcome == outcome for grade in grades) for outcome, name in COUNTS.items()
     }
+    opinions = [grade for grade in grades if grade.second is not None]
+    differ = sum(grade.second != grade.score for grade in opinions)
+    return {**counts, OPINIONS: len(opinions), DISAGREEMENTS: differ}
 
 
 class MathGrader:
@@ -74,26 +88,35 @@ class MathGrader:
 
     Args:
         timeout_s: processor time for one answer, rounded up to a whole second of the process's.
+        thoughts: marks of thinking; what is inside them is no answer.
 
     Raises:
         MissingPackageError: math-verify is not installed.
     """
 
-    def __init__(self, workers: int, timeout_s: float, give_up_after: int = GIVE_UP_AFTER) -> None:
+    def __init__(
+        self,
+        workers: int,
+        timeout_s: float,
+        give_up_after: int = GIVE_UP_AFTER,
+        thoughts: ThoughtMarks | None = None,
+    ) -> None:
         # Not imported here, where it would take a second and the memory of sympy.
         if importlib.util.find_spec("math_verify") is None:
             raise MissingPackageError("math-verify", "math", "grading mathematics")
         self._timeout_s = timeout_s
         self._give_up_after = give_up_after
+        self._thoughts = thoughts or ThoughtMarks()
         self._lock = threading.Lock()
         # The kernel ends a child with the thread that started it, and stages are threads.
         self._starter = ThreadPoolExecutor(1, "grader-starter")
         self._workers = [_Worker(timeout_s, self._starter) for _ in range(workers)]
 
     def grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
-        """Grades of (response, reference answer) pairs, in order.
+        """Return the grades of (response, reference answer) pairs, in order.
 
-        A pair whose process died is given to another one, once.
+        A pair whose process died is given to another one, once. One in :data:`OPINION_EVERY`
+        answers is given to plain math-verify as well, whose opinion changes no grade.
 
         Raises:
             RlinfError: grading processes do not start.
@@ -102,6 +125,27 @@ class MathGrader:
             return self._grade(pairs)
 
     def _grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+        grades = [Grade(0.0, "unfinished")] * len(pairs)
+        texts = {
+            item: (text, answer)
+            for item, (response, answer) in enumerate(pairs)
+            if (text := self._thoughts.answer(response)) is not None
+        }
+        for item, grade in zip(texts, self._ask("read", [*texts.values()]), strict=True):
+            grades[item] = grade
+        again = [
+            item
+            for item in range(0, len(pairs), OPINION_EVERY)
+            if grades[item].outcome in ("graded", "unread")
+        ]
+        opinions = self._ask("math-verify", [texts[item] for item in again])
+        for item, opinion in zip(again, opinions, strict=True):
+            if opinion.outcome == "graded":
+                grades[item] = replace(grades[item], second=opinion.score)
+        return grades
+
+    def _ask(self, reader: Reader, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+        """Grades by one of the two readers, in order."""
         grades: list[Grade | None] = [None] * len(pairs)
         waiting = list(range(len(pairs)))[::-1]
         again: set[int] = set()
@@ -111,7 +155,7 @@ class MathGrader:
             for worker in self._workers:
                 if worker.ready and worker.item is None and waiting:
                     item = waiting.pop()
-                    worker.give(item, pairs[item])
+                    worker.give(item, (reader, *pairs[item]))
             # Those that start are waited for as well: the others work on meanwhile.
             busy = {w.pipe: w for w in self._workers if w.item is not None or not w.ready}
             deadline = min(worker.deadline for worker in busy.values())
@@ -168,12 +212,12 @@ class _Worker:
         self._timeout_s, self._starter = timeout_s, starter
         self._start()
 
-    def give(self, item: int, pair: tuple[str, str]) -> None:
-        """Hand over a pair; the clock starts."""
+    def give(self, item: int, question: tuple[Reader, str, str]) -> None:
+        """Hand over the reader, a response and its reference answer; the clock starts."""
         self.item = item
         self.deadline = time.monotonic() + WALL_FACTOR * self._timeout_s
         try:
-            for text in pair:
+            for text in question:
                 self.pipe.send_bytes(text.encode("utf-8", "replace"))
         except OSError:
             pass  # it is dead, and will be found so
@@ -243,8 +287,10 @@ log = logging.getLogger("rlinf")
 
 
 def _serve(pipe: Connection, timeout_s: float) -> None:
-    """Loop of a grading process: two texts in, one byte out."""
-    from rlinf.rewards.math import grade_one
+    """Loop of a grading process: a reader and two texts in, one byte out."""
+    from rlinf.rewards.math import grade_one, second_opinion
+
+    readers = {"read": grade_one, "math-verify": second_opinion}
 
     # It says that its own limit of time is off, which is meant so.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -252,12 +298,12 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
     pipe.send_bytes(b"ready")
     while True:
         try:
-            response, answer = pipe.recv_bytes().decode(), pipe.recv_bytes().decode()
+            reader, response, answer = (pipe.recv_bytes().decode() for _ in range(3))
         except EOFError:
             return
         _limit_cpu(timeout_s)
         try:
-            said = b"1" if grade_one(response, answer) else b"0"
+            said = b"1" if readers[reader](response, answer) else b"0"
         except MemoryError:
             os._exit(1)  # what the libraries hold may be incomplete
         except Exception:  # a parser may raise anything on what a model writes

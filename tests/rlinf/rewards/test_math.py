@@ -3,7 +3,9 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.rlinf.rewards.labelled import Labelled, agreement, gsm8k_answers, mat
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
 
+SETS = sorted(Path(__file__).parent.glob("answers*.jsonl"))
 REFERENCES = (
     r"\sqrt{51}", r"3\pi", r"\left(3,\frac{\pi}{2}\right)", r"\{1,2,3\}", r"[0,\infty)", "x^2+2x+1",
     r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"(-\infty,2)\cup(3,5]", r"-\frac{1}{2}", "3+4i",
@@ -131,6 +134,26 @@ def grader() -> Iterator[MathGrader]:
 def _agreement(grader: MathGrader, labelled: list[Labelled]) -> float:
     grades = grader.grade([(item.response, item.answer) for item in labelled])
     return agreement(labelled, [grade.score for grade in grades])
+
+
+def _wrong_grades(grader: MathGrader, path: Path) -> tuple[int, list[str], list[str]]:
+    """How many pairs a file has, and those that are accepted and rejected against their labels."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    grades = grader.grade([(row["response"], row["reference"]) for row in rows])
+    shown = [
+        (row["right"], grade.score == 1, f"{row['response']!r} for {row['reference']!r}")
+        for row, grade in zip(rows, grades, strict=True)
+    ]
+    accepted = [text for right, accept, text in shown if accept and not right]
+    rejected = [text for right, accept, text in shown if right and not accept]
+    return len(rows), accepted, rejected
+
+
+@pytest.mark.parametrize("path", SETS, ids=lambda path: path.name)
+def test_labelled_endings_choices_and_numbers(grader: MathGrader, path: Path) -> None:
+    count, accepted, rejected = _wrong_grades(grader, path)
+    assert len(accepted) <= count // 400, accepted
+    assert len(accepted) + len(rejected) <= count // 100, (accepted, rejected)
 
 
 def test_labelled_answers_in_forty_surface_forms(grader: MathGrader) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlinf.rewards.math_workers import MEMORY_BYTES, MathGrader, counted
+from rlinf.rewards.math_workers import MEMORY_BYTES, OPINION_EVERY, MathGrader, counted
+from rlinf.rewards.thoughts import ThoughtMarks
 from rlinf.tree import python_path
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
@@ -52,7 +53,45 @@ def test_the_grader_works_on_after_a_timeout(grader: MathGrader) -> None:
 
 def test_what_could_not_be_graded_is_counted(grader: MathGrader) -> None:
     grades = grader.grade([(HANGS, "4"), ("no idea (((", "4"), ("4", "4"), ("5", "4")])
-    assert counted(grades) == {"timeouts": 1, "parse_failures": 1, "grader_deaths": 0}
+    assert counted(grades) == {
+        "timeouts": 1,
+        "parse_failures": 1,
+        "grader_deaths": 0,
+        "unfinished_thoughts": 0,
+        "math_verify_opinions": 0,
+        "math_verify_disagreements": 0,
+    }
+
+
+def test_math_verify_has_a_second_opinion_on_a_part_of_the_answers(grader: MathGrader) -> None:
+    right, option = ("4", "4"), ("The answer is **B**.", "B")
+    grades = grader.grade([option, *[right] * (OPINION_EVERY - 1), right])
+    assert [grade.score for grade in grades] == [1.0] * len(grades)
+    assert [i for i, grade in enumerate(grades) if grade.second is not None] == [0, OPINION_EVERY]
+    assert (grades[0].second, grades[-1].second) == (0.0, 1.0)
+    counts = counted(grades)
+    assert (counts["math_verify_opinions"], counts["math_verify_disagreements"]) == (2, 1)
+
+
+def test_a_second_opinion_that_takes_too_long_changes_no_grade(grader: MathGrader) -> None:
+    (grade,) = grader.grade([(f"{HANGS} so \\boxed{{4}}", "4")])
+    assert (grade.score, grade.outcome) == (1.0, "graded")
+
+
+def test_an_unfinished_thought_has_no_answer_and_is_counted(grader: MathGrader) -> None:
+    grades = grader.grade([("<think>\\boxed{4}", "4"), ("<think>5</think>4", "4")])
+    assert [grade.score for grade in grades] == [0.0, 1.0]
+    assert counted(grades)["unfinished_thoughts"] == 1
+
+
+def test_a_prompt_that_opens_a_thought_leaves_the_closing_mark_to_the_response() -> None:
+    grader = MathGrader(1, 5.0, thoughts=ThoughtMarks(is_open=True))
+    grades = grader.grade([("\\boxed{4} then", "4"), ("\\boxed{5}</think>\n4", "4")])
+    grader.close()
+    assert [(grade.score, grade.outcome) for grade in grades] == [
+        (0.0, "unfinished"),
+        (1.0, "graded"),
+    ]
 
 
 def test_a_batch_whose_answers_all_time_out_ends_after_a_few(grader: MathGrader) -> None:

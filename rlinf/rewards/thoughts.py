@@ -1,0 +1,64 @@
+"""Marks of thinking: which part of a response is its answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+PAIRS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|channel|>analysis", "<|channel|>final<|message|>"),
+)
+"""Opening and closing marks of the published reasoning models."""
+_BARE_CHANNELS = re.compile(r"\Aanalysis(?=[^\s:])(?:.*assistantfinal)?", re.DOTALL)
+"""The channels of gpt-oss in a text whose special tokens were dropped by the decoder."""
+
+
+@dataclass(frozen=True)
+class ThoughtMarks:
+    """How a model marks its thoughts.
+
+    Args:
+        pairs: opening and closing marks.
+        is_open: whether the prompt ends inside a thought, because the generation prompt of the chat
+            template opens one. The response then has the closing mark alone.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = PAIRS
+    is_open: bool = False
+
+    def answer(self, response: str) -> str | None:
+        """Return the text behind the last thought, or None if a thought is unfinished."""
+        if found := _BARE_CHANNELS.match(response):
+            return response[found.end() :] if found[0].endswith("assistantfinal") else None
+        start = max((mark.end() for mark in self._closing.finditer(response)), default=None)
+        if start is None and self.is_open:
+            return None
+        rest = response[start:]
+        return None if self._opening.search(rest) else rest
+
+    def opens(self, prompt: str) -> bool:
+        """Return whether a prompt ends with an opening mark."""
+        return prompt.rstrip().endswith(tuple(opening for opening, _ in self.pairs))
+
+    @cached_property
+    def _opening(self) -> re.Pattern[str]:
+        return _any(opening for opening, _ in self.pairs)
+
+    @cached_property
+    def _closing(self) -> re.Pattern[str]:
+        return _any(closing for _, closing in self.pairs)
+
+
+def _any(marks: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))

@@ -1,0 +1,52 @@
+"""What a model thinks is no answer, whichever marks its family has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.rewards.thoughts import PAIRS, ThoughtMarks
+
+MARKS = ThoughtMarks()
+TEXT = st.text(st.characters(codec="ascii", exclude_characters="<>[]"), max_size=20)
+
+
+@given(st.sampled_from(PAIRS), TEXT, TEXT)
+def test_the_answer_is_behind_the_last_thought(
+    pair: tuple[str, str], thought: str, answer: str
+) -> None:
+    opening, closing = pair
+    whole = f"{opening}{thought}{closing}{answer}"
+    assert MARKS.answer(whole) == answer
+    assert MARKS.answer(f"{opening}{thought}{closing}no, {whole}") == answer
+
+
+@given(st.sampled_from(PAIRS), TEXT, TEXT)
+def test_an_unfinished_thought_has_no_answer(
+    pair: tuple[str, str], thought: str, before: str
+) -> None:
+    opening, closing = pair
+    assert MARKS.answer(f"{before}{opening}{thought}") is None
+    assert MARKS.answer(f"{opening}{thought}{closing}{before}{opening}") is None
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_thought_that_the_prompt_opens_ends_with_the_closing_mark(pair: tuple[str, str]) -> None:
+    opening, closing = pair
+    marks = ThoughtMarks(is_open=True)
+    assert marks.opens(f"user: 1 + 1?\nassistant: {opening}\n")
+    assert not marks.opens(f"{opening}{closing} user: 1 + 1?")
+    assert marks.answer(f"is it 3? {closing} 2") == " 2"
+    assert marks.answer("is it 3?") is None
+
+
+def test_a_text_without_marks_is_the_answer() -> None:
+    assert MARKS.answer("The analysis shows 4.") == "The analysis shows 4."
+    assert ThoughtMarks((("{{", "}}"),)).answer("{{3}}4<think>") == "4<think>"
+
+
+def test_channels_are_read_without_their_special_tokens() -> None:
+    assert MARKS.answer("analysisWe need 4.assistantfinalIt is 4.") == "It is 4."
+    assert MARKS.answer("analysisWe need 4.") is None
+    assert MARKS.answer("analysis: 4") == "analysis: 4"
