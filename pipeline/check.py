@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.fitting import (
     check_continues,
     check_fit,
+    check_held_out,
     check_replay,
     check_starts,
     check_tasks,
@@ -96,6 +97,7 @@ def check(config: RunConfig) -> None:
             check_device(getattr(options, "device", "auto"), f"{section}.device")
     if config.warm_start.max_steps:
         environment.check_demonstrations(task_options)
+    check_held_out(config, environment.held_out_overlap(task_options), task_options)
     processor = policy.check(model_options, environment.describe(task_options))
     extent = environment.extent(task_options, processor)
     check_extent(config, extent, policy.positions(model_options))
