@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from rlinf import __version__
+
 FORMAT = "1"
 """Part of every address; raised when the meaning of the arrays changes."""
 Arrays = dict[str, np.ndarray]
@@ -33,7 +35,7 @@ def cached_arrays(kind: str, address: str, make: Callable[[], Arrays], *, large:
         address: text of all that they follow from.
         large: whether it is worth a file.
     """
-    text = f"{FORMAT} {kind} {address}".encode(errors="surrogatepass")
+    text = f"{FORMAT} {__version__} {kind} {address}".encode(errors="surrogatepass")
     name = f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
     found = _known.get(name)
     if found is None:
@@ -69,7 +71,7 @@ def _save(arrays: Arrays, path: Path) -> None:
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]
         Path(partial).rename(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)

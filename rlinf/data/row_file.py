@@ -91,9 +91,9 @@ class RowFile(Sequence[T], Generic[T]):
         address = f"{self.digest} {settings}"
         with naming(key):
             known = cached_arrays("rows", address, index, large=self._state[0] >= CACHED_FROM)
-        self.index = RowIndex(**known)
-        self._flags = self.index.flags
-        self._rows = np.arange(len(self.index.offsets))
+        self._index = RowIndex(**known)
+        self._flags = self._index.flags
+        self._rows = np.arange(len(self._index.offsets))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -113,14 +113,14 @@ class RowFile(Sequence[T], Generic[T]):
         row = int(self._rows[place])
         if self._file.stamp() != self._state:
             raise DataError(f"{self.key}: {self.path} changed while it was in use; start again")
-        start, size = int(self.index.offsets[row]), int(self.index.sizes[row])
+        start, size = int(self._index.offsets[row]), int(self._index.sizes[row])
         text = os.pread(self._file.number, size, start)
-        return self._parsed(text, int(self.index.lines[row]))[1]
+        return self._parsed(text, int(self._index.lines[row]))[1]
 
     @property
     def digests(self) -> np.ndarray:
         """``[N]`` uint64 of what makes two rows the same."""
-        return self.index.digests[self._rows]
+        return self._index.digests[self._rows]
 
     def _parsed(self, line: bytes, number: int) -> tuple[dict[str, Any], T]:
         where = f"{self.key}: {self.path}, line {number}"

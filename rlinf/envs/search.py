@@ -301,6 +301,8 @@ def questions(config: SearchConfig) -> tuple[Sequence[Question], Sequence[Questi
         DataError: a file is missing, empty or malformed.
         MissingPackageError: the facts about countries are not installed.
     """
+    train: Sequence[Question]
+    test: Sequence[Question]
     if config.train is None or config.test is None:
         _, train, test = _corpus(config)
     else:
