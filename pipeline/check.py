@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.fitting import (
     check_continues,
     check_fit,
+    check_held_out,
     check_replay,
     check_starts,
     check_tasks,
@@ -97,6 +98,7 @@ def check(config: RunConfig) -> None:
             check_device(getattr(options, "device", "auto"), f"{section}.device")
     if config.warm_start.max_steps:
         environment.check_demonstrations(task_options)
+    check_held_out(config, environment.held_out_overlap(task_options), task_options)
     spec = environment.describe(task_options)
     if environment.verifies_anywhere(task_options):
         environment.verify(task_options)

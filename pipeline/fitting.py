@@ -12,7 +12,7 @@ from rlinf.config import RunConfig
 from rlinf.data.left_open import OPEN
 from rlinf.engines import engines
 from rlinf.envs import environments
-from rlinf.errors import ConfigError, PlanError, RlinfError
+from rlinf.errors import ConfigError, DataError, PlanError, RlinfError
 from rlinf.fit import (
     ACTION_VALUES,
     DEMONSTRATIONS,
@@ -165,6 +165,34 @@ def check_starts(config: RunConfig, alike: bool) -> None:
             "not say where an episode begins; set rollout.group_size=1"
             + (others if algorithms.get(config.algorithm.name).needs & {GROUPS} else "")
         )
+
+
+def check_held_out(config: RunConfig, overlap: tuple[int, int], options: Any) -> None:
+    """See that a score on held-out problems is of problems that are not trained on. A run that
+    only evaluates may have one file for both.
+
+    Args:
+        overlap: held-out problems that are training problems too, and all held-out ones.
+        options: of the task; ``allow_overlap`` lets all of them be trained on.
+
+    Raises:
+        DataError: all of them are, and the run trains.
+    """
+    both, count = overlap
+    if not both or not (config.iterations or config.warm_start.max_steps):
+        return
+    if both == count and not getattr(options, "allow_overlap", False):
+        raise DataError(
+            f"task.test: the same problems as in task.train: all {count} held-out ones are there, "
+            "so that their score would say nothing of other problems. Name other ones, or set "
+            "task.allow_overlap=true where that is wanted"
+        )
+    log.warning(
+        "task.test: %d of %d held-out problems are training problems (task.train) too; their score "
+        "is of problems that were trained on",
+        both,
+        count,
+    )
 
 
 def check_unfinished(config: RunConfig, algorithm: Algorithm) -> None:

@@ -239,6 +239,19 @@ def told_of_exhaustion() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Errors of memory that has no room left name the key whose file took it.
+
+    Raises:
+        ResourceError: there was none, which the files or settings under ``key`` ask for.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        raise ResourceError(f"{key}: while it was read: {NO_MEMORY}") from error
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Hint for a misspelt name: ``"; did you mean 'lr'?"``, or the list of valid names."""
     names = sorted(valid)

@@ -45,11 +45,11 @@ _Loader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
 
 
-def read_text(path: Path, key: str, error: type[InputError]) -> str:
-    """The text of a file that the user names under ``key``.
+def check_file(path: Path, key: str, error: type[InputError]) -> None:
+    """See that what the user names under ``key`` is a file.
 
     Raises:
-        InputError: of the type given; no file, a folder, not readable, or not UTF-8.
+        InputError: of the type given; no file, a folder, or no regular file.
     """
     path = path.expanduser()
     try:
@@ -59,12 +59,31 @@ def read_text(path: Path, key: str, error: type[InputError]) -> str:
             raise error(f"{key}: no file {path}")
         if not path.is_file():
             raise error(f"{key}: {path} is not a regular file")
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or str(problem)
+        raise error(f"{key}: cannot read {path}: {reason}") from None
+
+
+def not_utf8(path: Path, key: str, error: type[InputError], place: int) -> InputError:
+    """Return the error for a file that is no text, by its byte at ``place``."""
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    what = "compressed (gzip); unpack it first" if packed else "not UTF-8 text"
+    return error(f"{key}: {path} is {what} (byte {place})")
+
+
+def read_text(path: Path, key: str, error: type[InputError]) -> str:
+    """The text of a file that the user names under ``key``.
+
+    Raises:
+        InputError: of the type given; no file, a folder, not readable, or not UTF-8.
+    """
+    path = path.expanduser()
+    check_file(path, key, error)
+    try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as problem:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        what = "compressed (gzip); unpack it first" if packed else "not UTF-8 text"
-        raise error(f"{key}: {path} is {what} (byte {problem.start})") from None
+        raise not_utf8(path, key, error, problem.start) from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise error(f"{key}: cannot read {path}: {reason}") from None

@@ -127,6 +127,16 @@ class Environment(Part, ABC):
         return {}
 
     @classmethod
+    def held_out_overlap(cls, config: Any) -> tuple[int, int]:
+        """Return how many held-out rows of the task's files are training rows too, and how many
+        held-out rows there are; ``(0, 0)`` for a task whose problems are in no files.
+
+        Raises:
+            DataError: a file is missing, empty or malformed.
+        """
+        return 0, 0
+
+    @classmethod
     def verify(cls, config: Any) -> None:
         """See that :meth:`describe` is right; asked where the run computes, before it makes
         anything of it.

@@ -17,10 +17,11 @@ import numpy as np
 from pydantic import Field
 
 from rlinf.data.record import Identity, Record
+from rlinf.data.row_file import RowFile, overlap
 from rlinf.envs.base import Extent
-from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Split
+from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Rendered, Split
 from rlinf.envs.problems import Problem, read_conversations
-from rlinf.errors import ConfigError, DataError
+from rlinf.errors import ConfigError, DataError, naming
 from rlinf.fit import HELD_OUT_DEMONSTRATIONS
 from rlinf.models.base import Spec
 from rlinf.models.chat_format import Turn, split_thought
@@ -44,6 +45,8 @@ class ConversationsConfig(ProblemSetConfig):
     """JSON-lines file of conversations to learn from."""
     test: Path
     """JSON-lines file of held-out ones."""
+    allow_overlap: bool = False
+    """Train although every held-out conversation is a training conversation too."""
     messages_field: str = "messages"
     """Holds a list of messages with ``role`` (system, user, assistant) and ``content``; the last
     one is the assistant's."""
@@ -71,32 +74,29 @@ class ConversationsEnvironment(ProblemSet):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self._learnt: dict[Split, list[Record]] = {}
+        self._learnt: dict[Split, Rendered[Record]] = {}
         self._drawn: tuple[tuple[int, int], np.ndarray] | None = None
 
     @classmethod
-    def read(cls, config: ConversationsConfig, split: Split) -> list[Problem]:
+    def read(cls, config: ConversationsConfig, split: Split) -> RowFile[Problem]:
         path = config.train if split == "train" else config.test
         return read_conversations(path, config.messages_field, f"task.{split}")
 
     @classmethod
     def describe(cls, config: ConversationsConfig) -> Spec:
-        known = {split: cls.read(config, split) for split in ("train", "test")}
-        whole = {s: {_key(problem) for problem in found} for s, found in known.items()}
-        if not whole["test"] - whole["train"]:
-            raise DataError(
-                f"task.test: {config.test} has no conversation that task.train has not; held-out "
-                "ones must be others"
-            )
-        every = [problem for found in known.values() for problem in found]
-        said = [m["content"] for problem in every for m in problem.messages]
-        said += [problem.answer for problem in every]
-        roles = "system user assistant\n"
+        characters = set(f"system user assistant\n{config.system}")
+        for split in ("train", "test"):
+            for problem in cls.read(config, split):
+                characters.update(problem.answer, *(m["content"] for m in problem.messages))
         return {
-            "alphabet": "".join(sorted(set("".join([*said, config.system, roles])))),
+            "alphabet": "".join(sorted(characters)),
             "chat_template": TEMPLATE,
             "special_tokens": [BEGIN, END],
         }
+
+    @classmethod
+    def held_out_overlap(cls, config: ConversationsConfig) -> tuple[int, int]:
+        return overlap(cls.read(config, "train"), cls.read(config, "test"))
 
     @classmethod
     def extent(cls, config: Any, processor: Any) -> Extent:
@@ -119,14 +119,15 @@ class ConversationsEnvironment(ProblemSet):
         chosen = []
         for i in range(count):
             epoch, place = divmod(step * count + i, len(learnt))
-            chosen.append(learnt[self._order_of(seed, epoch, len(learnt))[place]])
+            chosen.append(int(self._order_of(seed, epoch, len(learnt))[place]))
         return [
             Record(Identity(step, i), record.steps, record.context)
-            for i, record in enumerate(chosen)
+            for i, record in enumerate(learnt.take(chosen))
         ]
 
     def held_out_demonstrations(self, count: int) -> list[Record]:
-        return self._all("test")[:count]
+        learnt = self._all("test")
+        return learnt.take(range(min(count, len(learnt))))
 
     def _order_of(self, seed: int, epoch: int, count: int) -> np.ndarray:
         if self._drawn is None or self._drawn[0] != (seed, epoch):
@@ -134,22 +135,27 @@ class ConversationsEnvironment(ProblemSet):
             self._drawn = ((seed, epoch), order)
         return self._drawn[1]
 
-    def _all(self, split: Split) -> list[Record]:
-        """All conversations of a split as they are learnt; made into tokens once."""
+    def _all(self, split: Split) -> Rendered[Record]:
+        """All conversations of a split as they are learnt; each is made into tokens on use."""
         if split not in self._learnt:
-            problems = [
-                problem.asked(self.config.template) for problem in self.read(self.config, split)
-            ]
-            found = self._records(problems[self.config.shots :] if split == "train" else problems)
-            kept = [r for r in found if _tokens(r) <= self.config.max_tokens]
+            problems = self.read(self.config, split)
+            problems = problems[self.config.shots :] if split == "train" else problems
+            made = Rendered(problems, self._numbered, _tokens)
             key, most = f"task.{split}", f"task.max_tokens={self.config.max_tokens}"
-            if not kept:
-                raise DataError(f"{key}: all {len(found)} conversations are longer than {most}")
-            if len(kept) < len(found):
-                left = len(found) - len(kept)
-                log.warning("%s: %d of %d are longer than %s", key, left, len(found), most)
-            self._learnt[split] = kept
+            with naming(key):
+                made.measure(self.config.max_tokens, self._address(problems, made))
+            if not len(made):
+                raise DataError(f"{key}: all {made.every} conversations are longer than {most}")
+            if len(made) < made.every:
+                left = made.every - len(made)
+                log.warning("%s: %d of %d are longer than %s", key, left, made.every, most)
+            self._learnt[split] = made
         return self._learnt[split]
+
+    def _numbered(self, problems: Sequence[Problem]) -> list[tuple[int, Record]]:
+        """Records to learn, each with the number of its conversation among those given."""
+        asked = [problem.asked(self.config.template) for problem in problems]
+        return [(record.identity.sample, record) for record in self._records(asked)]
 
     def _records(self, problems: Sequence[Problem]) -> list[Record]:
         """The conversations as they are learnt.
@@ -207,8 +213,3 @@ class ConversationsEnvironment(ProblemSet):
 
 def _tokens(record: Record) -> int:
     return len(record.context["prompt"]) + len(record)
-
-
-def _key(problem: Problem) -> tuple[tuple[tuple[str, str], ...], str]:
-    messages = tuple((message["role"], message["content"]) for message in problem.messages)
-    return messages, problem.answer

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from rlinf.artifacts import sync_file
+from rlinf.data.row_file import RowFile
 from rlinf.envs.arithmetic import is_held_out
-from rlinf.envs.problems import json_rows, text_of
+from rlinf.envs.problems import text_of
 from rlinf.errors import ConfigError, DataError, require
 from rlinf.seeding import generator
 
@@ -56,30 +57,36 @@ class Question:
     queries: tuple[str, ...]
 
 
-def read_documents(path: Path, field: str) -> tuple[Document, ...]:
-    """The texts of a JSON-lines file, each under ``field``.
+def read_documents(path: Path, field: str) -> RowFile[Document]:
+    """Return the texts of a JSON-lines file, each under ``field`` and read when it is used.
 
     Raises:
         DataError: missing or empty file, or a line that is malformed.
     """
-    rows = json_rows(path, "task.documents")
-    return tuple(Document(text_of(item, field, "document_field", where)) for where, item in rows)
+
+    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> Document:
+        return Document(text_of(item, field, "document_field", where))
+
+    return RowFile(path, "task.documents", parse, settings=f"documents {field!r}")
 
 
-def read_questions(path: Path, key: str, question: str, answer: str) -> tuple[Question, ...]:
-    """The questions of a JSON-lines file. An answer is a text or a list of texts that are all
-    right; ``queries``, where a row has it, a list of texts: what an expert searches for.
+def read_questions(path: Path, key: str, question: str, answer: str) -> RowFile[Question]:
+    """Return the questions of a JSON-lines file, each read when it is used. An answer is a text or
+    a list of texts that are all right; ``queries``, where a row has it, a list of texts: what an
+    expert searches for.
 
     Raises:
         DataError: missing or empty file, or a line that is malformed.
     """
-    found = []
-    for where, item in json_rows(path, key):
+
+    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> Question:
         text = text_of(item, question, "question_field", where)
         answers = _texts(item, answer, "answer_field", where)
         queries = _texts(item, "queries", "queries", where) if "queries" in item else (text,)
-        found.append(Question(text, answers, queries))
-    return tuple(found)
+        return Question(text, answers, queries)
+
+    settings = f"questions {question!r} {answer!r}"
+    return RowFile(path, key, parse, settings=settings, same=lambda question: question.text)
 
 
 def _texts(item: dict[str, Any], field: str, option: str, where: str) -> tuple[str, ...]:

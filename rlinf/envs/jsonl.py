@@ -10,10 +10,11 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from rlinf.data.record import Record
+from rlinf.data.row_file import RowFile, overlap
 from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Split
-from rlinf.envs.problems import Problem, read_problems, shown
+from rlinf.envs.problems import Problem, read_problems
 from rlinf.envs.prompts import OWN
-from rlinf.errors import DataError, require
+from rlinf.errors import require
 from rlinf.models.base import Spec
 from rlinf.rewards.math_workers import MathGrader, counted
 from rlinf.rewards.thoughts import ThoughtMarks
@@ -26,6 +27,8 @@ class JsonlConfig(ProblemSetConfig):
     """JSON-lines file of training problems."""
     test: Path
     """JSON-lines file of held-out problems."""
+    allow_overlap: bool = False
+    """Train although every held-out problem is a training problem too."""
     prompt_field: str = "question"
     """Holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
@@ -55,7 +58,7 @@ class JsonlEnvironment(ProblemSet):
     _grader: MathGrader | None = None
 
     @classmethod
-    def read(cls, config: JsonlConfig, split: Split) -> list[Problem]:
+    def read(cls, config: JsonlConfig, split: Split) -> RowFile[Problem]:
         path = config.train if split == "train" else config.test
         fields = config.prompt_field, config.answer_field
         return read_problems(path, *fields, f"task.{split}", config.info_fields)
@@ -63,15 +66,11 @@ class JsonlEnvironment(ProblemSet):
     @classmethod
     def describe(cls, config: JsonlConfig) -> Spec:
         require("math_verify", "math", "task.name: jsonl")
-        train, test = (
-            {shown(p.messages) for p in cls.read(config, split)} for split in ("train", "test")
-        )
-        if train == test:
-            raise DataError(
-                f"task.test: {config.test} has the same problems as task.train; held-out ones must "
-                "be others"
-            )
         return {}
+
+    @classmethod
+    def held_out_overlap(cls, config: JsonlConfig) -> tuple[int, int]:
+        return overlap(cls.read(config, "train"), cls.read(config, "test"))
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         pairs = [(str(t.info["text"]), str(t.info["answer"])) for t in trajectories]

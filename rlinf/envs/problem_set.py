@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import numpy as np
 from pydantic import Field, field_validator
 
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
+from rlinf.data.row_cache import cached_arrays
+from rlinf.data.row_file import RowFile
 from rlinf.envs.base import Episodes, Extent
 from rlinf.envs.problems import PROMPT, Problem, shown
 from rlinf.envs.prompts import Prompt, PromptEnvironment
-from rlinf.errors import ConfigError, DataError
+from rlinf.errors import ConfigError, DataError, naming
 from rlinf.models.chat import Message
 from rlinf.models.chat_format import split_thought
 from rlinf.seeding import generator
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Split = Literal["train", "test"]
+CHUNK, CHUNK_CHARACTERS = 2048, 8 << 20
+"""Problems, and about so much of their text, that are rendered at once."""
+HELD = 4096
+"""Prompts that stay in memory."""
+CACHED_FROM = 20_000
+"""Problems whose tokens are counted once for all processes."""
+PROBES = 8
 
 
 class ProblemSetConfig(Section):
@@ -70,6 +82,99 @@ class Asked(Prompt):
         return self.rendered
 
 
+class Rendered(Generic[T]):
+    """What a model gets of some problems, made when it is used: prompts, or whole conversations.
+
+    The newest :data:`HELD` stay in memory; of all others it is known how many tokens they have.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        render: Callable[[Sequence[Problem]], list[tuple[int, T]]],
+        size: Callable[[T], int],
+    ) -> None:
+        """
+        Args:
+            render: makes items of problems, each with the number of its problem among those given;
+                a problem may become several, one after the other.
+            size: tokens of an item.
+        """
+        self._problems, self.render, self._size = problems, render, size
+        self._held: OrderedDict[tuple[int, int], T] = OrderedDict()
+        self._places = np.zeros((0, 2), np.int64)
+        self.longest = 0
+        """Tokens of the longest item that is short enough."""
+        self.every = 0
+        """Items, however long."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def measure(self, most: int, address: str | None = None) -> None:
+        """Find the items of at most so many tokens.
+
+        Args:
+            address: text of what lengths follow from, for the cache; None: they are not kept there.
+        """
+        known = (
+            self._measured()
+            if address is None
+            else cached_arrays("tokens", address, self._measured, large=True)
+        )
+        tokens = known["tokens"]
+        self._places, self.every = known["places"][tokens <= most], len(tokens)
+        self.longest = int(tokens[tokens <= most].max(initial=0))
+
+    def take(self, numbers: Sequence[int]) -> list[T]:
+        """Return the items of these numbers, of those that are short enough."""
+        places = [(int(row), int(part)) for row, part in self._places[list(numbers)]]
+        lacking = [row for row, part in places if (row, part) not in self._held]
+        rows = list(dict.fromkeys(lacking))
+        made = self._made(rows, [self._problems[row] for row in rows]) if rows else {}
+        found = [made[place] if place in made else self._held[place] for place in places]
+        self._hold(made)
+        return found
+
+    def __getitem__(self, number: int) -> T:
+        return self.take([number])[0]
+
+    def _measured(self) -> dict[str, np.ndarray]:
+        """Tokens of every item, and its problem and number within that."""
+        places, tokens = list[np.ndarray](), list[np.ndarray]()
+        for rows, problems in _chunks(self._problems):
+            made = self._made(rows, problems)
+            places.append(np.array(list(made), np.int64).reshape(-1, 2))
+            tokens.append(np.array([self._size(item) for item in made.values()], np.int64))
+            self._hold(made)
+        return {"places": np.concatenate(places), "tokens": np.concatenate(tokens)}
+
+    def _made(self, rows: Sequence[int], problems: Sequence[Problem]) -> dict[tuple[int, int], T]:
+        made: dict[tuple[int, int], T] = {}
+        parts: Counter[int] = Counter()
+        for number, item in self.render(problems):
+            row = rows[number]
+            made[row, parts[row]] = item
+            parts[row] += 1
+        return made
+
+    def _hold(self, made: Mapping[tuple[int, int], T]) -> None:
+        self._held.update(made)
+        while len(self._held) > HELD:
+            self._held.popitem(last=False)
+
+
+def _chunks(problems: Sequence[Problem]) -> Iterator[tuple[list[int], list[Problem]]]:
+    """All problems and their numbers, a few thousand or some megabytes of text at a time."""
+    some, size = list[Problem](), 0
+    for row, problem in enumerate(problems):
+        some.append(problem)
+        size += sum(len(message["content"]) for message in problem.messages)
+        if len(some) == CHUNK or size > CHUNK_CHARACTERS or row + 1 == len(problems):
+            yield list(range(row + 1 - len(some), row + 1)), some
+            some, size = [], 0
+
+
 class ProblemSet(PromptEnvironment):
     """See the module."""
 
@@ -79,7 +184,7 @@ class ProblemSet(PromptEnvironment):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self._epoch: tuple[tuple[int, int], list[int]] | None = None
+        self._epoch: tuple[tuple[int, int], np.ndarray] | None = None
         training = self.read(config, "train")
         examples, training = training[: config.shots], training[config.shots :]
         self._examples = [
@@ -90,15 +195,15 @@ class ProblemSet(PromptEnvironment):
                 {"role": "assistant", "content": problem.demonstration or problem.answer},
             )
         ]
-        self._problems = {
+        self._problems: dict[str, Rendered[Asked]] = {
             "train": self._load(training, "task.train"),
             "test": self._load(self.read(config, "test"), "task.test"),
         }
 
     @classmethod
     @abstractmethod
-    def read(cls, config: Any, split: Split) -> list[Problem]:
-        """All problems of a split, in an order that stays.
+    def read(cls, config: Any, split: Split) -> Sequence[Problem]:
+        """Return all problems of a split, in an order that stays.
 
         Raises:
             DataError: there is none, or one is malformed.
@@ -107,7 +212,7 @@ class ProblemSet(PromptEnvironment):
     @classmethod
     def extent(cls, config: Any, processor: Any) -> Extent:
         made = cls(config, processor)
-        longest = max(p.tokens for problems in made._problems.values() for p in problems)
+        longest = max(prompts.longest for prompts in made._problems.values())
         return Extent(len(made._problems["train"]), len(made._problems["test"]), longest)
 
     def prompts(self, episodes: Episodes) -> Sequence[Prompt]:
@@ -115,18 +220,18 @@ class ProblemSet(PromptEnvironment):
         test problems."""
         problems = self._problems[episodes.split]
         if episodes.split == "test":
-            return [problems[start % len(problems)] for start in episodes.starts]
+            return problems.take([start % len(problems) for start in episodes.starts])
         chosen = []
         for start in episodes.starts:
             epoch, place = divmod(episodes.iteration * episodes.batch + start, len(problems))
-            chosen.append(problems[self._order(episodes.seed, epoch)[place]])
-        return chosen
+            chosen.append(int(self._order(episodes.seed, epoch)[place]))
+        return problems.take(chosen)
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         problems = self._problems["train"]
         # The name is part of the address of what is drawn; runs begun earlier had this one.
         chosen = generator(seed, "jsonl", "demonstration", step).integers(len(problems), size=count)
-        prompts = [problems[int(i)] for i in chosen]
+        prompts = problems.take(chosen.tolist())
         questions = self.contexts([prompt.given for prompt in prompts])
         replies = self.encode(self._answers(prompts))
         ended = self.chat_format.end_token_id
@@ -147,8 +252,8 @@ class ProblemSet(PromptEnvironment):
         turns = self.chat_format.turns(talks, [prompt.place for prompt in prompts], last=True)
         return [turn.answer for (turn,) in turns]
 
-    def _load(self, problems: Sequence[Problem], key: str) -> list[Asked]:
-        """The problems whose prompts are short enough.
+    def _load(self, problems: Sequence[Problem], key: str) -> Rendered[Asked]:
+        """The problems whose prompts are short enough. All are rendered once, some at a time.
 
         Raises:
             DataError: none is; a problem or setting needs a chat template; the template fails, or
@@ -157,11 +262,61 @@ class ProblemSet(PromptEnvironment):
         if not problems:
             raise DataError(f"{key}: no problem is left beside task.shots={self.config.shots}")
         most = self.config.max_prompt_tokens
+        made = Rendered(
+            problems,
+            lambda chosen: list(enumerate(self._asked(chosen, key))),
+            lambda prompt: prompt.tokens,
+        )
+        with naming(key):
+            made.measure(most, self._address(problems, made))
+        if not len(made):
+            raise DataError(
+                f"{key}: all {len(problems)} prompts, from {problems[0].place} on, are longer than "
+                f"task.max_prompt_tokens={most}"
+            )
+        if len(made) < len(problems):
+            log.warning(
+                "%s: %d of %d problems are left out: their prompts are longer than "
+                "task.max_prompt_tokens=%d",
+                key,
+                len(problems) - len(made),
+                len(problems),
+                most,
+            )
+        return made
+
+    def _address(self, problems: Sequence[Problem], rendered: Rendered[Any]) -> str | None:
+        """Text of what the lengths of items follow from; None where they are soon counted again.
+
+        How the tokenizer and its template write the first problems tells settings of theirs apart.
+        """
+        if not isinstance(problems, RowFile) or len(problems) < CACHED_FROM:
+            return None
+        tokenizer = self.tokenizer
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        parts = (
+            (problems.digest, len(problems)),
+            self.config.model_dump_json(exclude={"workers", "timeout_s"}),
+            type(tokenizer).__name__,
+            fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items()),
+            (self.chat_format.template, dict(self.chat_format.arguments)),
+            [repr(item) for item in rendered.render(problems[:PROBES])],
+        )
+        return repr(parts)
+
+    def _asked(self, problems: Sequence[Problem], key: str) -> list[Asked]:
+        """Problems as the model gets them.
+
+        Raises:
+            DataError: a prompt has no tokens, or as :meth:`_load`.
+        """
         problems = [problem.asked(self.config.template) for problem in problems]
         given = self._given(problems, key)
         empty = next((i for i, ids in enumerate(self.encode(given)) if not len(ids)), None)
+        if empty is not None:
+            raise DataError(f"{key}: {problems[empty].place}: the prompt has no tokens")
         lengths = [len(ids) for ids in self.contexts(given)]
-        kept = [
+        return [
             Asked(
                 shown(problem.messages),
                 problem.answer,
@@ -173,25 +328,7 @@ class ProblemSet(PromptEnvironment):
                 info=problem.info,
             )
             for problem, text, length in zip(problems, given, lengths, strict=True)
-            if length <= most
         ]
-        if not kept:
-            raise DataError(
-                f"{key}: all {len(problems)} prompts, from {problems[0].place} on, are longer than "
-                f"task.max_prompt_tokens={most}"
-            )
-        if len(kept) < len(problems):
-            log.warning(
-                "%s: %d of %d problems are left out: their prompts are longer than "
-                "task.max_prompt_tokens=%d",
-                key,
-                len(problems) - len(kept),
-                len(problems),
-                most,
-            )
-        if empty is not None:
-            raise DataError(f"{key}: {problems[empty].place}: the prompt has no tokens")
-        return kept
 
     def _given(self, problems: Sequence[Problem], key: str) -> list[str]:
         """What the model gets to read."""
@@ -229,10 +366,10 @@ class ProblemSet(PromptEnvironment):
             return message["content"].strip()
         return split_thought(message["content"], self.chat_format.thinking)[1]
 
-    def _order(self, seed: int, epoch: int) -> list[int]:
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
         if self._epoch is None or self._epoch[0] != (seed, epoch):
             count = len(self._problems["train"])
-            order = generator(seed, "jsonl", "epoch", epoch).permutation(count).tolist()
+            order = generator(seed, "jsonl", "epoch", epoch).permutation(count)
             self._epoch = ((seed, epoch), order)
         return self._epoch[1]
 

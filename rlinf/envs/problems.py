@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlinf.data.record import Scalar
+from rlinf.data.row_file import RowFile
 from rlinf.errors import DataError, nearest
-from rlinf.yaml_file import read_text
 
 ROLES = ("system", "user", "assistant")
 PROMPT = "{prompt}"
@@ -41,8 +43,8 @@ class Problem:
 
 def read_problems(
     path: Path, prompt_field: str, answer_field: str, key: str, info_fields: Sequence[str] = ()
-) -> list[Problem]:
-    """All problems of a JSON-lines file.
+) -> RowFile[Problem]:
+    """Return the problems of a JSON-lines file, each read when it is used.
 
     The prompt is a text or a list of messages (``role`` and ``content``). Where that ends with the
     assistant, what it says is a demonstration, and the answer of rows without ``answer_field``.
@@ -51,29 +53,37 @@ def read_problems(
         DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is not
             there, empty or of another type; names the line.
     """
-    problems = []
-    columns: dict[str, list[Scalar]] = {name: [] for name in info_fields}
-    for where, item in json_rows(path, key):
-        place = where.removeprefix(f"{key}: ")
-        problems.append(_problem(item, prompt_field, answer_field, where, place))
-        for name, column in columns.items():
-            column.append(_scalar(_field(item, name, "info_fields", where), where, name))
-    columns = {name: _of_one_kind(column) for name, column in columns.items()}
-    return [
-        replace(problem, info={name: column[row] for name, column in columns.items()})
-        for row, problem in enumerate(problems)
-    ]
+
+    def parse(where: str, item: dict[str, Any], texts: np.ndarray) -> Problem:
+        problem = _problem(item, prompt_field, answer_field, where, where.removeprefix(f"{key}: "))
+        info = {}
+        for name, is_text in zip(info_fields, texts, strict=True):
+            value = _scalar(_field(item, name, "info_fields", where), where, name)
+            info[name] = json.dumps(value) if is_text and not isinstance(value, str) else value
+        return replace(problem, info=info)
+
+    def note(item: dict[str, Any], texts: np.ndarray) -> None:
+        # Numbers as JSON too where there are texts: the records of a channel have one schema.
+        for i, name in enumerate(info_fields):
+            texts[i] |= isinstance(_scalar(item[name], "", name), str)
+
+    settings = f"problems {prompt_field!r} {answer_field!r} {[*info_fields]!r}"
+    same: Callable[[Problem], str] = lambda problem: shown(problem.messages)  # noqa: E731
+    return RowFile(
+        path, key, parse, settings=settings, same=same, note=note, flags=len(info_fields)
+    )
 
 
-def read_conversations(path: Path, field: str, key: str) -> list[Problem]:
-    """All conversations of a JSON-lines file; the last message of each is answer and demonstration.
+def read_conversations(path: Path, field: str, key: str) -> RowFile[Problem]:
+    """Return the conversations of a JSON-lines file, each read when it is used; the last message of
+    each is answer and demonstration.
 
     Raises:
         DataError: as :func:`read_problems`, or a conversation does not end with the assistant
             answering the user; names the line.
     """
-    problems = []
-    for where, item in json_rows(path, key):
+
+    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> Problem:
         messages = _messages(_field(item, field, "messages_field", where), where, field)
         if [m["role"] for m in messages[-2:]] != ["user", "assistant"]:
             raise DataError(
@@ -81,31 +91,13 @@ def read_conversations(path: Path, field: str, key: str) -> list[Problem]:
                 "is no last answer to learn"
             )
         last = messages.pop()["content"]
-        problems.append(Problem(tuple(messages), last, where.removeprefix(f"{key}: "), last))
-    return problems
+        return Problem(tuple(messages), last, where.removeprefix(f"{key}: "), last)
 
+    def same(problem: Problem) -> str:
+        said = [[message["role"], message["content"]] for message in problem.messages]
+        return json.dumps([said, problem.answer])
 
-def json_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON-lines file, each with where it stands, for messages.
-
-    Raises:
-        DataError: missing or empty file, not UTF-8, or a line that is no JSON object; names the
-            line.
-    """
-    empty = True
-    for number, line in enumerate(read_text(path, key, DataError).split("\n"), start=1):
-        if not line.strip():
-            continue
-        empty, where = False, f"{key}: {path}, line {number}"
-        try:
-            item = json.loads(line, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({str(error)[:100]})") from None
-        if not isinstance(item, dict):
-            raise DataError(f'{where}: expected an object, such as {{"question": ...}}')
-        yield where, item
-    if empty:
-        raise DataError(f"{key}: {path} is empty")
+    return RowFile(path, key, parse, settings=f"conversations {field!r}", same=same)
 
 
 def text_of(item: dict[str, Any], name: str, option: str, where: str) -> str:
@@ -141,13 +133,6 @@ def _scalar(value: Any, where: str, field: str) -> Scalar:
         return _whole(value, where, field)
     plain = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return value if plain else json.dumps(value, sort_keys=True)
-
-
-def _of_one_kind(column: list[Scalar]) -> list[Scalar]:
-    """Numbers as JSON too where there are texts: the records of one channel have one schema."""
-    if not any(isinstance(value, str) for value in column):
-        return column
-    return [value if isinstance(value, str) else json.dumps(value) for value in column]
 
 
 def _field(item: dict[str, Any], name: str, option: str, where: str) -> Any:
@@ -203,10 +188,6 @@ def _whole(value: str, where: str, field: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise DataError(f"{where}: {field!r} has half of a surrogate pair, which is no character")
     return value
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _short(value: Any) -> str:

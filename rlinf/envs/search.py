@@ -15,6 +15,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rlinf.data.record import Identity, Record
+from rlinf.data.row_file import RowFile, overlap
 from rlinf.envs.base import Extent
 from rlinf.envs.corpus import (
     EXTRA,
@@ -40,7 +42,7 @@ from rlinf.envs.dialogue import (
     is_failed,
 )
 from rlinf.envs.manual import manual
-from rlinf.errors import ConfigError, DataError, require
+from rlinf.errors import ConfigError, require
 from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.base import Spec
 from rlinf.models.chat import Message
@@ -48,6 +50,8 @@ from rlinf.seeding import generator
 
 CALL = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
 """Without another call in it, so that the first one to be complete is found."""
+CHUNK = 4096
+"""Questions that are tokenised at once."""
 INSTRUCTION = (
     "Answer the question. You can look things up: write <search>words</search>, and what is found "
     "comes back between <information> and </information>. End with the answer alone, as "
@@ -76,6 +80,8 @@ class SearchConfig(DialogueConfig):
     """JSON-lines file of training questions."""
     test: Path | None = None
     """JSON-lines file of held-out questions."""
+    allow_overlap: bool = False
+    """Train although every held-out question is a training question too."""
     document_field: str = "contents"
     """Field of a text, whose first line is its title."""
     question_field: str = "question"
@@ -181,15 +187,31 @@ class SearchEnvironment(DialogueEnvironment):
         return {"alphabet": "".join(sorted(set(string.printable).union(*said)))}
 
     @classmethod
+    def held_out_overlap(cls, config: SearchConfig) -> tuple[int, int]:
+        train, test = questions(config)
+        if isinstance(train, RowFile) and isinstance(test, RowFile):
+            return overlap(train, test)
+        return 0, 0
+
+    @classmethod
     def extent(cls, config: SearchConfig, processor: Any) -> Extent:
         if processor is None:
             return Extent()
         made = cls(config, processor)
-        asked = [*made._train, *made._test]
-        lengths = [len(ids) for ids in made.encode([question.text for question in asked])]
-        longest = asked[lengths.index(max(lengths))]
+        longest = max(map(made._longest, (made._train, made._test)), key=itemgetter(0))[1]
         (ids,) = made.contexts(made._rendered([made._opening(longest)]))
         return Extent(longest_prompt=len(ids))
+
+    def _longest(self, asked: Sequence[Question]) -> tuple[int, Question]:
+        """The question of most tokens, the first of equals, and how many these are."""
+        best: tuple[int, Question] | None = None
+        for first in range(0, len(asked), CHUNK):
+            some = list(asked[first : first + CHUNK])
+            lengths = [len(ids) for ids in self.encode([question.text for question in some])]
+            if best is None or max(lengths) > best[0]:
+                best = max(lengths), some[lengths.index(max(lengths))]
+        assert best is not None
+        return best
 
     def begin(self, split: str, random: np.random.Generator) -> Search:
         among = self._test if split == "test" else self._train
@@ -266,7 +288,7 @@ class SearchEnvironment(DialogueEnvironment):
         return _information(text)
 
 
-def texts(config: SearchConfig) -> tuple[Document, ...]:
+def texts(config: SearchConfig) -> Sequence[Document]:
     """What can be found.
 
     Raises:
@@ -278,14 +300,16 @@ def texts(config: SearchConfig) -> tuple[Document, ...]:
     return read_documents(config.documents, config.document_field)
 
 
-def questions(config: SearchConfig) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+def questions(config: SearchConfig) -> tuple[Sequence[Question], Sequence[Question]]:
     """For training, and held out.
 
     Raises:
         ConfigError: ``shots`` leaves no question to train on.
-        DataError: a file is missing, empty or malformed, or both have the same questions.
+        DataError: a file is missing, empty or malformed.
         MissingPackageError: the facts about countries are not installed.
     """
+    train: Sequence[Question]
+    test: Sequence[Question]
     if config.train is None or config.test is None:
         _, train, test = _corpus(config)
     else:
@@ -294,8 +318,6 @@ def questions(config: SearchConfig) -> tuple[tuple[Question, ...], tuple[Questio
         test = read_questions(config.test, "task.test", *fields)
     if config.shots >= len(train):
         raise ConfigError(f"task.shots: there are {len(train)} training questions; set it lower")
-    if {question.text for question in train} == {question.text for question in test}:
-        raise DataError("task.test: the same questions as task.train; held-out ones must be others")
     return train, test
 
 

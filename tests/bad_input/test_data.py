@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.check import check
+from pipeline.fitting import check_held_out
+from rlinf.config import RunConfig, validate
+from rlinf.envs import environments
+from rlinf.errors import DataError
 from tests.bad_input.conftest import problems
 from tests.bad_input.door import GONE, Base, refused
 
@@ -123,6 +128,62 @@ def test_testing_on_what_is_trained_on(base: Base, files: Path) -> None:
     refused(base("jsonl", {"task.test": same}), "task.test", "same problems")
     copied = str(problems(files / "copy.jsonl", 0, 8))
     refused(base("jsonl", {"task.test": copied}), "task.test", "same problems")
+    some = str(problems(files / "some.jsonl", 2, 6))
+    refused(base("jsonl", {"task.test": some, "evaluate.samples": 2}), "task.test", "all 6")
+
+
+TALKS = {
+    "conversations": '{"messages": [{"role": "user", "content": "q %d"}, '
+    '{"role": "assistant", "content": "a"}]}\n',
+    "jsonl": '{"question": "q %d", "answer": "1"}\n',
+    "search": '{"question": "q %d", "answer": ["1"]}\n',
+}
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_held_out_rows_that_are_trained_on(
+    name: str, composed: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them: refused, unless that is wanted or nothing is trained. Some: counted."""
+
+    def rows(first: int, last: int) -> Path:
+        path = tmp_path / f"{first}-{last}.jsonl"
+        path.write_text("".join(TALKS[name] % row for row in range(first, last)))
+        return path
+
+    documents = {"documents": rows(0, 8)} if name == "search" else {}
+    config = validate(RunConfig, composed["arithmetic"])
+    alone = config.model_copy(
+        update={
+            "iterations": 0,
+            "warm_start": config.warm_start.model_copy(update={"max_steps": 0}),
+        }
+    )
+    cls = environments.get(name)
+
+    def judge(run: RunConfig, test: Path, **more: Any) -> None:
+        options = cls.Config(train=rows(0, 8), test=test, **documents, **more)
+        check_held_out(run, cls.held_out_overlap(options), options)
+
+    for test, count in ((rows(0, 8), 8), (rows(3, 6), 3)):
+        with pytest.raises(DataError, match=rf"^task\.test: .* all {count} .*task\.allow_overlap"):
+            judge(config, test)
+        judge(alone, test)
+        assert not caplog.text
+        judge(config, test, allow_overlap=True)
+        assert f"{count} of {count} held-out problems" in caplog.text
+        caplog.clear()
+    judge(config, rows(6, 10))
+    assert "2 of 4 held-out problems are training problems" in caplog.text
+    caplog.clear()
+    judge(config, rows(8, 10))
+    assert not caplog.text
+
+
+def test_one_file_for_evaluation_alone(base: Base, files: Path) -> None:
+    same = str(files / "train.jsonl")
+    nothing = {"iterations": 0, "warm_start.max_steps": 0}
+    check(validate(RunConfig, base("jsonl", {"task.test": same, **nothing})))
 
 
 def test_grading_without_its_package(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:

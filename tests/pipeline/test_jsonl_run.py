@@ -33,11 +33,11 @@ def test_problems_from_a_file_with_a_local_checkpoint(compose: Compose, tmp_path
             "question": f"Tom has {i} apples and buys {i}. How many?",
             "answer": f"{i}+{i}\n#### {2 * i}",
         }
-        for i in range(12)
+        for i in range(20)
     ]
-    problems.write_text("\n".join(map(json.dumps, lines)))
+    problems.write_text("\n".join(map(json.dumps, lines[:12])))
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("\n".join(map(json.dumps, lines[:8])))
+    held_out.write_text("\n".join(map(json.dumps, lines[12:])))
     small = [word for word in TINY if "model." not in word and "warm_start" not in word]
     values = compose(
         "iterations=1",

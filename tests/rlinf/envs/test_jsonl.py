@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from rlinf.channels.file import read_records, write_records
+from rlinf.data import row_cache
 from rlinf.data.record import Identity, Record
+from rlinf.envs import problem_set
 from rlinf.envs.base import Episodes
 from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
 from rlinf.envs.problems import read_problems
@@ -57,6 +59,93 @@ def test_an_epoch_asks_every_problem_once(tmp_path: Path) -> None:
     ]
     assert sorted(asked[:5]) == [f"q {i}" for i in range(5)]
     assert sorted(asked[5:]) == [f"q {i}" for i in range(5)]
+
+
+class Vocabulary(Words):
+    """The same, as the cache tells tokenizers apart."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(9)}
+
+
+def asked(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
+    """Everything that three iterations, a test and a fine-tuning step ask."""
+    prompts = [
+        prompt
+        for iteration in range(3)
+        for prompt in task.prompts(Episodes(3, iteration, "train", range(8), 8, 1, 8, 1.0))
+    ]
+    prompts += task.prompts(Episodes(0, 0, "test", range(4), 4, 1, 8, 1.0))
+    actions = [record.steps["actions"].sum() for record in task.demonstrations(1, 2, 5)]
+    return [(p.given, p.answer, p.tokens) for p in prompts] + [("", "", int(a)) for a in actions]
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """How many problems were rendered, at each call; three at a time, two of them remembered."""
+    counts: list[int] = []
+    plain = JsonlEnvironment._asked
+
+    def counted(self: JsonlEnvironment, problems: Any, key: str) -> Any:
+        counts.append(len(problems))
+        return plain(self, problems, key)
+
+    monkeypatch.setattr(JsonlEnvironment, "_asked", counted)
+    monkeypatch.setattr(problem_set, "CHUNK", 3)
+    monkeypatch.setattr(problem_set, "HELD", 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return counts
+
+
+def long_rows(path: Path) -> JsonlConfig:
+    """Twenty problems, every fourth of which is too long."""
+    rows = [
+        {"question": f"q {i} " + "and more " * 5 * (i % 4 == 3), "answer": f"{i}"}
+        for i in range(20)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return JsonlConfig(train=path, test=path, max_prompt_tokens=8, shots=0)
+
+
+def test_prompts_are_the_same_however_few_are_in_memory(
+    tmp_path: Path, rendered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = long_rows(tmp_path / "p.jsonl")
+    few = JsonlEnvironment(config, Vocabulary())
+    assert max(rendered) == 3
+    found = asked(few)
+    assert len(few._problems["train"]._held) == 2
+    assert "q 3 " not in str(found)
+    monkeypatch.setattr(problem_set, "CHUNK", 2048)
+    monkeypatch.setattr(problem_set, "HELD", 4096)
+    rendered.clear()
+    every = JsonlEnvironment(config, Vocabulary())
+    assert asked(every) == found
+    assert rendered == [20, 20], "nothing is rendered twice where all of it stays"
+
+
+def test_a_later_process_renders_what_it_asks_alone(
+    tmp_path: Path, rendered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = long_rows(tmp_path / "p.jsonl")
+    monkeypatch.setattr(problem_set, "CACHED_FROM", 10)
+    monkeypatch.setattr(row_cache, "REMEMBERED", 0)
+    first = asked(JsonlEnvironment(config, Vocabulary()))
+    rendered.clear()
+    again = JsonlEnvironment(config, Vocabulary())
+    assert rendered == [problem_set.PROBES] * 2, "some of each file tell the tokenizer apart"
+    assert asked(again) == first
+
+    class Halves(Vocabulary):
+        def __call__(
+            self, texts: list[str], add_special_tokens: bool
+        ) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[1] * max(1, len(text.split()) // 2) for text in texts]}
+
+    rendered.clear()
+    other = JsonlEnvironment(config, Halves())
+    assert sum(rendered) >= 20, "another tokenizer has other lengths"
+    assert len(other._problems["train"]) > len(again._problems["train"])
 
 
 def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:

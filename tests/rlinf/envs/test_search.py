@@ -362,7 +362,6 @@ def test_demonstrations_search_and_answer(folder: Path, tmp_path: Path) -> None:
         ({"documents": [{"text": "x"}]}, r"documents.*line 1: no field 'contents'.*document_field"),
         ({"train": [{"question": "x", "answer": []}]}, r"train.*line 1: 'answer' is an empty list"),
         ({"train": [{"question": "x", "answer": [None]}]}, r"line 1: 'answer' is null; expected"),
-        ({"train": TEST}, r"task\.test: the same questions"),
         ({"shots": 2}, r"task\.shots: there are 2"),
     ],
 )
@@ -374,6 +373,13 @@ def test_files_that_cannot_be_used_are_refused(
         written(tmp_path, name, rows)
     with pytest.raises(InputError, match=message):
         SearchEnvironment.describe(config)
+
+
+def test_held_out_questions_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    config = rivers(tmp_path)
+    assert SearchEnvironment.held_out_overlap(config) == (0, len(TEST))
+    written(tmp_path, "train", TEST)
+    assert SearchEnvironment.held_out_overlap(config) == (len(TEST), len(TEST))
 
 
 def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: Path) -> None:

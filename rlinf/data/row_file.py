@@ -1,0 +1,241 @@
+"""Rows of a JSON-lines file that are read when they are used.
+
+The file is checked once, row by row, in bounded memory; what stays is an index of where each row
+begins. So a file of a million rows takes some 20 MB of a process, and a malformed row is refused by
+its line before a run begins. The index of a large file is kept in the user's cache folder
+(:mod:`rlinf.data.row_cache`), under the digest of the file's bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+import xxhash
+
+from rlinf.data.row_cache import cached_arrays
+from rlinf.errors import DataError, naming
+from rlinf.yaml_file import check_file, not_utf8
+
+T = TypeVar("T")
+BOM = b"\xef\xbb\xbf"
+LONGEST_ROW = 64 << 20
+"""Bytes of one row."""
+BLOCK = 1 << 20
+CACHED_FROM = 32 << 20
+"""Bytes of a file whose index is kept in the cache folder; that of a smaller one is made fast."""
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """Where the rows of a file are."""
+
+    offsets: np.ndarray
+    """``[N]`` uint64: the first byte of each."""
+    sizes: np.ndarray
+    """``[N]`` uint32: bytes of each."""
+    lines: np.ndarray
+    """``[N]`` uint32: its line, from 1."""
+    digests: np.ndarray
+    """``[N]`` uint64 of what makes two rows the same."""
+    flags: np.ndarray
+    """``[F]`` bool: what a reader notes of all rows together."""
+
+
+class RowFile(Sequence[T], Generic[T]):
+    """The rows of a JSON-lines file, or some of them, each parsed when it is asked for.
+
+    Raises:
+        DataError: missing or empty file, not UTF-8, or a row is malformed; names file and line.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        key: str,
+        parse: Callable[[str, dict[str, Any], np.ndarray], T],
+        *,
+        settings: str = "",
+        same: Callable[[T], str] = repr,
+        note: Callable[[dict[str, Any], np.ndarray], None] = lambda item, flags: None,
+        flags: int = 0,
+    ) -> None:
+        """
+        Args:
+            key: of the configuration, which names the file.
+            parse: makes a row of where it stands (for messages), its object and the flags.
+            settings: what ``parse`` and ``same`` depend on beside the row, part of the index's
+                address in the cache.
+            same: text of a row; rows with equal texts are the same.
+            note: sets flags of the whole file by one object.
+            flags: how many there are.
+        """
+        check_file(path, key, DataError)
+        self.path, self.key, self._parse = path.expanduser(), key, parse
+        self._file = _Descriptor(self.path, key)
+        self._state = self._file.stamp()
+        self._flags = np.zeros(flags, bool)
+        self.digest = self._file.digest()
+
+        def index() -> dict[str, np.ndarray]:
+            return vars(self._indexed(same, note))
+
+        address = f"{self.digest} {settings}"
+        with naming(key):
+            known = cached_arrays("rows", address, index, large=self._state[0] >= CACHED_FROM)
+        self._index = RowIndex(**known)
+        self._flags = self._index.flags
+        self._rows = np.arange(len(self._index.offsets))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> RowFile[T]: ...
+
+    def __getitem__(self, place: int | slice) -> T | RowFile[T]:
+        """Return a row, or a view of several; a view reads nothing."""
+        if isinstance(place, slice):
+            view: RowFile[T] = object.__new__(RowFile)
+            vars(view).update(vars(self), _rows=self._rows[place])
+            return view
+        row = int(self._rows[place])
+        if self._file.stamp() != self._state:
+            raise DataError(f"{self.key}: {self.path} changed while it was in use; start again")
+        start, size = int(self._index.offsets[row]), int(self._index.sizes[row])
+        text = os.pread(self._file.number, size, start)
+        return self._parsed(text, int(self._index.lines[row]))[1]
+
+    @property
+    def digests(self) -> np.ndarray:
+        """``[N]`` uint64 of what makes two rows the same."""
+        return self._index.digests[self._rows]
+
+    def _parsed(self, line: bytes, number: int) -> tuple[dict[str, Any], T]:
+        where = f"{self.key}: {self.path}, line {number}"
+        try:
+            item = json.loads(line.decode(), parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({str(error)[:100]})") from None
+        if not isinstance(item, dict):
+            raise DataError(f'{where}: expected an object, such as {{"question": ...}}')
+        return item, self._parse(where, item, self._flags)
+
+    def _indexed(
+        self, same: Callable[[T], str], note: Callable[[dict[str, Any], np.ndarray], None]
+    ) -> RowIndex:
+        """Read and check the whole file, a row at a time."""
+        if (place := self._file.broken_byte()) is not None:
+            raise not_utf8(self.path, self.key, DataError, place)
+        offsets, sizes, lines, digests = (_Column(kind) for kind in ("u8", "u4", "u4", "u8"))
+        for number, start, line in self._lines():
+            if not line.decode().strip():
+                continue
+            item, row = self._parsed(line, number)
+            note(item, self._flags)
+            for column, value in (
+                (offsets, start),
+                (sizes, len(line)),
+                (lines, number),
+                (digests, xxhash.xxh3_64_intdigest(same(row).encode(errors="surrogatepass"))),
+            ):
+                column.add(value)
+        if not len(offsets.array()):
+            raise DataError(f"{self.key}: {self.path} is empty")
+        return RowIndex(offsets.array(), sizes.array(), lines.array(), digests.array(), self._flags)
+
+    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """Number, first byte and bytes of each line."""
+        with self.path.open("rb") as file:
+            start = len(BOM) if file.read(len(BOM)) == BOM else 0
+            file.seek(start)
+            number = 0
+            while line := file.readline(LONGEST_ROW + 1):
+                number += 1
+                if len(line) > LONGEST_ROW:
+                    raise DataError(
+                        f"{self.key}: {self.path}, line {number}: longer than "
+                        f"{LONGEST_ROW >> 20} MiB; expected one object on each line"
+                    )
+                yield number, start, line
+                start += len(line)
+
+
+class _Column:
+    """Numbers that are added one by one, in chunks of arrays."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._full, self._open = kind, list[np.ndarray](), list[int]()
+
+    def add(self, value: int) -> None:
+        self._open.append(value)
+        if len(self._open) == 1 << 16:
+            self._full, self._open = [*self._full, np.array(self._open, self._kind)], []
+
+    def array(self) -> np.ndarray:
+        return np.concatenate([*self._full, np.array(self._open, self._kind)])
+
+
+class _Descriptor:
+    """A file that is open for reading as long as somebody holds this."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        try:
+            self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise DataError(f"{key}: cannot read {path}: {reason}") from None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self.number)
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Return what changes when the file does: size, time, inode."""
+        found = os.fstat(self.number)
+        return found.st_size, found.st_mtime_ns, found.st_ino
+
+    def digest(self) -> str:
+        """Return that of all bytes."""
+        digest = xxhash.xxh3_128()
+        for block in self._blocks():
+            digest.update(block)
+        return digest.hexdigest()
+
+    def broken_byte(self) -> int | None:
+        """Return the first byte that is part of no character; None: the file is text."""
+        decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
+        for block in itertools.chain(self._blocks(), [b""]):
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, not block)
+            except UnicodeDecodeError as error:
+                return start - pending + error.start
+            start += len(block)
+        return None
+
+    def _blocks(self) -> Iterator[bytes]:
+        start = 0
+        while block := os.pread(self.number, BLOCK, start):
+            yield block
+            start += len(block)
+
+
+def overlap(train: RowFile[T], test: RowFile[T]) -> tuple[int, int]:
+    """Return how many rows of ``test`` are in ``train`` too, and how many it has."""
+    return int(np.isin(test.digests, train.digests).sum()), len(test)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

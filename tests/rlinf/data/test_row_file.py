@@ -1,0 +1,146 @@
+"""Rows of a file that are read when they are used: as if all were read, in little memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.data import row_cache, row_file
+from rlinf.data.row_file import RowFile, overlap
+from rlinf.errors import DataError, ResourceError
+
+
+def item_of(where: str, item: dict[str, Any], flags: np.ndarray) -> dict[str, Any]:
+    if "bad" in item:
+        raise DataError(f"{where}: bad")
+    return item
+
+
+def rows_of(path: Path, **options: Any) -> RowFile[dict[str, Any]]:
+    return RowFile(path, "task.train", item_of, **options)
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=5) | st.integers())),
+    blank=st.lists(st.sampled_from(["", " ", "\t"]), max_size=3),
+    end=st.sampled_from(["\n", "\r\n"]),
+    bom=st.booleans(),
+    plain=st.booleans(),
+)
+def test_rows_are_those_of_the_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[dict[str, Any]],
+    blank: list[str],
+    end: str,
+    bom: bool,
+    plain: bool,
+) -> None:
+    rows = [{"a": 1}, *(row for row in rows if "bad" not in row)]
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    lines = [json.dumps(row, ensure_ascii=plain) for row in rows]
+    text = end.join([*blank, *lines, *blank])
+    path.write_bytes(text.encode("utf-8-sig" if bom else "utf-8", errors="surrogatepass"))
+    if "\\ud" in json.dumps(rows) and not plain:
+        return  # half of a surrogate pair is no text
+    found = rows_of(path)
+    assert list(found) == rows
+    assert [found[-1], len(found)] == [rows[-1], len(rows)]
+    assert list(found[1:][::2]) == rows[1:][::2]
+
+
+def test_a_malformed_row_is_refused_by_its_line_before_any_is_used(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(30)])
+    lines = path.read_text().splitlines()
+    lines[16] = '{"a": '
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"^task\.train: .*a\.jsonl, line 17: not JSON"):
+        rows_of(path)
+    lines[16] = '{"bad": 1}'
+    path.write_text("\n\n".join(lines))
+    with pytest.raises(DataError, match="line 33: bad"):
+        rows_of(path)
+
+
+def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(3)])
+    found = rows_of(path)
+    assert found[2] == {"a": 2}
+    with path.open("a") as file:
+        file.write('{"a": 3}\n')
+    with pytest.raises(DataError, match="changed while it was in use"):
+        found[2]
+
+
+def test_a_file_without_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_file, "LONGEST_ROW", 100)
+    path = write(tmp_path / "a.jsonl", [{"a": "x" * 20}, {"a": "x" * 100}])
+    with pytest.raises(DataError, match="line 2: longer than"):
+        rows_of(path)
+
+
+def test_memory_that_has_no_room_is_named_by_the_key(tmp_path: Path) -> None:
+    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> None:
+        raise MemoryError
+
+    path = write(tmp_path / "a.jsonl", [{"a": 1}])
+    with pytest.raises(ResourceError, match=r"^task\.train: .*no memory left"):
+        RowFile(path, "task.train", parse)
+
+
+def test_rows_in_both_files_are_counted(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [{"a": row} for row in range(9)])
+    test = write(tmp_path / "test.jsonl", [{"a": row} for row in (3, 12, 4, 4)])
+    assert overlap(rows_of(train), rows_of(test)) == (3, 4)
+    assert overlap(rows_of(train)[:4], rows_of(test)) == (1, 4)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own, for files of any size, as another process would see it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(row_file, "CACHED_FROM", 0)
+    monkeypatch.setattr(row_cache, "_known", {})
+    monkeypatch.setattr(row_cache, "REMEMBERED", 0)
+    return tmp_path / "cache/rlinf/rows"
+
+
+def test_the_index_of_a_large_file_is_made_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
+    first = list(rows_of(path))
+    (kept,) = cache.iterdir()
+    assert kept.stat().st_mode & 0o077 == 0
+    made, index = [], RowFile._indexed
+    monkeypatch.setattr(RowFile, "_indexed", lambda self, *how: made.append(1) or index(self, *how))
+    assert list(rows_of(path)) == first
+    assert not made
+    write(path, [{"a": row} for row in range(1, 10)])
+    assert list(rows_of(path)) == [{"a": row} for row in range(1, 10)], "other bytes"
+    assert made == [1]
+
+
+@pytest.mark.parametrize("damage", ["rubbish", "cut", "folder"])
+def test_a_damaged_cache_is_made_again(tmp_path: Path, cache: Path, damage: str) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
+    first = list(rows_of(path))
+    (kept,) = cache.iterdir()
+    if damage == "rubbish":
+        kept.write_bytes(b"PK rubbish")
+    elif damage == "cut":
+        kept.write_bytes(kept.read_bytes()[:-300])
+    else:
+        kept.unlink()
+        kept.mkdir()
+    assert list(rows_of(path)) == first
