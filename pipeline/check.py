@@ -95,7 +95,7 @@ def check(config: RunConfig) -> None:
     if config.warm_start.max_steps:
         environment.check_demonstrations(task_options)
     spec = environment.describe(task_options)
-    if environment.verifies_anywhere(task_options):
+    if cluster.launcher != "slurm" and environment.verifies_anywhere(task_options):
         environment.verify(task_options)
     processor = policy.check(model_options, spec)
     extent = environment.extent(task_options, processor)
