@@ -147,8 +147,10 @@ class Environment(Part, ABC):
 
     @classmethod
     def verifies_anywhere(cls, config: Any) -> bool:
-        """Whether :meth:`verify` takes little and needs no special machine: it is then asked where
-        a run is started too, before its folder is made."""
+        """Whether :meth:`verify` is quick and needs no process of its own.
+
+        It is then also asked before the run's folder is made, where stages run on this machine.
+        """
         return False
 
     @classmethod

@@ -113,6 +113,23 @@ def test_trackers_are_given_what_can_change_a_result(tiny_run: Path) -> None:
     assert {"run", "cluster", "log"}.isdisjoint(given)
 
 
+def test_tensorboard_has_them_as_text(tiny_run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'track' is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rlinf.track.tensorboard import TensorBoard
+
+    shutil.copy(tiny_run / RUN, tmp_path / RUN)
+    for step in (1, 2):
+        board = TensorBoard(tmp_path, Run.open(tiny_run).config)
+        board.log(step, {"train/loss": 1.0})
+        board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("settings/text_summary")
+    assert "clip_high: 0.2" in text.tensor_proto.string_val[0].decode()
+
+
 def test_a_key_that_its_part_does_not_know_is_refused(compose: Compose) -> None:
     config = validate(RunConfig, compose("trainer.token_budgets=1"))
     with pytest.raises(ConfigError, match=r"trainer\.token_budgets: unknown key"):

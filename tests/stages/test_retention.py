@@ -39,7 +39,7 @@ def make(out: Path, stage: str, iteration: int, text: str, **more: Any) -> str:
     (out / "data").mkdir(parents=True, exist_ok=True)
     metrics = {"mark": float(len(text)), **more.pop("metrics", {})}
     content = content_digest({}, metrics)
-    about = {"timing": {}, "host": "", "job": ""}
+    about: dict[str, Any] = {"timing": {}, "host": "", "job": ""}
     commit(
         out,
         Manifest(
@@ -99,9 +99,9 @@ def test_the_best_weights_are_always_on_disk(steps: list[tuple[int, int]], best:
             assert set(best_versions(scores, best)) - {0} <= made.on_disk()
         made.publish(len(steps))
         newest = {len(steps), len(steps) + 1}
-        late = {version for _, version, _ in due}
-        assert made.on_disk() == newest | late | set(best_versions(scores, best)) - {0}
-        assert made.on_disk("train") == newest | late, "of the best the weights alone stay"
+        pending = {version for _, version, _ in due}
+        assert made.on_disk() == newest | pending | set(best_versions(scores, best)) - {0}
+        assert made.on_disk("train") == newest | pending, "of the best the weights alone stay"
 
 
 def test_weights_that_were_the_best_long_ago_are_removed(tmp_path: Path) -> None:
