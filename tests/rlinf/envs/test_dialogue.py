@@ -151,8 +151,6 @@ def test_a_task_whose_dialogues_all_fail_is_an_error(
 ) -> None:
     monkeypatch.setattr(Talks, "failing", frozenset(range(9)))
     task = Talks(DialogueConfig(turns=3, turn_tokens=5), load_tokenizer(folder))
-    # The dialogues are of a module of the user's: whoever registers it gets another class.
-    monkeypatch.setattr("rlinf.envs.dialogue.user_error", lambda error: None)
     with pytest.raises(StageError, match=r"every dialogue .*(?s:.)*server is gone"):
         talked(folder, task, range(2), 40)
 
