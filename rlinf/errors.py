@@ -264,9 +264,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def without_traceback(reason: str) -> str:
     """A failure's reason in short: what stands before its traceback, else the traceback's end."""
     before, separator, _ = reason.partition(TRACEBACK)
+    before = before.strip()
     if not separator:
         return reason
-    return before.strip() or last_line(reason)
+    return (
+        before if before and not before.endswith(":") else f"{before} {last_line(reason)}".strip()
+    )
 
 
 def last_line(traceback: str) -> str:

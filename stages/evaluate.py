@@ -11,7 +11,7 @@ import numpy as np
 from rlinf.data.counted import counted
 from rlinf.data.record import Record
 from rlinf.engines.base import Engine
-from rlinf.envs.base import VIDEO, Environment, Episodes
+from rlinf.envs.base import VIDEO, Environment, Episodes, scores_of
 from rlinf.errors import StageError
 from stages.collect import Acting, experience
 from stages.context import Context
@@ -126,7 +126,7 @@ def held_out(
             trajectories.append(trajectory)
             ctx.progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda record: record.identity)
-    scores = environment.score(trajectories, counts)
+    scores = scores_of(environment, trajectories, counts)
     if len(starts) == ctx.config.evaluate.samples and np.isnan(scores).all():
         raise StageError(
             f"none of {len(scores)} held-out episodes could be scored; the log says why each failed"

@@ -13,7 +13,7 @@ from rlinf.algorithms.base import Algorithm
 from rlinf.data.counted import counted
 from rlinf.data.record import Record, Scalar
 from rlinf.data.transitions import ENDS
-from rlinf.envs.base import Environment
+from rlinf.envs.base import Environment, scores_of
 from rlinf.rewards.base import Reward, per_step
 from stages.context import Context
 from stages.parts import WEIGHTS, held_environment, held_reward, make_algorithm
@@ -55,7 +55,7 @@ def judged(
     """
     scores = list[float]()
     if environment is not None:
-        scores = environment.score(trajectories, troubles)
+        scores = scores_of(environment, trajectories, troubles)
     # One that could not be taken is of a trajectory of which no step counts.
     judgements = reward.judgements(trajectories, np.nan_to_num(scores).tolist())
     rewards = []

@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rlinf import tree
+from rlinf import tree, user_code
 
 tree.activate()
 # How long an example takes depends on what else the machine does.
@@ -61,6 +61,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.wheel import install
 
     return install(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(autouse=True)
+def no_user_code() -> None:
+    """Parts that one test names by ``module:Class`` make no user code of the next test's."""
+    for known in (user_code._parts, user_code._packages, user_code._folders):
+        known.clear()
 
 
 @pytest.fixture

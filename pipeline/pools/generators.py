@@ -28,7 +28,14 @@ from pipeline.pools.claims import REMEMBERED, Claim, Claims, Pace, hand_out
 from pipeline.pools.leases import rank_of
 from pipeline.pools.scaling import Load
 from rlinf.artifacts import read_manifest
-from rlinf.errors import EXIT_REQUEUE, ArtifactError, StageError
+from rlinf.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_REQUEUE,
+    ArtifactError,
+    InputError,
+    StageError,
+    without_traceback,
+)
 from stages.board import keep_newest
 from stages.layout import POOLS
 from stages.names import unfinished
@@ -160,6 +167,7 @@ class Generators:
         """A worker is through with a claim; whether it did it.
 
         Raises:
+            InputError: a claim met bad input, or an error of the user's own code.
             StageError: a claim failed more often than is allowed.
         """
         name = said.claim
@@ -181,7 +189,9 @@ class Generators:
             self._weights.get(rollout.weights, {}).pop(worker, None)
             rollout.there = False
             self._failures[node.name] += said.code != EXIT_REQUEUE
-            log.warning("%s on %s: %s", node.name, worker, said.reason)
+            if said.code == EXIT_BAD_INPUT:
+                raise InputError(f"{node.name}: {said.reason}")
+            log.warning("%s on %s: %s", node.name, worker, without_traceback(said.reason))
             if self._failures[node.name] > self.retries:
                 raise StageError(f"{node.name} failed on {worker}: {said.reason}")
             return False

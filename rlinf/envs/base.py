@@ -18,6 +18,7 @@ import numpy as np
 from rlinf.channels.base import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, Scalar
+from rlinf.errors import InputError
 from rlinf.fit import Part
 
 if TYPE_CHECKING:
@@ -86,6 +87,30 @@ class Extent:
     test: int | None = None
     longest_prompt: int = 0
     """Tokens."""
+
+
+def scores_of(
+    environment: Environment, trajectories: Sequence[Record], counts: Counter[str]
+) -> list[float]:
+    """The task's score of each trajectory, NaN where there is none.
+
+    Raises:
+        InputError: :meth:`Environment.score` returned another count, or what are no numbers.
+    """
+    found = environment.score(trajectories, counts)
+    name = f"task: {type(environment).__name__}.score"
+    try:
+        numbers = np.asarray(found)
+    except ValueError:  # lists of unlike lengths
+        numbers = np.asarray("")
+    if numbers.size and numbers.dtype.kind not in "biuf":
+        raise InputError(f"{name} returned {found!r:.60}; it must return a list of numbers")
+    if numbers.shape != (len(trajectories),):
+        raise InputError(
+            f"{name} returned scores of shape {list(numbers.shape)} for {len(trajectories)} "
+            "trajectories; it must return one number for each"
+        )
+    return [float(number) for number in numbers]
 
 
 class Environment(Part, ABC):

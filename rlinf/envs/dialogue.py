@@ -32,7 +32,7 @@ from rlinf.config import Section
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import TextEnvironment
-from rlinf.errors import StageError
+from rlinf.errors import InputError, StageError
 from rlinf.fit import PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.chat import Message
 from rlinf.models.chat_format import ChatFormat
@@ -207,6 +207,30 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+def checked_answer(dialogue: Dialogue, answer: Any) -> Answer:
+    """An answer of :meth:`Dialogue.step`, if it is one.
+
+    Raises:
+        InputError: it is not; names the class and what it returned.
+    """
+    where = f"task: {type(dialogue).__name__}.step returned"
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
+        raise InputError(f"{where} {answer!r:.60}; it must return (messages, reward, done)")
+    messages, reward, done = answer
+    fit = isinstance(messages, Sequence) and all(
+        isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        for message in messages
+    )
+    if isinstance(messages, str) or not fit:
+        raise InputError(
+            f"{where} the messages {messages!r:.60}; each must be a mapping with role and content"
+        )
+    number = np.asarray(reward)
+    if number.shape or number.dtype.kind not in "biuf" or not np.isfinite(number):
+        raise InputError(f"{where} the reward {reward!r:.60}; it must be one finite number")
+    return messages, float(number), bool(done)
+
+
 async def _in_thread(call: Callable[[], Any]) -> Any:
     """The result of a call that may wait, in a thread of its own: none of a batch's tools waits for
     another's, and one that hangs holds nobody up."""
@@ -359,7 +383,7 @@ class DialogueEnvironment(TextEnvironment):
         for talk in live:
             if talk.ended:
                 continue
-            _, reward, done = talk.answer
+            _, reward, done = talk.answer = checked_answer(talk.dialogue, talk.answer)
             talk.rewards[-1] += float(reward)
             if done:
                 talk.ended = "stop"

@@ -75,8 +75,12 @@ def per_step(worth: np.ndarray) -> np.ndarray:
 
 def fields(trajectory: Record) -> str:
     """One line that lists what a reward can read of a trajectory."""
-    parts = {"info": trajectory.info, "steps": trajectory.steps, "context": trajectory.context}
-    listed = [f"{name}: {', '.join(sorted(part))}" for name, part in parts.items() if part]
+    parts = {
+        "info": sorted(trajectory.info),
+        "steps": sorted(trajectory.steps),
+        "context": sorted(trajectory.context),
+    }
+    listed = [f"{name}: {', '.join(names)}" for name, names in parts.items() if names]
     return f"a trajectory has the fields {'; '.join(listed)}"
 
 
@@ -96,6 +100,13 @@ def _numbers(given: Any, where: str) -> np.ndarray:
         f"{where} got {_kind(given)}, which is no number; give one number, or an array of one for "
         f"each of its steps"
     )
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list, a tuple or an array with at least one axis; text is none."""
+    if isinstance(value, str | bytes):
+        return False
+    return isinstance(value, Sequence) or bool(getattr(value, "shape", ()))
 
 
 def _kind(value: Any) -> str:
@@ -178,8 +189,7 @@ class Reward(Part, ABC):
                 error.add_note(fields(trajectories[0]))
             raise
         name = f"reward {type(self).__name__}"
-        is_list = isinstance(judged, Sequence) or bool(getattr(judged, "shape", ()))
-        if isinstance(judged, str | bytes) or not is_list:
+        if not _is_list(judged):
             raise InputError(
                 f"{name}: judge returned {_kind(judged)}; it must return a list with one number "
                 "for each trajectory"

@@ -79,6 +79,17 @@ def test_user_code_that_raises_ends_the_run_at_once(tmp_path: Path, place: str) 
     assert "prompt_text" in message, "the fields there are"
 
 
+def test_user_code_that_raises_in_a_check_ends_the_command_before_the_run(tmp_path: Path) -> None:
+    check = "pass\n\n    @classmethod\n    def check(cls, config):\n        return {}['no key']"
+    ended = launch(tmp_path, check)
+    assert ended.returncode == EXIT_BAD_INPUT, ended.stderr
+    message = ended.stderr[ended.stderr.index("error: ") :]
+    assert message.startswith("error: reward.name: own_reward:Own raised KeyError: 'no key'")
+    assert message.count("Traceback") == 1
+    assert len(message.splitlines()) < 8
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.timeout(600)
 def test_user_code_that_lost_a_connection_is_tried_again(tmp_path: Path) -> None:
     ended = launch(tmp_path, ONCE)

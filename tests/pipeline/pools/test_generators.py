@@ -7,13 +7,14 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.flow import Node
 from pipeline.pools.generators import CLAIMS, Generators
 from rlinf.artifacts import Manifest, content_digest
-from rlinf.errors import EXIT_REQUEUE
+from rlinf.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, InputError
 from stages.layout import POOLS
 from stages.worker import messages
 
@@ -224,6 +225,14 @@ def test_a_claim_that_found_no_weights_in_memory_waits_for_their_commit(tmp_path
         said = messages.ClaimEnded(claim=order.claim, host="h", code=EXIT_REQUEUE)
         cluster.generators.reported(worker, said)
     assert not cluster.orders()
+
+
+def test_bad_input_and_errors_of_the_users_code_are_not_tried_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.tick()
+    worker = next(worker for worker in GENERATORS if cluster.queues[worker])
+    with pytest.raises(InputError, match=ROLLOUTS[0].name):
+        cluster.end(worker, code=EXIT_BAD_INPUT)
 
 
 def test_claims_whose_weights_were_withdrawn_wait_until_they_are_made_again(

@@ -33,7 +33,7 @@ from rlinf.envs.dialogue import (
     ToolLimits,
     is_failed,
 )
-from rlinf.errors import StageError, UserCodeError
+from rlinf.errors import InputError, StageError, UserCodeError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.published_folder import PublishedFolder
 from rlinf.registry import own_attribute
@@ -152,8 +152,6 @@ def test_a_task_whose_dialogues_all_fail_is_an_error(
 ) -> None:
     monkeypatch.setattr(Talks, "failing", frozenset(range(9)))
     task = Talks(DialogueConfig(turns=3, turn_tokens=5), PublishedFolder(folder).tokenizer)
-    # The dialogues are of a module of the user's: whoever registers it gets another class.
-    monkeypatch.setattr("rlinf.envs.dialogue.user_error", lambda error: None)
     with pytest.raises(StageError, match=r"every dialogue .*(?s:.)*server is gone"):
         talked(folder, task, range(2), 40)
 
@@ -357,6 +355,28 @@ def test_a_bug_of_a_tool_ends_the_stage_as_the_users_error(
     with pytest.raises(UserCodeError, match="raised KeyError: 'no such row'") as caught:
         talked(folder, task, range(2), 40)
     assert str(caught.value).count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "None; it must return"),
+        ("yes", "'yes'; it must return"),
+        (([], 1.0), r"\(\[\], 1.0\); it must return"),
+        (("text", 1.0, True), "the messages 'text'; each must be"),
+        (([{"role": "tool"}], 1.0, True), "the messages .*; each must be"),
+        (([], "1.0", True), "the reward '1.0'; it must be one finite number"),
+        (([], None, True), "the reward None; it must be one finite number"),
+        (([], float("nan"), True), "the reward nan; it must be one finite number"),
+    ],
+)
+def test_what_is_no_answer_of_a_dialogue_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
+) -> None:
+    monkeypatch.setattr(Talk, "step", lambda self, message: answer)
+    task = Talks(DialogueConfig(turns=2, turn_tokens=3), PublishedFolder(folder).tokenizer)
+    with pytest.raises(InputError, match=rf"task: Talk\.step returned {said}"):
+        talked(folder, task, range(1), 20)
 
 
 def waits(seconds: float) -> None:
