@@ -300,6 +300,11 @@ class ChatFormat:
         special = set(self.special_tokens)
         return {self._id(text) for text in texts if text in special}
 
+    def hidden_in(self, text: str) -> str | None:
+        """Return the special token in a longer text that :meth:`decode` never shows, if any."""
+        inside = (s for s in self.special_tokens if s in text and s != text)
+        return next((s for s in inside if self._id(s) in self._silent), None)
+
     @cached_property
     def _silent(self) -> frozenset[int]:
         """The special tokens that are no part of a response's text: all but marks of thoughts."""
