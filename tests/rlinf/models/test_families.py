@@ -120,7 +120,7 @@ def test_a_package_that_a_network_needs_is_named(tmp_path: Path) -> None:
         pytest.skip("timm is in this environment")
     write_settings(tmp_path, "gemma3n")
     save_file({"one": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match=r"model.path: .* requires the timm library"):
+    with pytest.raises(DataError, match=r"model.path: .*requires the timm library"):
         check_weights(tmp_path)
 
 
