@@ -146,7 +146,7 @@ def network_class(settings: Any) -> Any:
 
     if settings.model_type in SEEING:
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     if isinstance(settings, cls.config_class) or not settings.sub_configs:
         return cls
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
