@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -183,7 +183,8 @@ class Batch:
         skip = int(self.attend.any(0).int().argmax())
         own, new = self.cache.length, other.cache.length
         room = max(self.room, other.room)
-        self.cache.join(other.cache, skip, room)
+        cache: Any = self.cache  # of the same kind as the other's: both are of one network
+        cache.join(other.cache, skip, room)
         length = self.cache.length
         attend = self.attend.new_zeros(len(self) + len(other), length + room)
         attend[: len(self), length - own + skip : length] = self.attend[:, skip:own]

@@ -17,6 +17,8 @@ SOUND = "its tokens are those of sound, several at each step"
 REFUSED = {
     "blt": "it reads bytes in patches that a second network cuts",
     "cpmant": "its positions depend on the padding of its input",
+    "dots3_note": "only its language model by itself (dots3_note_text) was tried",
+    "emu3": "it writes images as well, whose tokens no task reads",
     "gemma4_assistant": DRAFTS,
     "gemma4_unified_assistant": DRAFTS,
     "moshi": SOUND,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rlinf.errors import DataError
-from rlinf.models.published_folder import tensor_files
+from rlinf.models.published_folder import brief, tensor_files
 
 V = TypeVar("V")
 SHOWN = 3
@@ -150,7 +150,7 @@ def network_class(settings: Any) -> Any:
 
     if settings.model_type in SEEING:
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     if isinstance(settings, cls.config_class) or not settings.sub_configs:
         return cls
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
@@ -194,6 +194,8 @@ def check_weights(folder: Path) -> None:
         with torch.device("meta"):
             module = cls._from_config(settings)
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
-        raise DataError(f"model.path: {folder}: cannot build the network ({error})") from None
+        raise DataError(
+            f"model.path: {folder}: cannot build the network ({brief(error)})"
+        ) from None
     if not renames(module):
         check_fit(f"model.path: {folder}", under_prefix(stored, module), module)

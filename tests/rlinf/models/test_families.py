@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.families import ENCODERS, REFUSED
+from rlinf.models.fit import check_weights, stored_shapes
 from tests.rlinf.models import tiny
 from tests.rlinf.models.tiny_families import NEED_MORE, all_families, page, tiny_settings
 
@@ -61,7 +65,7 @@ def test_so_they_do_in_all_other_families(tmp_path: Path, family: str) -> None:
     check_works(tmp_path, family)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["mllama", "qwen3_5", "qwen3_5_moe"])
 def test_a_checkpoint_that_reads_images_too_is_read_and_saved_whole(
     tmp_path: Path, family: str
 ) -> None:
@@ -87,8 +91,6 @@ def test_a_checkpoint_that_reads_images_too_is_read_and_saved_whole(
     saved = tmp_path / "saved"
     saved.mkdir()
     policy.save(saved, {n: t.detach() for n, t in policy.module.state_dict().items()})
-    from rlinf.models.fit import stored_shapes
-
     assert stored_shapes(saved) == stored_shapes(config.path)
 
 
@@ -111,6 +113,15 @@ def test_an_encoder_is_refused_unless_it_is_a_decoder(tmp_path: Path, family: st
         CausalLM.check(write_settings(tmp_path / "a", family), {})
     with pytest.raises(DataError, match=r"has no \*\.safetensors"):
         CausalLM.check(write_settings(tmp_path / "b", family, is_decoder=True), {})
+
+
+def test_a_package_that_a_network_needs_is_named(tmp_path: Path) -> None:
+    if importlib.util.find_spec("timm") is not None:
+        pytest.skip("timm is in this environment")
+    write_settings(tmp_path, "gemma3n")
+    save_file({"one": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"model.path: .*requires the timm library"):
+        check_weights(tmp_path)
 
 
 def test_what_answers_an_encoder_is_refused(tmp_path: Path) -> None:

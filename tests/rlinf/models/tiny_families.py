@@ -155,9 +155,7 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "emu3": {"text_config": BOS},
     "mllama": {"text_config": BOS},
-    "dots3_note": {"text_config": MLA},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
@@ -217,13 +215,12 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 NOTES = {
-    "emu3": "text models only (`emu3_text_model` is no causal language model)",
     "gemma3n": "its images need the package timm",
 }
 NO_CACHE = {"openai-gpt", "rwkv"}
 """Families whose networks take no cache at all."""
-NEED_MORE: dict[str, str] = {}
-"""Families of which no small network is made here, and why."""
+NEED_MORE = {"gemma3n", "mllama"}
+"""Families whose small network is made otherwise (``mllama``) or needs another package."""
 
 
 def tiny_settings(family: str, vocabulary: int) -> dict[str, Any]:

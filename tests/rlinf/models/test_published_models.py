@@ -1,0 +1,136 @@
+"""Published models, tokenizers and templates: each loads, stops, generates as it trains, learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.channels.local import LocalChannel
+from rlinf.data.record import Identity, Record
+from rlinf.engines.transformers import TransformersEngine
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.published_folder import PublishedFolder
+from tests.rlinf.models import published_models, tiny
+
+MODELS = published_models.facts()
+EACH = [
+    pytest.param(one, id=one["name"], marks=[pytest.mark.slow] if one.get("slow") else [])
+    for one in MODELS
+]
+TALK = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It is 4"}]
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(MODELS) >= 40
+    assert len({one["model_type"] for one in MODELS}) >= 20
+
+
+@pytest.mark.parametrize("known", EACH)
+def test_a_published_model(tmp_path: Path, known: dict[str, Any]) -> None:
+    config = published_models.write(tmp_path / "model", known)
+    CausalLM.check(config, {})
+    published = PublishedFolder.of(config)
+    assert published.context_length == known["context"]
+    assert CausalLM.positions(config) == known.get("run_length", known["context"])
+    names = published.tokenizer.convert_ids_to_tokens(sorted(published.stop_token_ids))
+    assert set(names) == set(known["stops"])
+    bos = [known["tokenizer"]["bos"]] if known["tokenizer"]["adds_bos"] else []
+    prefix = published.chat_format.prefix.tolist()
+    assert published.tokenizer.convert_ids_to_tokens(prefix) == bos
+    check_engine_and_trainer(config)
+    check_tuning_teaches_to_stop(config, published, tmp_path / "tuned")
+
+
+def check_engine_and_trainer(config: CausalLMConfig) -> None:
+    """See that log-probabilities agree and that an update moves the weights."""
+    request = tiny.requests([3, 11, 5], horizon=12, group=2)
+    found = tiny.generate(tiny.engine(config), request)
+    assert config.path is not None
+    policy = CausalLM.load(config.path, config)
+    records = tiny.trajectories(request, found)
+    outputs = policy.evaluate(policy.collate(records), 1.0)
+    for line, record in zip(outputs.logprobs, records, strict=True):
+        expected = record.steps["logprobs"]
+        np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
+    advantages = torch.tensor([1.0, -1.0] * 3)
+    (-(advantages[:, None] * outputs.logprobs).sum()).backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(policy.module.parameters(), 1e-2)
+    assert 0 < float(norm) < torch.inf
+    torch.optim.SGD(policy.module.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        after = policy.evaluate(policy.collate(records), 1.0).logprobs
+    better = (advantages[:, None] * (after - outputs.logprobs)).sum()
+    assert float(better) > 0
+
+
+def demonstration(published: PublishedFolder) -> Record:
+    """Return the token ids of a question and its answer, with what ends it."""
+    chat, tokenizer = published.chat_format, published.tokenizer
+
+    def ids(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    if chat.template is None:
+        prompt = [*chat.prefix.tolist(), *ids(TALK[0]["content"])]
+        answer = ids(TALK[1]["content"])
+    else:
+        ((turn,),) = chat.turns([TALK], ["here"])
+        prompt, answer = ids(turn.prompt), ids(turn.answer)
+    # Without a template, and of GLM's, nothing stands behind the last answer.
+    if answer[-1] != chat.end_token_id and not published.stop_token_ids.intersection(answer):
+        answer.append(chat.end_token_id)
+    return Record(Identity(0, 0), {"actions": np.array(answer)}, {"prompt": np.array(prompt)})
+
+
+def check_tuning_teaches_to_stop(
+    config: CausalLMConfig, published: PublishedFolder, folder: Path
+) -> None:
+    """See that a few steps of fine-tuning are repeated by the engine, which then stops."""
+    assert config.path is not None
+    policy, record = CausalLM.load(config.path, config), demonstration(published)
+    answer = record.steps["actions"]
+    stop = next(i for i, t in enumerate(answer) if int(t) in published.stop_token_ids) + 1
+    batch = policy.collate([record])
+    optimizer = torch.optim.Adam(policy.module.parameters(), lr=0.01)
+    for _ in range(200):
+        loss = -policy.evaluate(batch, 1.0).logprobs.sum()
+        if float(loss) < 0.5:
+            break
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    folder.mkdir()
+    policy.save(folder, {n: t.detach() for n, t in policy.module.state_dict().items()})
+    served = tiny.engine(config.model_copy(update={"path": folder}))
+    (reply,) = greedy(served, record.context["prompt"], horizon=stop + 6)
+    length = int(reply.steps["length"][0])
+    assert bool(reply.steps["stopped"][0])
+    assert reply.steps["tokens"][0, :length].tolist() == answer[:stop].tolist()
+
+
+def greedy(served: TransformersEngine, prompt: np.ndarray, horizon: int) -> list[Record]:
+    """Return the replies to one prompt at temperature 0."""
+    channel = LocalChannel()
+    steps = {
+        "sample": np.zeros(1, np.int64),
+        "prompt": np.asarray(prompt, np.int64)[None],
+        "prompt_length": np.array([len(prompt)]),
+    }
+    channel.put(Record(Identity(0, 0), steps, info={"horizon": horizon, "temperature": 0.0}))
+    channel.close()
+    return list(served.generate(channel, seed=0, stage="evaluate"))
+
+
+def test_vllm_takes_the_same_lengths(tmp_path: Path) -> None:
+    """Ask vLLM's own check, where vLLM is installed."""
+    config = pytest.importorskip("vllm.config", reason="vLLM is not in this environment")
+    for number, known in enumerate(MODELS):
+        made = published_models.write(tmp_path / str(number), known)
+        most = CausalLM.positions(made)
+        model = config.ModelConfig(model=str(made.path), max_model_len=most)
+        assert most is None or model.max_model_len == most
