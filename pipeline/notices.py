@@ -112,6 +112,11 @@ GRADER = tuple(
             "look at them in the report, and at the format that the prompt asks for",
         ),
         (
+            "unfinished_thoughts",
+            "responses end inside a thought and score 0",
+            "raise rollout.horizon if they are cut off",
+        ),
+        (
             "grader_deaths",
             "workers of the grader died and were replaced",
             "give the stage reward more memory, or look at the answers they died of",

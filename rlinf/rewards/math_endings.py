@@ -75,7 +75,7 @@ _BOUND = re.compile(
 )
 _IN_PHRASE = re.compile(r"\b(?:in|at|after|for|within|every|per|during)\s+[\\$(*]*$", re.IGNORECASE)
 _PREDICATE = re.compile(
-    r".*\b(?:is|are|be|equals|get|gives|have|point)\b:?\s+(?=[\d\\(\[{+-])(.+?)[.!]?$"
+    r".*\b(?:is|are|be|equals|get|gives|have|point)\b:?\s+(?=[\d\\(\[{+-])(.+?)\.?$"
 )
 _BROKEN_OFF = re.compile(
     r"(?:\b(?:which|the|that|is|are|to|of|and|or|with|by|we|an?|then|as|because|if|has|have|so|equals|"
@@ -250,15 +250,22 @@ def _last_of(text: str) -> Iterator[str]:
             yield no_solution[0]
         predicate = _PREDICATE.search(bare)
         if predicate and not values:
-            yield predicate[1]
+            yield predicate[1].rstrip("!")
         if not values:
             continue
         last = values[_last_outside_phrases(rest, values)]
         if not _BOUND.search(rest[: last.start()]):
             if predicate and last is values[-1]:
-                yield predicate[1]
-            yield _with_unit(rest, last[0], last.end())
+                yield from _shouted(predicate[1])
+            yield from _shouted(_with_unit(rest, last[0], last.end()))
         return
+
+
+def _shouted(text: str) -> Iterator[str]:
+    """A text, and what is before its exclamation mark."""
+    yield text
+    if text.endswith("!"):
+        yield text.rstrip("!")
 
 
 def _last_outside_phrases(text: str, found: list[re.Match[str]]) -> int:

@@ -32,7 +32,7 @@ _CHOSEN = (
     ),
     re.compile(
         r"(?<![\w'])\(?(?P<letter>[A-J])\)?\s+is\s+(?:the\s+|our\s+|my\s+)?"
-        r"(?:correct|right|best|final|answer)\b"
+        r"(?:correct|right|true|best|final|answer)\b"
     ),
     re.compile(
         r"\b(?:choose|chose|pick|select|go\s+with|opt\s+for)\s+(?:option\s+|choice\s+|answer\s+)?"
@@ -63,6 +63,8 @@ def choice(response: str) -> str:
         return _one_letter(found[-1]) if len(found) == 1 else _none()
     text = _undressed(plain(response))
     said = announced(text)
+    if said and re.match(r"\s*(?:correct|right|true)\b", said):
+        said = None  # "Answer choice C is correct."
     at = text.rfind(said) if said else -1
     chosen = [
         (match.start("letter"), match["letter"].upper())

@@ -18,6 +18,7 @@ PAIRS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|channel|>analysis", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
 )
 """Opening and closing marks of the published reasoning models."""
 _BARE_CHANNELS = re.compile(r"\Aanalysis(?=[^\s:])(?:.*assistantfinal)?", re.DOTALL)

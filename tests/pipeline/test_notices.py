@@ -85,7 +85,9 @@ def test_a_notice_says_which_iterations() -> None:
     assert found[0].text.startswith("since iteration 2 the gradient is zero")
 
 
-@pytest.mark.parametrize("name", ["timeouts", "parse_failures", "grader_deaths"])
+@pytest.mark.parametrize(
+    "name", ["timeouts", "parse_failures", "unfinished_thoughts", "grader_deaths"]
+)
 def test_what_the_grader_could_not_do_is_a_notice_at_once(name: str) -> None:
     assert kinds({}, {f"reward/{name}": 2.0}, {}) == [name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -158,6 +159,27 @@ def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
     (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.text == "q 0"
     assert prompt.given == "<system> be brief <user> q 0 <assistant>"
+
+
+@pytest.mark.parametrize(
+    ("opening", "scores"),
+    [("<assistant>", [1.0, 1.0, 0.0]), ("<assistant><think>\n", [0.0, 1.0, 0.0])],
+)
+def test_a_template_may_open_the_thought_that_a_response_ends(
+    tmp_path: Path, opening: str, scores: list[float]
+) -> None:
+    pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
+    chat = Words()
+    chat.chat_template = CHAT.replace("<assistant>", opening)
+    task = make(tmp_path, chat, workers=1)
+    texts = ("is it \\boxed{2}", "is it 3?</think>\\boxed{2}", "<think>\\boxed{2}")
+    records = [
+        Record(Identity(0, i), info={"text": text, "answer": "2"}) for i, text in enumerate(texts)
+    ]
+    counts: Counter[str] = Counter()
+    assert task.score(records, counts) == scores
+    assert counts["unfinished_thoughts"] == scores.count(0.0)
+    task.close()
 
 
 def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Path) -> None:

@@ -156,6 +156,36 @@ def test_labelled_endings_choices_and_numbers(grader: MathGrader, path: Path) ->
     assert len(accepted) + len(rejected) <= count // 100, (accepted, rejected)
 
 
+def test_every_labelled_reference_is_right_for_itself(grader: MathGrader) -> None:
+    rows = [json.loads(line) for path in SETS for line in path.read_text().splitlines()]
+    references = sorted({row["reference"] for row in rows if "\n" not in row["reference"]})
+    grades = grader.grade([(f"\\boxed{{{text}}}", text) for text in references])
+    rejected = [t for t, grade in zip(references, grades, strict=True) if grade.score != 1]
+    assert rejected == []
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "right"),
+    [
+        ("1.7e-19", "1.6e-19", False),
+        ("1.60e-19", "1.6e-19", True),
+        (r"1.7\times10^{-19}", r"1.6\times10^{-19}", False),
+        ("99999.999", "100000", False),
+        ("0.142857", "1/7", True),
+        ("0.1429", "1/7", False),
+        (r"10^{-20}\pi", r"2\cdot 10^{-20}\pi", False),
+        ("10", "10!", False),
+        (r"\boxed{10!}", "10", False),
+        ("It is 10!", "10!", True),
+        ("It is 10!", "10", True),
+    ],
+)
+def test_numbers_are_compared_exactly_or_relatively(
+    response: str, answer: str, right: bool
+) -> None:
+    assert grade_one(response, answer) == right
+
+
 def test_labelled_answers_in_forty_surface_forms(grader: MathGrader) -> None:
     assert _agreement(grader, gsm8k_answers()) >= 0.995
 
