@@ -203,7 +203,7 @@ ROWS = {
         "Pendulum-v1",
         -200,
         "pendulum_bc",
-        ("model.action_scale=2",),
+        (),
         unit="optimizer steps",
         counted="train/steps",
         prior=3_000,

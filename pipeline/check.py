@@ -35,6 +35,7 @@ from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
 from stages.flow import DYNAMIC, Flow, flow_of
+from stages.layout import CONFIG
 from stages.parts import environment_class, make_algorithm, policy_class, reward_class
 
 
@@ -97,6 +98,29 @@ def check(config: RunConfig) -> None:
     processor = policy.check(model_options, environment.describe(task_options))
     extent = environment.extent(task_options, processor)
     check_extent(config, extent, policy.positions(model_options))
+
+
+def completed(config: RunConfig) -> RunConfig:
+    """The configuration with the keys of the task that are read from its environment.
+
+    What is given is compared with the environment too, before a run directory is made for it.
+
+    Raises:
+        ConfigError: a key is wrong, or cannot be read here.
+    """
+    environment, options = environment_class(config)
+    cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.site is not None:
+        know(load_site(cluster.site).interpreters)
+    if (name := named(config, "task")) is not None:
+        check_interpreter(name, "task.python", environment.modules(options))
+    # Where stages have an interpreter of their own, so have the simulators that they step.
+    here = named(config, "task") is not None or named(config, "engine") is None
+    is_new = not (config.run.folder / CONFIG).exists()
+    more = environment.complete(options, compare=is_new and here)
+    if not more:
+        return config
+    return config.model_copy(update={"task": config.task.model_copy(update=more)})
 
 
 def check_interpreters(

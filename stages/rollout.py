@@ -13,6 +13,7 @@ from rlinf.channels.file import FileReader, FileWriter
 from rlinf.data.counted import counted
 from rlinf.data.left_open import OPEN, taken_out
 from rlinf.data.record import Record
+from rlinf.data.transitions import clip_share
 from rlinf.engines.base import Hooks
 from rlinf.envs.base import Episodes
 from stages.collect import Acting, experience
@@ -139,12 +140,15 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     keeps = continues(ctx.config) and ctx.world.speaks
     left = FileWriter(ctx.data, OPEN, ctx.world.rank) if keeps else None
     lengths, truncated, lags = [], 0, 0
+    clipped = list[float]()
     for trajectory in made:
         if (still := taken_out(trajectory)) is not None and left is not None:
             left.put(still)
         trajectories.put(trajectory)
         counts = counted(trajectory)
         lengths.append(int(counts.sum()))
+        if (share := clip_share(trajectory)) is not None:
+            clipped.append(share)
         truncated += trajectory.info["stop_reason"] == "length"
         if "versions" in trajectory.steps:
             lags += int((ctx.iteration - trajectory.steps["versions"])[counts].sum())
@@ -157,5 +161,7 @@ def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
     if lengths:
         ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
         ctx.metric("truncated_share", truncated / len(lengths), weight=len(lengths))
+        if clipped:
+            ctx.metric("action_clip_share", float(np.mean(clipped)), weight=len(clipped))
         if ctx.config.rollout.in_flight_updates:
             ctx.metric("lag_mean", lags / max(1, sum(lengths)), weight=sum(lengths))

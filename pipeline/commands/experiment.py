@@ -66,10 +66,10 @@ def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple
         ConfigError, DataError, PlanError: they cannot be used.
     """
     # They load engines and trainers, which a driver has no use for.
-    from pipeline.check import check, check_layouts
+    from pipeline.check import check, check_layouts, completed
     from pipeline.fitting import check_apart
 
-    config = validate(RunConfig, values)
+    config = completed(validate(RunConfig, values))
     check(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
@@ -117,9 +117,9 @@ def configuration(words: Sequence[str]) -> RunConfig:
     """
     if is_folder(words):
         return Run.open(Path(words[0])).config
-    from pipeline.check import check
+    from pipeline.check import check, completed
 
-    config = validate(RunConfig, composed(words))
+    config = completed(validate(RunConfig, composed(words)))
     check(config)
     return config
 

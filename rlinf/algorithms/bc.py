@@ -64,7 +64,7 @@ class BC(Algorithm):
         size = self.config.batch_size
         for step in range(self.config.updates):
             random = learner.random("imitation", step)
-            rows = tensors_of(source.take(random.integers(len(source), size=size)))
+            rows = tensors_of(policy, source.take(random.integers(len(source), size=size)))
             batch = {name: rows[name] for name in ("observations", "actions")}
             noise = random.standard_normal((size, policy.size), dtype="float32")
             batch["noise"] = torch.from_numpy(noise)

@@ -62,8 +62,9 @@ class OffPolicyConfig(Section):
 class OffPolicy(Algorithm):
     """Subclasses say what the loss of a batch is.
 
-    A batch has the fields of transitions, ``next_noise`` ``[B, A]`` for the next action, and at
-    steps in which the policy learns ``noise`` ``[B, A]`` for its own. Gradients of all groups are
+    A batch has the fields of transitions (actions as in :func:`tensors_of`), ``next_noise``
+    ``[B, A]`` for the next action, and at steps in which the policy learns ``noise`` ``[B, A]`` for
+    its own. Gradients of all groups are
     those at the weights before the step.
     """
 
@@ -138,7 +139,8 @@ class OffPolicy(Algorithm):
                 for source, share in zip(sources, shares, strict=True)
                 if share
             ]
-            columns = tensors_of(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1))
+            whole = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+            columns = tensors_of(policy, whole)
             noise = random.standard_normal(
                 (steps, 2, self.config.batch_size, policy.size), dtype=np.float32
             )
@@ -192,11 +194,14 @@ def fitting(policy: Any, source: Transitions, where: str) -> None:
         raise DataError(f"{where}: does not fit the policy; {wrong}")
 
 
-def tensors_of(rows: np.ndarray) -> dict[str, Tensor]:
-    """The fields of rows ``[...]`` as float32 tensors ``[..., *shape]``."""
+def tensors_of(policy: Any, rows: np.ndarray) -> dict[str, Tensor]:
+    """The fields of rows ``[...]`` as float32 tensors ``[..., *shape]``: actions as they were
+    carried out, in the policy's own coordinates."""
+    columns = {name: rows[name] for name in FIELDS}
+    columns["actions"] = policy.learned_actions(columns["actions"])
     return {
-        name: torch.from_numpy(np.ascontiguousarray(rows[name], dtype=np.float32))
-        for name in FIELDS
+        name: torch.from_numpy(np.ascontiguousarray(column, dtype=np.float32))
+        for name, column in columns.items()
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class SAC(OffPolicy):
         module, config = policy.module, self.config
         temperature = module.log_temperature.detach().exp()
         with torch.no_grad():
-            actions, logprobs = drawn(policy, batch["next_observations"], batch["next_noise"])
+            actions, logprobs = policy.sample(batch["next_observations"], batch["next_noise"])
         values, following = self.values(module, batch, actions)
         with torch.no_grad():
             value = aggregated(following, config.target_aggregate)
@@ -74,7 +73,7 @@ class SAC(OffPolicy):
         """What the policy and the temperature learn."""
         module, config = policy.module, self.config
         seen = batch["observations"]
-        actions, logprobs = drawn(policy, seen, batch["noise"])
+        actions, logprobs = policy.sample(seen, batch["noise"])
         values = module.critics(torch.cat([seen, actions], -1), frozen=True)
         temperature = module.log_temperature.exp()
         chosen = aggregated(values, config.policy_aggregate)
@@ -89,14 +88,3 @@ class SAC(OffPolicy):
             wanted = -float(policy.size) if wanted is None else wanted
             loss = loss + temperature_loss(module.log_temperature, logprobs, wanted)
         return loss, metrics
-
-
-def drawn(policy: Any, seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Actions ``[B, A]``, and the log-densities ``[B]`` of what they are in units of
-    ``model.action_scale``, between -1 and 1.
-
-    In the simulator's units each step would have ``alpha A log(scale)`` more entropy: a reward for
-    living, or for dying, where episodes end by themselves.
-    """
-    actions, logprobs = policy.sample(seen, noise)
-    return actions, logprobs + policy.size * math.log(policy.scale)

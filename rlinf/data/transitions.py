@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rlinf.data.counted import counted
+from rlinf.data.counted import counted, counted_actions
 from rlinf.data.record import Record
 from rlinf.errors import InputError
 
@@ -23,6 +23,10 @@ INTERVENED, PERFORMED = "intervened", "performed"
 """Step columns of a trajectory in which a person may have acted in the place of the policy: where
 that was so, uint8 ``[T]`` (of chunks ``[T, H]``), and the actions that were carried out.
 ``actions`` are always the policy's, to which its log-probabilities belong."""
+ACTION_LOW, ACTION_HIGH = "action_low", "action_high"
+"""Context of a trajectory of vectors: the bounds ``[A]`` of its actions, infinite where there are
+none, of an integer type where actions are rounded. ``actions`` may lie beyond them; the simulator
+carries them out within."""
 ENDS = "ends"
 """Step column of rewards, uint8 ``[T]``: 1 at the end of an episode that was judged as a whole,
 also where it was cut off: nothing follows."""
@@ -109,14 +113,45 @@ def misfit(own: np.dtype, other: np.dtype) -> str | None:
     return None
 
 
+def within(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Actions ``[..., A]`` as they are carried out: clipped to the bounds, and rounded to the
+    nearest integers (halves to the even one) where the bounds are integers."""
+    clipped = np.minimum(np.maximum(actions, low), high)
+    if np.issubdtype(low.dtype, np.integer):
+        clipped = np.rint(clipped)
+    return clipped
+
+
 def carried_out(trajectory: Record) -> np.ndarray:
-    """The actions of a trajectory, a person's where a person acted: ``[T, ...]``."""
+    """The actions of a trajectory as they were carried out, ``[T, ...]``: within the bounds, and a
+    person's where a person acted."""
     actions = np.asarray(trajectory.steps["actions"])
+    if ACTION_LOW in trajectory.context:
+        low, high = (np.asarray(trajectory.context[name]) for name in (ACTION_LOW, ACTION_HIGH))
+        actions = within(actions, low, high).astype(actions.dtype)
     if INTERVENED not in trajectory.steps:
         return actions
     acted = np.asarray(trajectory.steps[INTERVENED]) != 0
     acted = acted.reshape(*acted.shape, *[1] * (actions.ndim - acted.ndim))
     return np.where(acted, trajectory.steps[PERFORMED], actions).astype(actions.dtype)
+
+
+def clip_share(trajectory: Record) -> float | None:
+    """The share of the components of a trajectory's actions, of the steps that count, that lay
+    beyond their bounds; None: they have no bounds."""
+    if ACTION_LOW not in trajectory.context:
+        return None
+    actions = np.asarray(trajectory.steps["actions"])
+    low, high = (np.asarray(trajectory.context[name]) for name in (ACTION_LOW, ACTION_HIGH))
+    # Rounding of a policy's own scaling is no clipping.
+    low, high = (bound.astype(np.float64) for bound in (low, high))
+    slack = 1e-6 * np.minimum(np.maximum(abs(low), abs(high)), 1e18)
+    beyond = (actions < low - slack) | (actions > high + slack)
+    counts, of_chunks = counted(trajectory), counted_actions(trajectory)
+    if of_chunks is not None:
+        counts = counts[:, None] & of_chunks
+    found = beyond[counts]
+    return float(found.mean()) if found.size else 0.0
 
 
 def acted_in(trajectory: Record) -> np.ndarray:

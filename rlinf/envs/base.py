@@ -112,6 +112,21 @@ class Environment(Part, ABC):
         """
 
     @classmethod
+    def complete(cls, config: Any, *, compare: bool) -> Spec:
+        """Keys of the task that the configuration leaves open and the environment itself can tell,
+        such as sizes of observations and actions; they are frozen with the run. None by default.
+
+        Asked before a run is made, on the machine that makes it.
+
+        Args:
+            compare: also see that the keys which are given are right, if that can be done here.
+
+        Raises:
+            ConfigError: a key is wrong, or cannot be told here.
+        """
+        return {}
+
+    @classmethod
     def verify(cls, config: Any) -> None:
         """See that :meth:`describe` is right; asked where the run computes, before it makes
         anything of it.

@@ -20,16 +20,18 @@ from .seen import (
     LOST,
     NO_EXPERT,
     NO_STATE,
+    NOTHING_MORE,
     STATE,
     Arrays,
-    Images,
     Refused,
+    Shown,
     Spent,
     among,
     encoded,
     instruction,
     named,
     refuse_others,
+    refuse_unused,
     unfit,
 )
 from .spaces import performed, spaces_of
@@ -45,8 +47,9 @@ class Batch:
 
     tells: Sequence[str] = ()
 
-    def __init__(self, make: Callable[..., Any], images: Images | None = None) -> None:
-        self._make, self._images = functools.partial(make, images=images or {}), images or {}
+    def __init__(self, make: Callable[..., Any], shown: Shown = NOTHING_MORE) -> None:
+        self._make = functools.partial(make, images=shown.images)
+        self._images, self._used = shown.images, shown
         self._world: Any = None
         self._count, self._seen = 0, Arrays()
         self.least = 0
@@ -76,7 +79,7 @@ class Batch:
         if self._world is None or wanted > self._count:
             self.close()
             wanted = max(wanted, self._count)
-            self._world = made(functools.partial(self._make, count=wanted), {})
+            self._world = self._world_of(wanted)
             self._count = self._world.count
         seen = self._begun(numbers, seeds)
         if bad := list(unfit(seen)):
@@ -87,6 +90,7 @@ class Batch:
             self._unbegun[numbers[row]] = f"{error} after two resets"
             for column in seen.values():
                 column[row] = 0
+        refuse_unused(seen)
         refuse_others(self._images, sorted(seen.keys() - {STATE, INSTRUCTION}))
         for name, size in self._images.items():
             if seen[name].shape[1:] != (*size, 3):
@@ -145,8 +149,11 @@ class Batch:
 
     def spaces(self) -> dict[str, Any]:
         """As of :class:`Worlds`."""
-        with contextlib.closing(made(functools.partial(self._make, count=1), {})) as world:
+        with contextlib.closing(self._world_of(1)) as world:
             return spaces_of(world)
+
+    def _world_of(self, count: int) -> Any:
+        return made(functools.partial(self._make, count=count), self._used, batched=True)
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
         """Raises Refused."""

@@ -25,12 +25,12 @@ from rlinf.channels.base import Channel
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import VIDEO, Environment, Episodes, Extent
 from rlinf.envs.expert import demonstrated
-from rlinf.envs.gym_config import GymConfig
+from rlinf.envs.gym_config import ActionConfig, GymConfig
 from rlinf.envs.loop import MEASURES, play, refuse_broken
 from rlinf.envs.making import maker, says, world_of
 from rlinf.envs.overlap import Part, overlapped
-from rlinf.envs.processes import Process, Processes
-from rlinf.envs.seen import NO_STATE, STATE, Refused
+from rlinf.envs.processes import Process, Processes, SimulatorError
+from rlinf.envs.seen import NO_STATE, STATE, Refused, Shown
 from rlinf.envs.simulator import Worlds
 from rlinf.envs.worlds import worlds
 from rlinf.envs.worlds.needs import needs_of
@@ -62,8 +62,10 @@ class GymEnvironment(Environment):
     ones; on the test split, and in groups of several samples, it is one episode, or as much of it
     as fits.
 
-    The action space is not scaled: a Gaussian policy's actions are clipped on their way in, and
-    trajectories keep what the policy drew, to which its log-probability belongs.
+    Actions are in the simulator's own units: a policy scales what it makes by the bounds that
+    :meth:`describe` names. An action beyond them is clipped on its way in. Trajectories keep what
+    the policy drew, to which its log-probability belongs, and the bounds; what was carried out
+    follows from both (:func:`rlinf.data.transitions.carried_out`).
     """
 
     Config = GymConfig
@@ -77,13 +79,16 @@ class GymEnvironment(Environment):
             if count
             else _here(config)
         )
-        filming = config.model_copy(update={"images": {**config.images, **config.video}})
+        every = {**config.images, **config.video}
+        filming = config.model_copy(update={"images": every, "video": {}})
         self._filming = Processes(functools.partial(simulator_process, filming), max(count, 1))
         self._shown: list[Record] = []
 
     @classmethod
     def describe(cls, config: GymConfig) -> Spec:
-        """``observation``: length of a vector; ``action``: ``kind`` discrete or box, and ``size``.
+        """``observation``: length of a vector; ``action``: ``kind`` discrete or box, ``size``, and
+        of a box ``low`` and ``high`` ``[size]`` (None: no bound) and ``dtype``, where they are
+        known.
 
         Raises:
             ConfigError: the configuration does not say them.
@@ -92,10 +97,10 @@ class GymEnvironment(Environment):
             key = "observation" if config.observation is None else "action"
             raise ConfigError(
                 f"task.{key}: is not set; a policy is made for task.observation (a length) and "
-                "task.action (kind and size), which, where the simulator is installed, "
-                f"`python -m rlinf.envs.gym {config.id}` prints"
+                "task.action (kind, size and bounds), which are read from the simulator when a run "
+                "is made"
             )
-        spec = {"observation": config.observation, "action": config.action.model_dump()}
+        spec = {"observation": config.observation, "action": config.action.spec}
         if config.images:
             spec["images"] = {name: list(size) for name, size in config.images.items()}
         if config.instruction:
@@ -176,12 +181,58 @@ class GymEnvironment(Environment):
     @classmethod
     def differing(cls, config: GymConfig, found: Spec) -> list[str]:
         """Of each key that is not what :meth:`measured` found, what to set it to."""
-        said = config.model_dump()
+        wrong: list[tuple[str, Any]] = []
+        if config.observation != found["observation"]:
+            wrong.append(("observation", config.observation))
+        if config.action is None or not _agree(config.action, ActionConfig(**found["action"])):
+            wrong.append(("action", None if config.action is None else config.action.spec))
         return [
-            f"task.{name}: {said[name]} is not what {config.id} has; set it to {value}"
-            for name, value in found.items()
-            if said[name] != value
+            f"task.{name}: {said} is not what {config.id} has; set it to "
+            f"{json.dumps(found[name])}, or leave it out to have it read from the simulator"
+            for name, said in wrong
         ]
+
+    @classmethod
+    def complete(cls, config: GymConfig, *, compare: bool) -> Spec:
+        needs = needs_of(config.world)
+        action = config.action
+        bounded = action is not None and (action.kind == "discrete" or action.box is not None)
+        lacking = [] if config.observation else ["task.observation"]
+        lacking += [] if action else ["task.action"]
+        lacking += [] if bounded or not action else ["task.action.low", "task.action.high"]
+        # Of what is given, only what can be built anywhere is compared: a robot stands still.
+        anywhere = not (needs.gpu or needs.single or needs.batched)
+        if not lacking and not (compare and anywhere):
+            return {}
+        if lacking and needs.single:
+            raise ConfigError(
+                f"{lacking[0]}: is not set, and {config.world} is not connected to before a run "
+                f"is made; set {', '.join(lacking)}"
+            )
+        try:
+            found = cls.measured(config)
+        except InputError as error:
+            if lacking:
+                raise ConfigError(f"{error}; or set {', '.join(lacking)}") from None
+            # Stages may run where there is what this machine lacks.
+            if isinstance(error, MissingPackageError) or str(error).startswith("task.renderer"):
+                return {}
+            raise
+        except SimulatorError as error:
+            if lacking:
+                raise ConfigError(
+                    f"{lacking[0]}: is not set, and the simulator cannot be built here to read it "
+                    f"({last_line(str(error))}); set {', '.join(lacking)}"
+                ) from None
+            log.warning("task: the simulator cannot be built here: %s", last_line(str(error)))
+            return {}
+        given = ActionConfig(**found["action"]) if action is None else action
+        seen = found["observation"] if config.observation is None else config.observation
+        whole = config.model_copy(update={"observation": seen, "action": given})
+        for text in cls.differing(whole, found):
+            raise ConfigError(text)
+        more = {} if config.observation else {"observation": found["observation"]}
+        return more if bounded else {**more, "action": found["action"]}
 
     @classmethod
     def measured(cls, config: GymConfig) -> Spec:
@@ -212,7 +263,8 @@ class GymEnvironment(Environment):
         if act["kind"] == "discrete":
             action = {"kind": "discrete", "size": act["size"]}
         elif act["kind"] == "box" and len(act["shape"]) == 1:
-            action = {"kind": "box", "size": act["shape"][0]}
+            bounds = {name: act[name] for name in ("low", "high", "dtype")}
+            action = {"kind": "box", "size": act["shape"][0], **bounds}
         else:
             raise ConfigError(
                 f"task.id: {config.id} has actions {act['text']}, which no policy here takes"
@@ -270,7 +322,8 @@ class GymEnvironment(Environment):
         filmed = samples < (episodes.filmed if self.config.video else 0)
         rest = samples[~filmed]
         each = -(-len(rest) // self.config.halves) or 1
-        told = (self.config.instruction, self._measure)
+        action = self.config.action
+        told = (self.config.instruction, self._measure, None if action is None else action.box)
         parts = [
             play(episodes, rest[first : first + each], self._worlds, first, (), *told)
             for first in range(0, len(rest), each)
@@ -359,7 +412,7 @@ def simulator_process(config: GymConfig) -> Process:
         _values(config),
         python,
         config.timeout_s,
-        config.images,
+        _shown(config),
         config.renderer,
         CLOSES_S if needs_of(config.world).single else 0.0,
         config.ignore_terminations,
@@ -393,9 +446,23 @@ def make(config: GymConfig) -> Any:
                 f"task.processes: {config.processes}, but {config.world} steps many environments "
                 "in a process of its own; set 1"
             )
-        return world_of(make, _values(config), {})
+        return world_of(make, _values(config), _shown(config))
     except Refused as error:
         raise ConfigError(str(error)) from None
+
+
+def _shown(config: GymConfig) -> Shown:
+    return Shown(dict(config.images), config.ignore_observations, tuple(config.video))
+
+
+def _agree(said: ActionConfig, found: ActionConfig) -> bool:
+    """Whether a configured action is that of a simulator, in all that is given of it."""
+    if (said.kind, said.size) != (found.kind, found.size):
+        return False
+    if said.dtype not in (None, found.dtype):
+        return False
+    pairs = zip(said.box or (), found.box or (), strict=False)
+    return all(np.allclose(ours, theirs, rtol=1e-6, atol=1e-9) for ours, theirs in pairs)
 
 
 def _target(config: GymConfig) -> str:

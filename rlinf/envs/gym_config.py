@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rlinf.config import Section
@@ -12,11 +13,67 @@ from rlinf.envs.seen import Refused, encoded
 Id = Annotated[str, Field(min_length=1)]
 
 
+Bounds = float | Annotated[tuple[float | None, ...], Field(min_length=1)]
+"""Of all components of an action, or of each; null in a list: that one has none."""
+
+
 class ActionConfig(Section):
     """What a policy chooses: one of ``size`` numbers, or a vector of that length."""
 
     kind: Literal["discrete", "box"]
     size: int = Field(gt=0)
+    low: Bounds | None = None
+    """Least value of each component of a vector; null: read from the simulator."""
+    high: Bounds | None = None
+    """Largest value of each component."""
+    dtype: str | None = None
+    """Type of a vector's components; actions are rounded where it is of integers. Null: read from
+    the simulator with the bounds, else of floating-point numbers."""
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> ActionConfig:
+        if self.low is None and self.high is None:
+            return self
+        if self.kind == "discrete":
+            raise ValueError("low: a choice has no bounds; leave low and high out")
+        for name in ("low", "high"):
+            value = getattr(self, name)
+            if value is None:
+                raise ValueError(f"{name}: give both low and high, or none of them")
+            if isinstance(value, tuple) and len(value) != self.size:
+                raise ValueError(f"{name}: {len(value)} bounds, and size is {self.size}")
+        low, high = self.box or (np.zeros(0), np.zeros(0))
+        if (low > high).any():
+            raise ValueError("low: a bound is above that of high")
+        return self
+
+    @property
+    def box(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Bounds ``[size]`` of a vector, infinite where there are none, of an integer type where
+        actions are rounded; None: they are not known."""
+        if self.low is None or self.high is None:
+            return None
+        sides = zip((self.low, self.high), (-np.inf, np.inf), strict=True)
+        low, high = (_column(side, self.size, none) for side, none in sides)
+        if self.dtype is not None and np.issubdtype(np.dtype(self.dtype), np.integer):
+            low, high = (np.clip(side, -(2.0**62), 2.0**62) for side in (low, high))
+            return low.astype(np.int64), high.astype(np.int64)
+        return low, high
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What policies are told: bounds are lists, with None where there is no bound."""
+        found = self.model_dump(exclude_none=True)
+        for name in ("low", "high"):
+            side = getattr(self, name)
+            if side is not None:
+                found[name] = list(side) if isinstance(side, tuple) else [side] * self.size
+        return found
+
+
+def _column(side: Bounds, size: int, none: float) -> np.ndarray:
+    every = side if isinstance(side, tuple) else (side,) * size
+    return np.array([none if bound is None else bound for bound in every], np.float64)
 
 
 class GymConfig(Section):
@@ -32,19 +89,24 @@ class GymConfig(Section):
     """Whether observations end with which of several tasks it is: as many numbers as there are
     tasks, one of them 1, all others 0."""
     observation: int | None = Field(default=None, gt=0)
-    """Length of an observation vector, of the state beside images."""
+    """Length of an observation vector, of the state beside images; null: read from the simulator
+    when a run is made. What is composed of several parts is flattened into one vector."""
+    ignore_observations: tuple[str, ...] = ()
+    """Parts of a composed observation that are left out, by their names. Any other part is used, or
+    refused."""
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that are rendered at each step, by name, and the height and width of their pictures;
-    what a simulator calls them is in docs/simulators.md. They need a process, one at least."""
+    what a simulator calls them is in docs/simulators.md. They need a process, one at least. A
+    picture that is part of the observation itself is named here too."""
     video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that film the first ``evaluate.videos`` held-out episodes, with height and width of
     their pictures, which the policy does not see; those of ``images`` film in any case."""
     renderer: Literal["egl", "osmesa"] = "egl"
     """How MuJoCo renders: on a GPU (or by Mesa's library in software), or in software."""
     action: ActionConfig | None = None
-    """With ``observation`` what a policy is made for: no simulator is built to find it out, which
-    may need a device that the machine that starts runs has not. ``python -m rlinf.envs.gym ID``
-    prints both; the first stage sees that they are right."""
+    """With ``observation`` what a policy is made for. What is not given of the two is read from the
+    simulator when a run is made, and frozen with it; where the machine that makes runs cannot build
+    the simulator, all of it must be given. The first stage sees that they are right."""
     kwargs: dict[str, Any] = {}
     """Further arguments of what makes it."""
     instruction: bool | str = False

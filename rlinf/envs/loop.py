@@ -10,7 +10,7 @@ import numpy as np
 from rlinf.data import left_open
 from rlinf.data.outcomes import OUTCOME_STEPS, OUTCOMES
 from rlinf.data.record import Identity, Record
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
+from rlinf.data.transitions import ACTION_HIGH, ACTION_LOW, CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.envs.base import VIDEO, Episodes
 from rlinf.envs.overlap import Part
 from rlinf.envs.processes import Processes, SimulatorError
@@ -44,6 +44,7 @@ def play(
     film: Collection[str] = (),
     instruction: bool | str = False,
     score: str = MEASURES[0],
+    box: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Part:
     """The time loop of ``samples``, each in a world of its own, from number ``first`` on.
 
@@ -61,12 +62,13 @@ def play(
         film: cameras that the policy does not see.
         instruction: whether observations have the world's; or a text in its place.
         score: which of :data:`MEASURES` is an episode's score.
+        box: the bounds of actions, which trajectories keep.
 
     Raises:
         SimulatorError: a simulator has failed too often, or does not go on with an open episode.
         InputError: the policy's actions are no numbers.
     """
-    made = _Trajectories(episodes, samples, film, instruction, score)
+    made = _Trajectories(episodes, samples, film, instruction, score, box)
     live, version = np.arange(len(samples)), 0
     single = episodes.split == "test" or episodes.group_size > 1
 
@@ -151,8 +153,10 @@ class _Trajectories:
         film: Collection[str],
         instruction: bool | str,
         score: str,
+        box: tuple[np.ndarray, np.ndarray] | None,
     ) -> None:
         count = len(samples)
+        self._box = {} if box is None else dict(zip((ACTION_LOW, ACTION_HIGH), box, strict=True))
         self._film, self._instruction = film, instruction
         self._score = MEASURES.index(score)
         self._episodes, self._samples = episodes, samples
@@ -350,7 +354,7 @@ class _Trajectories:
                         "mask": self._mask(row),
                     },
                     context={
-                        **{CUT_STEPS: at[mine], CUT_OBSERVATIONS: after[mine]},
+                        **{CUT_STEPS: at[mine], CUT_OBSERVATIONS: after[mine], **self._box},
                         **self._outcomes(row),
                         **self._open(row),
                     },

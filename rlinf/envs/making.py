@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .cameras import Pictured, quiet_mujoco
-from .seen import Images, Refused
+from .seen import Refused, Shown
+from .structured_spaces import flattened, leaves
 from .tasks import Tasks
 
 
@@ -56,27 +57,35 @@ def says(make: Callable[..., Any], name: str) -> bool:
     return bool(getattr(make, "__globals__", {}).get(name))
 
 
-def made(make: Callable[[], Any], images: Images) -> Any:
-    """A world; raises Refused where its maker says that it can never be."""
+def made(make: Callable[[], Any], shown: Shown, *, batched: bool = False) -> Any:
+    """A world with plain spaces; raises Refused where its maker says that it can never be, or a
+    part of its spaces cannot be used.
+
+    Args:
+        batched: it steps many environments together, and has its pictures itself.
+    """
     quiet_mujoco()
     try:
         world = make()
     except (ImportError, ValueError) as error:
         raise Refused(f"{_refusal(error)} ({sys.executable})") from None
-    return Pictured(world, images) if images else world
+    own = {"_".join(path) or "pixels" for path, _ in leaves(world.observation_space)}
+    world = flattened(world, shown, batched=batched)
+    rendered = {name: size for name, size in shown.images.items() if name not in own}
+    return Pictured(world, rendered) if rendered and not batched else world
 
 
-def world_of(make: Callable[..., Any], values: dict[str, Any], images: Images) -> Any:
+def world_of(make: Callable[..., Any], values: dict[str, Any], shown: Shown) -> Any:
     """A world, of several tasks where ``id`` is a list; Refused as of :func:`made`.
 
     Args:
         values: the arguments of ``make``; of several tasks also ``one_hot``, see :class:`Tasks`.
     """
     if isinstance(values["id"], str):
-        return made(functools.partial(make, **values), images)
+        return made(functools.partial(make, **values), shown)
     ids, kwargs = values["id"], values["kwargs"]
     each = [functools.partial(make, id=id, kwargs=kwargs) for id in ids]
-    return Tasks([functools.partial(made, one, images) for one in each], ids, values["one_hot"])
+    return Tasks([functools.partial(made, one, shown) for one in each], ids, values["one_hot"])
 
 
 def _refusal(error: Exception) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from rlinf import machine
 from rlinf.envs import simulator
 from rlinf.envs.link import Link
-from rlinf.envs.seen import ENDS, NO_EPISODE, Arrays, seen_in
+from rlinf.envs.seen import ENDS, NO_EPISODE, NOTHING_MORE, Arrays, Shown, seen_in
 from rlinf.envs.simulator import told_columns
 from rlinf.errors import InputError, RlinfError
 
@@ -63,7 +63,7 @@ class Process:
         values: Mapping[str, Any],
         python: str | None,
         timeout_s: float,
-        images: Mapping[str, Sequence[int]] | None = None,
+        shown: Shown = NOTHING_MORE,
         renderer: str = "egl",
         closes_s: float = 0.0,
         endless: bool = False,
@@ -74,12 +74,12 @@ class Process:
             values: its arguments, plain; see :func:`rlinf.envs.making.world_of`.
             python: the interpreter; None: this one.
             timeout_s: for one answer, the first of which waits for the simulator to be imported.
-            images: of cameras by name, with height and width.
+            shown: which observations are used, pictures with height and width.
             renderer: of MuJoCo, ``egl`` or ``osmesa``.
             closes_s: what it is given, at its end, to close its worlds.
             endless: as of :class:`simulator.Worlds`.
         """
-        options = {"images": dict(images or {}), "endless": endless}
+        options = {"shown": shown._asdict(), "endless": endless}
         self._command = (maker, json.dumps(dict(values)), json.dumps(options))
         self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
         self._python, self._timeout_s, self._closes_s = python, timeout_s, closes_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,21 @@ NO_EPISODE = np.zeros(0, np.uint8)
 LARGEST = np.finfo(np.float32).max
 NO_EXPERT = "task.demonstrations: this simulator has no expert of its own; set it to 0"
 NO_STATE = "task.continues: this simulator does not say what state it is in; set it to false"
+
+
+class Shown(NamedTuple):
+    """Which observations of a world are used."""
+
+    images: Images = {}
+    """Pictures that the policy, or a film, is made of."""
+    ignored: Sequence[str] = ()
+    """Observations that the user leaves out."""
+    unseen: Sequence[str] = ()
+    """Pictures that other worlds of the run film."""
+
+
+NOTHING_MORE = Shown()
+"""The state alone."""
 
 
 class Refused(Exception):
@@ -131,6 +146,18 @@ def parted(array: np.ndarray) -> Arrays:
     """What :func:`joined` made one of; nothing is unpickled."""
     with np.load(io.BytesIO(array.tobytes()), allow_pickle=False) as found:
         return dict(found)
+
+
+def refuse_unused(seen: Arrays) -> None:
+    """Raise Refused for an observation that is no state, instruction or picture: its space does not
+    have it, so nothing says how it would become part of the state."""
+    for name, array in seen.items():
+        picture = array.dtype == np.uint8 and array.ndim >= 3
+        if name not in (STATE, INSTRUCTION) and not picture:
+            raise Refused(
+                f"task.world: the simulator shows {name!r}, {array.dtype} {list(array.shape)}, "
+                "which its observation_space does not have; declare it there, or leave it out"
+            )
 
 
 def refuse_others(images: Images, cameras: Collection[str]) -> None:

@@ -6,7 +6,8 @@ and what its maker imports. A message is JSON, and arrays in shared memory; noth
 
 A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(action)``,
 ``close()``, ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.worlds`). What it shows is
-an array, or arrays by name, the first of which is called ``state`` where it is alone.
+an array, called ``state`` here, or arrays by name; :mod:`rlinf.envs.structured_spaces` makes one
+state of several.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ from .seen import (
     Arrays,
     Look,
     Refused,
+    Shown,
     Spent,
     among,
     joined,
     parted,
+    refuse_unused,
     seen_in,
     stacked,
     unfit,
@@ -332,7 +335,9 @@ class Worlds:
     def _look(self, number: int, observation: Any) -> Arrays:
         """What a world shows; raises ValueError where it is not of the shape and type of before."""
         seen = self._looks[number].at(observation)
-        self._like = self._like or {name: np.empty_like(array) for name, array in seen.items()}
+        if not self._like:
+            refuse_unused(seen)
+            self._like = {name: np.empty_like(array) for name, array in seen.items()}
         for name, array in seen.items():
             first = self._like.get(name)
             if first is None or first.shape != array.shape or first.dtype != array.dtype:
@@ -407,7 +412,7 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         own, other: those of files in memory; see :class:`Link`.
         target: as for :func:`maker`.
         values: what it is called with (:func:`world_of`), as JSON.
-        options: ``images``, what is rendered beside what worlds show, and ``endless``, as JSON.
+        options: ``shown``, the fields of :class:`Shown`, and ``endless``, as JSON.
     """
     for number in LEFT_TO_THE_STAGE:
         # Sent to a whole job: the stage may still want to finish what it does.
@@ -416,10 +421,11 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
     worlds: Worlds | Batch | None = None
     try:
         found, told, how = maker(target), json.loads(values), json.loads(options)
+        shown = Shown(**how["shown"])
         if says(found, "BATCHED"):
-            worlds = Batch(functools.partial(found, **told), how["images"])
+            worlds = Batch(functools.partial(found, **told), shown)
         else:
-            make = functools.partial(world_of, found, told, how["images"])
+            make = functools.partial(world_of, found, told, shown)
             worlds = Worlds(make, once=says(found, "SINGLE"), endless=how["endless"])
         work(link, worlds)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -7,30 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .seen import NO_STATE, STATE, Arrays, Refused
-from .spaces import described
+from .spaces import Box, described
 
 NUMBER = "tasks.number"
 """Which one a saved state is of."""
-
-
-class Box(NamedTuple):
-    """A space of vectors within bounds."""
-
-    low: np.ndarray
-    high: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.low.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.low.dtype
 
 
 class Tasks:
@@ -106,8 +91,9 @@ class Tasks:
             )
 
     def _described(self) -> list[Any]:
-        spaces = (self._world.observation_space, self._world.action_space)
-        return [_sizes(described(space)) for space in spaces]
+        action = described(self._world.action_space)
+        bounds = {name: action[name] for name in ("low", "high") if name in action}
+        return [_sizes(described(self._world.observation_space)), {**_sizes(action), **bounds}]
 
     def _widened(self, space: Any) -> Any:
         if not self._one_hot:
@@ -131,7 +117,7 @@ class Tasks:
 
 
 def _sizes(space: dict[str, Any]) -> Any:
-    """What has to be equal of spaces: not their bounds."""
+    """What has to be equal of observations: not their bounds."""
     if space["kind"] == "dict":
         return {name: _sizes(part) for name, part in space["parts"].items()}
-    return {name: said for name, said in space.items() if name != "text"}
+    return {name: said for name, said in space.items() if name not in ("text", "low", "high")}

@@ -208,6 +208,14 @@ class Policy(Part, ABC):
         """
         raise NotImplementedError
 
+    def learned_actions(self, actions: np.ndarray) -> np.ndarray:
+        """Actions ``[..., A]`` of transitions, in the simulator's units, as losses take them; by
+        default as they are.
+
+        Of policies that offer :data:`rlinf.fit.ACTION_VALUES` or :data:`rlinf.fit.IMITATION`.
+        """
+        return actions
+
     def imitation(self, batch: Batch) -> Tensor:
         """A loss ``[B]`` of transitions, least where the policy does what was done in them.
 

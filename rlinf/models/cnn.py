@@ -66,7 +66,8 @@ class CNNPolicy(MLPPolicy):
     module: PictureActorCritic
 
     @classmethod
-    def check(cls, config: CNNConfig, spec: Spec) -> None:
+    def check(cls, config: MLPConfig, spec: Spec) -> None:
+        super().check(config, spec)
         images = spec.get("images") or {}
         if not images:
             raise ConfigError(

@@ -14,6 +14,7 @@ from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError
 from rlinf.fit import ACTS, IMITATION, OBSERVATIONS, VALUES
+from rlinf.models.action_box import ActionScale, check_scale
 from rlinf.models.base import Batch, Spec, StepOutputs
 from rlinf.models.denoising import CHAIN, Denoising, DenoisingConfig, log_deviation, times
 from rlinf.models.observed import Observed, ObservingPolicy, network
@@ -27,8 +28,9 @@ class FlowConfig(DenoisingConfig):
     """Of each network."""
     steps: int = Field(default=4, gt=0, le=100)
     """Denoising steps ``N`` of an action."""
-    action_scale: float = Field(default=1.0, gt=0)
-    """An action is so many times the last point of its chain; noise has deviation 1."""
+    action_scale: ActionScale = None
+    """An action is so many times the last point of its chain, in the simulator's units; null:
+    points from -1 to 1 fill the task's bounds. Noise has deviation 1."""
     normalise_observations: bool = False
     """Standardise observations by running statistics, which travel with the weights."""
     observation_clip: float = Field(default=10.0, gt=0)
@@ -88,7 +90,6 @@ class FlowPolicy(ObservingPolicy):
     def __init__(self, module: FlowNetworks, settings: dict[str, Any]) -> None:
         super().__init__(module, settings)
         self.steps, self.size = int(settings["steps"]), int(settings["action"]["size"])
-        self.scale = float(settings["action_scale"])
         self._denoising = Denoising(self.steps, float(settings["noise_level"]), 1)
 
     @classmethod
@@ -98,6 +99,7 @@ class FlowPolicy(ObservingPolicy):
                 "model.name: flow makes vectors (task.action.kind box), not one of "
                 f"{spec['action']['size']} numbers; use model=mlp, or another task"
             )
+        check_scale(spec["action"], config.action_scale, squashed=False)
 
     def demonstrated(self, record: Record, seed: int = 0) -> Record:
         """With what is drawn to imitate each step: ``noise`` ``[T, A]`` and ``uniform`` ``[T]``."""
@@ -155,8 +157,9 @@ class FlowPolicy(ObservingPolicy):
             first, drawn = noise[:, 0], noise[:, 1:]
         whole = self._denoising.sampled(velocity, first, drawn, temperature)
         logprobs, _, values = self.judge(seen, whole, temperature)
+        assert self.box is not None, "it acts by vectors"
         return {
-            "action": self.scale * whole[:, -1],
+            "action": self.box.restored(whole[:, -1]).float(),
             CHAIN: whole,
             "logprob": logprobs,
             "value": values,
@@ -166,7 +169,7 @@ class FlowPolicy(ObservingPolicy):
         """Conditional flow matching (arXiv 2210.02747, eq. 14): the squared error of the velocity
         at a point between noise and action, at a time drawn evenly; ``[...]`` of columns
         ``[..., A]``."""
-        action, noise = batch["actions"] / self.scale, batch["noise"]
+        action, noise = batch["actions"], batch["noise"]
         tau = 1 - batch["uniform"][..., None]
         points = tau * noise + (1 - tau) * action
         at = (points[..., None, :], tau[..., None, :])

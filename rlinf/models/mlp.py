@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
-from rlinf.models.base import Batch, StepOutputs
+from rlinf.models.action_box import ActionScale, check_scale
+from rlinf.models.base import Batch, Spec, StepOutputs
 from rlinf.models.chunks import ValueLevel, chunks_of
 from rlinf.models.observed import Observed, ObservingPolicy, network
 
@@ -30,6 +31,9 @@ class MLPConfig(Section):
     """Standardise observations by running statistics, which travel with the weights."""
     initial_log_std: float = 0.0
     """Of a Gaussian policy; it is learned, the same for all states."""
+    action_scale: ActionScale = None
+    """Of a Gaussian policy: what 1 is in the simulator's units; null: -1 to 1 are the task's
+    bounds. Actions beyond the bounds are clipped when they are carried out."""
     observation_clip: float = Field(default=10.0, gt=0)
     """Largest magnitude of a (standardised) observation."""
     chunk: int = Field(default=1, gt=0)
@@ -90,6 +94,11 @@ class MLPPolicy(ObservingPolicy):
     Network: ClassVar[type[ActorCritic]] = ActorCritic
     module: ActorCritic
 
+    @classmethod
+    def check(cls, config: MLPConfig, spec: Spec) -> None:
+        if spec["action"]["kind"] == "box":
+            check_scale(spec["action"], config.action_scale, squashed=False)
+
     def demonstrated(self, record: Record, seed: int = 0) -> Record:
         """Of a policy of chunks, at each step of an expert's actions the chunk that begins there;
         places behind the end do not count."""
@@ -134,10 +143,11 @@ class MLPPolicy(ObservingPolicy):
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Of ``observation`` ``[n, D]``: ``action`` (int64 ``[n]`` or float32 ``[n, A]``),
-        ``logprob`` and ``value``, float32 ``[n]``; of a chunk, actions ``[n, C]`` or ``[n, C, A]``
-        and log-probabilities ``[n, C, 1]`` or ``[n, C, A]``, and of ``value_level`` ``action``
-        values ``[n, C]``."""
+        """Of ``observation`` ``[n, D]``: ``action`` (int64 ``[n]``, or ``[n, A]`` in the units of
+        the simulator, float64 where the policy's own differ, else float32), ``logprob`` and
+        ``value``, float32 ``[n]``; of a chunk, actions ``[n, C]`` or ``[n, C, A]`` and
+        log-probabilities ``[n, C, 1]`` or ``[n, C, A]``, and of ``value_level`` ``action`` values
+        ``[n, C]``."""
         out, log_std, values = self._parameters(observations["observation"], observations)
         if noise is None:
             actions = out.argmax(-1) if self.discrete else out
@@ -147,12 +157,15 @@ class MLPPolicy(ObservingPolicy):
         else:
             actions = out + noise * log_std.exp() * temperature
         logprobs, _ = self.judge(out, log_std, actions, temperature)
+        if self.box is not None:
+            actions = self.box.restored(actions)
         return {"action": actions, "logprob": logprobs, "value": values}
 
     def judge(
         self, out: Tensor, log_std: Tensor, actions: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies ``[...]`` of actions given the network's output; of a
+        """Log-probabilities and entropies ``[...]`` of actions, in the policy's own coordinates,
+        given the network's output; of a
         chunk those of each number, ``[..., C, A]``, or of each choice, ``[..., C, 1]``.
 
         A temperature divides logits or multiplies standard deviations; 0 (greedy) is judged as 1.
@@ -163,7 +176,7 @@ class MLPPolicy(ObservingPolicy):
             entropy = -(choices.exp() * choices).sum(-1, keepdim=True)
             return (taken, entropy) if self.chunk > 1 else (taken[..., 0], entropy[..., 0])
         log_scale = (log_std + math.log(temperature or 1.0)).expand_as(out)
-        distance = (actions - out) / log_scale.exp()
+        distance = (actions.to(out.dtype) - out) / log_scale.exp()
         logprobs = -0.5 * distance.square() - log_scale - 0.5 * math.log(2 * math.pi)
         entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
         return (logprobs, entropy) if self.chunk > 1 else (logprobs.sum(-1), entropy.sum(-1))

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from rlinf.config import Section
 from rlinf.errors import ConfigError
 from rlinf.fit import ACTION_VALUES, ACTS, IMITATION, OBSERVATIONS
+from rlinf.models.action_box import ActionScale, check_scale
 from rlinf.models.base import Batch, Spec, StepOutputs
 from rlinf.models.ensemble import Ensemble, Norm
-from rlinf.models.squashed import EDGE, log_density, squash, unsquash
+from rlinf.models.squashed import EDGE, log_density, unsquash
 from rlinf.models.vectors import VectorPolicy
 
 LOG_STD_RANGE = (-20.0, 2.0)
@@ -40,8 +41,9 @@ class MLPQConfig(Section):
     """Copies of the critics that follow them slowly."""
     state_value: bool = False
     """A value of the state alone (IQL)."""
-    action_scale: float = Field(default=1.0, gt=0)
-    """Largest magnitude of each component of an action: actions fill the interval around 0."""
+    action_scale: ActionScale = None
+    """Largest magnitude of each component of an action, in the simulator's units; null: actions
+    fill the task's bounds."""
     initial_temperature: float = Field(default=1.0, gt=0)
     """Of the entropy in the objective, where it is learned."""
 
@@ -81,7 +83,8 @@ class QNetworks(nn.Module):
 
 
 class MLPQPolicy(VectorPolicy):
-    """See the module. Log-probabilities are those of the squashed action."""
+    """See the module. Log-probabilities are those of the squashed action, in [-1, 1]; critics see
+    actions in that interval too (:mod:`rlinf.models.action_box`)."""
 
     Config = MLPQConfig
     needs = frozenset({OBSERVATIONS})
@@ -92,7 +95,6 @@ class MLPQPolicy(VectorPolicy):
 
     def __init__(self, module: QNetworks, settings: dict[str, Any]) -> None:
         super().__init__(module, settings)
-        self.scale = float(settings["action_scale"])
         self.size = int(settings["action"]["size"])
 
     @classmethod
@@ -102,6 +104,7 @@ class MLPQPolicy(VectorPolicy):
                 "model.name: mlp_q chooses vectors (task.action.kind box), not one of "
                 f"{spec['action']['size']} numbers; use model=mlp, or another task"
             )
+        check_scale(spec["action"], config.action_scale, squashed=True)
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """As every policy; the entropy is estimated by the action taken, as minus its log-prob."""
@@ -113,24 +116,25 @@ class MLPQPolicy(VectorPolicy):
     def judge(
         self, observations: Tensor, actions: Tensor, temperature: float = 1.0, edge: float = EDGE
     ) -> Tensor:
-        """Log-probabilities ``[...]`` of actions ``[..., A]``; those outside count as at ``edge``.
+        """Log-probabilities ``[...]`` of actions ``[..., A]`` in [-1, 1]; those outside count as at
+        ``edge``.
 
         A temperature multiplies standard deviations; 0 (greedy) is judged as 1.
         """
         mean, log_std = self.module(observations)
-        raw = unsquash(actions.double(), self.scale, edge)
+        raw = unsquash(actions.double(), edge)
         log_std = log_std + math.log(temperature or 1.0)
-        return log_density(raw, mean.double(), log_std.double(), self.scale).float()
+        return log_density(raw, mean.double(), log_std.double()).float()
 
     def sample(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions ``[B, A]`` and their log-probabilities ``[B]``, both with gradients.
+        """Actions ``[B, A]`` in [-1, 1] and their log-probabilities ``[B]``, both with gradients.
 
         Args:
             noise: standard normal ``[B, A]`` (the reparametrisation trick).
         """
         mean, log_std = self.module(observations)
         raw = mean + noise * log_std.exp()
-        return squash(raw, self.scale), log_density(raw, mean, log_std, self.scale)
+        return torch.tanh(raw), log_density(raw, mean, log_std)
 
     def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         return random.standard_normal(size=(steps, self.size)).astype(np.float32)
@@ -138,15 +142,17 @@ class MLPQPolicy(VectorPolicy):
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Of ``observation`` ``[n, D]``: ``action`` float64 ``[n, A]``, from which the value before
-        the squashing can be had back, and ``logprob`` float32 ``[n]``."""
+        """Of ``observation`` ``[n, D]``: ``action`` float64 ``[n, A]`` in the simulator's units,
+        from which the value before the squashing can be had back, and ``logprob`` float32 ``[n]``.
+        """
         mean, log_std = self.module(observations["observation"])
         raw = mean.double()
         log_std = log_std.double() + math.log(temperature or 1.0)
         if noise is not None:
             raw = raw + noise.double() * log_std.exp()
-        logprobs = log_density(raw, mean.double(), log_std, self.scale)
-        return {"action": squash(raw, self.scale), "logprob": logprobs.float()}
+        logprobs = log_density(raw, mean.double(), log_std)
+        assert self.box is not None, "it acts by vectors"
+        return {"action": self.box.restored(torch.tanh(raw)), "logprob": logprobs.float()}
 
     def imitation(self, batch: Batch) -> Tensor:
         """Minus the log-probability of what was done."""

@@ -31,6 +31,7 @@ from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
+from rlinf.models.action_box import ActionBox
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.chunks import chunks_of, with_values
 from rlinf.models.cnn import PICTURE
@@ -160,6 +161,8 @@ class SmolVLAPolicy(Policy):
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
         sizes = {STATE: size_of(settings, STATE), ACTION: size_of(settings, ACTION)}
         statistics = {n: {"mean": [0.0] * size, "std": [1.0] * size} for n, size in sizes.items()}
+        box = ActionBox.of(spec["action"], None)
+        statistics[ACTION] = {"mean": box.center.tolist(), "std": box.half.tolist()}
         if config.statistics is not None:
             statistics = _statistics(config.statistics, settings)
         write_processors(folder, settings, statistics)

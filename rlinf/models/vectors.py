@@ -18,6 +18,7 @@ from rlinf.data.padding import pad
 from rlinf.data.record import Record
 from rlinf.data.transitions import row_type
 from rlinf.errors import DataError
+from rlinf.models.action_box import ActionBox
 from rlinf.models.base import Batch, Policy, Spec
 from rlinf.models.fit import check_fit
 from rlinf.tensors import load_tensors
@@ -37,6 +38,11 @@ class VectorPolicy(Policy):
     def __init__(self, module: Any, settings: dict[str, Any]) -> None:
         self.module = module
         self.settings = settings
+        self.box: ActionBox | None = None
+        """How vectors are scaled, of policies whose configuration has ``action_scale``. Others act
+        in the simulator's units; so do folders from before there was that key."""
+        if settings["action"]["kind"] == "box" and "action_scale" in settings:
+            self.box = ActionBox.of(settings["action"], settings["action_scale"])
 
     @classmethod
     def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
@@ -72,11 +78,20 @@ class VectorPolicy(Policy):
     def rows(self) -> np.dtype:
         return row_type(self.settings["observation"], self.settings["action"]["size"])
 
+    def learned_actions(self, actions: np.ndarray) -> np.ndarray:
+        """Actions ``[..., A]`` of transitions as they were carried out, in the policy's own
+        coordinates: what critics see, and what is imitated."""
+        return actions if self.box is None else self.box.normalised(self.box.carried_out(actions))
+
     def collate(self, records: Sequence[Record]) -> Batch:
-        """``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or ``[B, T, A]``, ``mask``."""
+        """``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or, in the policy's own
+        coordinates, ``[B, T, A]``, ``mask``."""
         length = max(len(record) for record in records)
+        actions = [np.asarray(record.steps["actions"]) for record in records]
+        if self.box is not None:
+            actions = [self.box.normalised(column) for column in actions]
         return {
             "observations": pad([r.steps["observations"] for r in records], length),
-            "actions": pad([r.steps["actions"] for r in records], length),
+            "actions": pad(actions, length),
             "mask": pad([np.ones(len(r), np.float32) for r in records], length),
         }

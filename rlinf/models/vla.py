@@ -35,6 +35,7 @@ from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.action_bins import STATISTICS, ActionBins, read_statistics
+from rlinf.models.action_box import ActionBox
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.chunks import chunks_of, with_values
 from rlinf.models.cnn import PICTURE
@@ -138,8 +139,9 @@ class VLAPolicy(Policy):
         """Those that the bins of a new network lie between, and of which data set."""
         if config.statistics is not None:
             return read_statistics(config.statistics, config.dataset, "model.statistics")
-        size = spec["action"]["size"]
-        return "actions", {"action": {"q01": [-1.0] * size, "q99": [1.0] * size}}
+        box = ActionBox.of(spec["action"], None)
+        q01, q99 = (box.center - box.half).tolist(), (box.center + box.half).tolist()
+        return "actions", {"action": {"q01": q01, "q99": q99}}
 
     @classmethod
     def load(cls, folder: Path, config: VLAConfig) -> Self:

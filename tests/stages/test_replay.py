@@ -30,7 +30,6 @@ Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = [
     "task=pendulum",
-    "model.action_scale=2",
     "model.hidden=[16]",
     "model.critic_hidden=[16]",
     "rollout.batch=3",

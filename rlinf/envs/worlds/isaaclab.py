@@ -151,8 +151,14 @@ class World:
         if not isinstance(terms, Mapping):
             return {STATE: _array(terms)}
         arrays = {name: _array(term) for name, term in terms.items()}
-        vectors = [a.reshape(len(a), -1) for n, a in arrays.items() if a.ndim < 3]
-        pictures = {name: a for name, a in arrays.items() if a.ndim == 4 and name in self._images}
+        pictures = {name: a for name, a in arrays.items() if a.ndim == 4}
+        for name in pictures:
+            if name not in self._images:
+                raise ValueError(
+                    f"the observation term {name!r} is of pictures, which nothing uses; name them "
+                    "in task.images, or take another group (task.kwargs.group)"
+                )
+        vectors = [a.reshape(len(a), -1) for name, a in arrays.items() if name not in pictures]
         return {STATE: np.concatenate(vectors, 1), **pictures}
 
 

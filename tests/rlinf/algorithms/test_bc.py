@@ -76,9 +76,9 @@ def test_the_loss_is_that_of_conditional_flow_matching() -> None:
     found = policy.imitation(batch)
     for row in range(5):
         tau = 1 - float(uniform[row])
-        point = tau * noise[row] + (1 - tau) * actions[row] / 2
+        point = tau * noise[row] + (1 - tau) * actions[row]
         velocity, _, _ = policy.module(seen[row], point[None], torch.tensor([[tau]]))
-        wanted = ((velocity[0] - (noise[row] - actions[row] / 2)) ** 2).mean()
+        wanted = ((velocity[0] - (noise[row] - actions[row])) ** 2).mean()
         torch.testing.assert_close(found[row], wanted)
 
 

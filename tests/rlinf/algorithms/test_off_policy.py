@@ -70,9 +70,8 @@ def grown(module: torch.nn.Module) -> set[str]:
 
 
 def test_the_loss_of_sac_is_the_sum_of_its_three_row_by_row(tmp_path: Path) -> None:
-    """Each transition by itself, with torch's own distributions; entropies are of actions in
-    [-1, 1], whatever the simulator's units are: in those twice as long each step would have two
-    logarithms of two more."""
+    """Each transition by itself, with torch's own distributions; actions and their entropies are
+    those in [-1, 1], whatever the simulator's units are."""
     policy, batch = policy_of(tmp_path, action_scale=2.0, initial_temperature=0.3), batch_of()
     loss, metrics = made("sac", gamma=0.9, target_entropy=-1.5).loss(policy, batch)
     module, critic, actor, temperature = policy.module, 0.0, 0.0, 0.0
@@ -85,7 +84,7 @@ def test_the_loss_of_sac_is_the_sum_of_its_three_row_by_row(tmp_path: Path) -> N
             plain, torch.distributions.TanhTransform()
         )
         action = torch.tanh(mean + noise * log_std.exp())
-        return 2 * action, squashed.log_prob(action).sum()
+        return action, squashed.log_prob(action).sum()
 
     for row in range(B):
         one = {name: column[row] for name, column in batch.items()}

@@ -11,6 +11,8 @@ from rlinf.data.record import Identity, Record
 from rlinf.data.transitions import (
     CUT_OBSERVATIONS,
     CUT_STEPS,
+    carried_out,
+    clip_share,
     concatenated,
     misfit,
     row_type,
@@ -74,3 +76,37 @@ def test_chunks_of_actions_are_no_transitions() -> None:
     record = trajectory(actions=actions, executed=np.full(6, 3, np.int32))
     with pytest.raises(InputError, match=r"acts by chunks.*model\.chunk=1"):
         transitions_of(record, REWARDS)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [(float, [0.2, 2.0, -1.0]), (int, [0.0, 2.0, -1.0])])
+def test_what_is_learned_from_is_what_was_carried_out(kind: type, wanted: list[float]) -> None:
+    """Clipped to the bounds, and rounded where they are integers; where a person acted, theirs."""
+    actions = np.array([[0.2], [9.0], [-9.0]], np.float32)
+    done = Record(
+        Identity(0, 0),
+        {
+            "actions": actions,
+            "observations": np.zeros((3, 2), np.float32),
+            "terminated": np.array([0, 0, 1], np.uint8),
+        },
+        {
+            "cut_steps": np.zeros(0, np.int64),
+            "cut_observations": np.zeros((0, 2), np.float32),
+            "action_low": np.array([-1], kind),
+            "action_high": np.array([2], kind),
+        },
+    )
+    rows = transitions_of(done, np.zeros(3, np.float32))
+    np.testing.assert_allclose(rows["actions"][:, 0], wanted, rtol=1e-6)
+    assert clip_share(done) == pytest.approx(2 / 3)
+    helped = Record(done.identity, {**done.steps, **HELP}, done.context)
+    np.testing.assert_allclose(carried_out(helped)[:, 0], [wanted[0], 1.5, wanted[2]], rtol=1e-6)
+    unbounded = Record(done.identity, done.steps, {})
+    assert clip_share(unbounded) is None
+    np.testing.assert_array_equal(carried_out(unbounded), actions)
+
+
+HELP = {
+    "intervened": np.array([0, 1, 0], np.uint8),
+    "performed": np.array([[0], [1.5], [0]], np.float32),
+}

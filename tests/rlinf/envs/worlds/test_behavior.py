@@ -30,7 +30,8 @@ def radio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_spaces_are_those_of_the_robot(radio: dict[str, Any]) -> None:
     found = GymEnvironment.measured(GymConfig.model_validate(radio))
-    assert found == {"observation": 2, "action": {"kind": "box", "size": 2}}
+    bounds = {"low": [-1.0] * 2, "high": [1.0] * 2, "dtype": "float32"}
+    assert found == {"observation": 2, "action": {"kind": "box", "size": 2, **bounds}}
 
 
 def test_scenes_begin_one_by_one_and_end_with_the_goal_or_the_time(radio: dict[str, Any]) -> None:

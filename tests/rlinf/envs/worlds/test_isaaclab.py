@@ -31,7 +31,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_spaces_are_those_of_one_environment() -> None:
     found = GymEnvironment.measured(GymConfig.model_validate(SUM))
-    assert found == {"observation": 2, "action": {"kind": "box", "size": 2}}
+    bounds = {"low": [None] * 2, "high": [None] * 2, "dtype": "float32"}
+    assert found == {"observation": 2, "action": {"kind": "box", "size": 2, **bounds}}
 
 
 def test_an_episode_that_ended_shows_its_last_state_and_the_next_begins_where_it_was_reset() -> (

@@ -27,7 +27,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_spaces_are_those_of_the_task() -> None:
     found = GymEnvironment.measured(GymConfig.model_validate(SUM))
-    assert found == {"observation": 2, "action": {"kind": "box", "size": 1}}
+    bounds = {"low": [-1.0] * 1, "high": [1.0] * 1, "dtype": "float32"}
+    assert found == {"observation": 2, "action": {"kind": "box", "size": 1, **bounds}}
 
 
 @pytest.mark.parametrize(

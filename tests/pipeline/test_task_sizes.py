@@ -1,0 +1,123 @@
+"""Sizes and bounds of a simulator are read from it; what is given and wrong makes no run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from pipeline.check import check, completed
+from pipeline.commands.experiment import execute, prepare
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError
+
+Compose = Callable[..., dict[str, Any]]
+PENDULUM = {"kind": "box", "size": 1, "low": [-2.0], "high": [2.0], "dtype": "float32"}
+ANY = ("task=gym", "task.id=Pendulum-v1")
+
+
+def frozen(run: Path) -> dict[str, Any]:
+    task: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text())["task"]
+    return task
+
+
+def test_what_is_not_given_is_read_and_frozen(compose: Compose) -> None:
+    values = compose(*ANY, "model.hidden=[8]", experiment="pendulum_sac")
+    run = prepare(values)
+    task = frozen(run.folder)
+    assert task["observation"] == 3
+    assert task["action"] == PENDULUM
+    assert prepare(values).config.task == run.config.task, "the same words are the same run"
+
+
+def test_the_simulator_is_asked_under_its_own_interpreter(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    values = compose(*ANY, f"task.python={sys.executable}", experiment="pendulum_sac")
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    task = completed(validate(RunConfig, values)).task
+    assert (task.model_extra or {})["action"] == PENDULUM
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("task=pendulum", "task.observation=5"), r"task\.observation: 5 is not .* set it to 3"),
+        (("task=pendulum", "task.action={low: -1, high: 1}"), r"task\.action: .* is not what"),
+        (("task=pendulum", "task.action.size=2"), r"task\.action: .* is not what"),
+        (("task=pendulum", "task.action.dtype=int8"), r"task\.action: .* is not what"),
+        (("task=gym", "task.id=Pendolum-v1"), r"task\.id: cannot make 'Pendolum-v1'"),
+        ((*ANY, "task.observation=4"), r"task\.observation: 4 is not .* set it to 3"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_there_is_a_run(
+    words: tuple[str, ...], said: str, compose: Compose
+) -> None:
+    values = compose(*words, experiment="pendulum_sac")
+    with pytest.raises(ConfigError, match=said):
+        prepare(values)
+    assert not validate(RunConfig, values).run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        ({"low": [-2, -2]}, r"task\.action: low: 2 bounds, and size is 1"),
+        ({"low": 3.0}, r"task\.action: low: a bound is above that of high"),
+        ({"high": None}, r"task\.action: high: give both low and high"),
+    ],
+)
+def test_bounds_that_are_none_are_refused(
+    action: dict[str, Any], said: str, compose: Compose
+) -> None:
+    values = compose("task=pendulum", experiment="pendulum_sac")
+    values["task"]["action"].update({"low": -2.0, "high": 2.0, **action})
+    with pytest.raises(ConfigError, match=said):
+        completed(validate(RunConfig, values))
+
+
+def test_a_robot_is_not_connected_to_before_there_is_a_run(compose: Compose) -> None:
+    """What is given of it is not compared, and what is not given is asked for."""
+    words = ["task=franka", "task.kwargs.host=127.0.0.1", "task.kwargs.box=[[0,0,0],[1,1,1]]"]
+    values = compose(*words, "task.python=null", experiment="pendulum_sac")
+    config = validate(RunConfig, values)
+    assert completed(config).task == config.task
+    values["task"]["observation"] = None
+    with pytest.raises(ConfigError, match=r"task\.observation: is not set, and franka is not con"):
+        completed(validate(RunConfig, values))
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("experiment", "least", "most"), [("cartpole_ppo", 0.1, 0.9), ("pendulum_sac", 0.0, 0.0)]
+)
+def test_a_run_says_how_many_actions_were_clipped(
+    experiment: str, least: float, most: float, compose: Compose, tmp_path: Path
+) -> None:
+    from pipeline.metrics import collect
+
+    small = ["iterations=1", "rollout.horizon=30", "evaluate.horizon=10", "evaluate.samples=2"]
+    task = ["task=gym", "task.id=tests.rlinf.envs.structured_worlds:Sampled-v0"]
+    task += ["task.kwargs={action: {low: 100, high: 104, shape: [2]}}", "run.name=box"]
+    execute(compose(*task, *small, experiment=experiment))
+    (row,) = collect(tmp_path / "box")
+    assert least <= row["rollout/action_clip_share"] <= most
+
+
+def test_a_configuration_is_checked_without_a_simulator(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all is given: stages may run elsewhere."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    values = compose("task.action={low: -2, high: 2}", experiment="pendulum_sac")
+    config = validate(RunConfig, values)
+    assert completed(config) == config
+    check(config)
