@@ -49,8 +49,8 @@ def test_the_simulator_is_asked_under_its_own_interpreter(
     ("words", "said"),
     [
         (("task=pendulum", "task.observation=5"), r"task\.observation: 5 is not .* set it to 3"),
-        (("task=pendulum", "task.action={low: -1, high: 1}"), r"task\.action: .* is not what Pendulum-v1 has"),
-        (("task=pendulum", "task.action.size=2"), r"task\.action: .* is not what Pendulum-v1 has"),
+        (("task=pendulum", "task.action={low: -1, high: 1}"), r"task\.action: .* is not what"),
+        (("task=pendulum", "task.action.size=2"), r"task\.action: .* is not what"),
         (("task=pendulum", "task.action.dtype=int8"), r"task\.action: .* is not what"),
         (("task=gym", "task.id=Pendolum-v1"), r"task\.id: cannot make 'Pendolum-v1'"),
         ((*ANY, "task.observation=4"), r"task\.observation: 4 is not .* set it to 3"),
