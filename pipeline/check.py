@@ -136,29 +136,6 @@ def completed(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"task": config.task.model_copy(update=more)})
 
 
-def completed(config: RunConfig) -> RunConfig:
-    """The configuration with the keys of the task that are read from its environment.
-
-    What is given is compared with the environment too, before a run directory is made for it.
-
-    Raises:
-        ConfigError: a key is wrong, or cannot be read here.
-    """
-    environment, options = environment_class(config)
-    cluster = validate(ClusterConfig, config.cluster, "cluster")
-    if cluster.site is not None:
-        know(load_site(cluster.site).interpreters)
-    if (name := named(config, "task")) is not None:
-        check_interpreter(name, "task.python", environment.modules(options))
-    # Where stages have an interpreter of their own, so have the simulators that they step.
-    here = named(config, "task") is not None or named(config, "engine") is None
-    is_new = not (config.run.folder / CONFIG).exists()
-    more = environment.complete(options, compare=is_new and here)
-    if not more:
-        return config
-    return config.model_copy(update={"task": config.task.model_copy(update=more)})
-
-
 def check_interpreters(
     config: RunConfig,
     cluster: ClusterConfig,
