@@ -101,8 +101,6 @@ def check(config: RunConfig) -> None:
         environment.check_demonstrations(task_options)
     check_held_out(config, environment.held_out_overlap(task_options), task_options)
     spec = environment.describe(task_options)
-    if cluster.launcher != "slurm" and environment.verifies_anywhere(task_options):
-        environment.verify(task_options)
     processor = policy.check(model_options, spec)
     engine.check_policy(engine_options, model_options)
     extent = environment.extent(task_options, processor)

@@ -171,14 +171,6 @@ class Environment(Part, ABC):
         """
 
     @classmethod
-    def verifies_anywhere(cls, config: Any) -> bool:
-        """Whether :meth:`verify` is quick and needs no process of its own.
-
-        It is then also asked before the run's folder is made, where stages run on this machine.
-        """
-        return False
-
-    @classmethod
     def modules(cls, config: Any) -> tuple[str, ...]:
         """What an interpreter named in ``task.python`` must be able to import."""
         return ()

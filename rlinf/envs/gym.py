@@ -164,10 +164,6 @@ class GymEnvironment(Environment):
         return (*(f"images.{n}" for n in config.images), *(f"{VIDEO}{n}" for n in config.video))
 
     @classmethod
-    def verifies_anywhere(cls, config: GymConfig) -> bool:
-        return config.world == "gymnasium" and not _apart(config) and not config.continues
-
-    @classmethod
     def verify(cls, config: GymConfig) -> None:
         for text in cls.differing(config, cls.measured(config)):
             raise ConfigError(text)

@@ -17,7 +17,7 @@ from rlinf.envs.prompts import OWN
 from rlinf.errors import require
 from rlinf.models.base import Spec
 from rlinf.rewards.math_workers import MathGrader, counted
-from rlinf.rewards.thoughts import ThoughtMarks
+from rlinf.rewards.thoughts import PAIRS, ThoughtMarks
 
 
 class JsonlConfig(ProblemSetConfig):
@@ -80,11 +80,15 @@ class JsonlEnvironment(ProblemSet):
 
     def _math_grader(self) -> MathGrader:
         if self._grader is None:
-            marks = ThoughtMarks()
-            opens = any(marks.opens(p.rendered) for p in self._problems["test"][:1])
-            thoughts = replace(marks, is_open=opens)
-            self._grader = MathGrader(self.config.workers, self.config.timeout_s, thoughts=thoughts)
+            workers, timeout_s = self.config.workers, self.config.timeout_s
+            self._grader = MathGrader(workers, timeout_s, thoughts=self._thought_marks())
         return self._grader
+
+    def _thought_marks(self) -> ThoughtMarks:
+        """Return the marks of the model's chat template beside the known ones."""
+        own = self.chat_format.thinking
+        marks = ThoughtMarks() if own is None else ThoughtMarks(((own.begin, own.end), *PAIRS))
+        return replace(marks, is_open=marks.opens(self._problems["test"][0].rendered))
 
     def close(self) -> None:
         if self._grader is not None:

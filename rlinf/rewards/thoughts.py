@@ -50,7 +50,7 @@ class ThoughtMarks:
 
     def opens(self, prompt: str) -> bool:
         """Return whether a prompt ends with an opening mark."""
-        return prompt.rstrip().endswith(tuple(opening for opening, _ in self.pairs))
+        return prompt.rstrip().endswith(tuple(opening.rstrip() for opening, _ in self.pairs))
 
     @cached_property
     def _opening(self) -> re.Pattern[str]:
