@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,22 @@ class Peaked(GymEnvironment):
         return [self.scores.pop(0)] * HELD_OUT if len(found) == HELD_OUT else found
 
 
+class Shuffled(GymEnvironment):
+    """CartPole whose held-out score is a fixed but arbitrary function of the weights."""
+
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+        found = super().score(trajectories, counts)
+        if len(found) != HELD_OUT:
+            return found
+        text = b"".join(trajectory.steps["logprobs"].tobytes() for trajectory in trajectories)
+        return [hashlib.sha256(text).digest()[0] / 256] * HELD_OUT
+
+
+POOL = "{stages: [rollout, reward, inference, train], gpus: {local: 1}}"
+GRAINS = {
+    "jobs": ["cluster=local"],
+    "pools": ["cluster=local", f"++plan={{grain: segment, pools: [{POOL}]}}"],
+}
 SMALL = [
     "task.name=tests.pipeline.test_best:Peaked",
     "run.name=best",
@@ -110,3 +127,19 @@ def test_best_weights_that_were_removed_are_not_passed_off(compose: Compose) -> 
     with pytest.raises(InputError, match=r"version 2 .* removed it .*one of 0, 5, 6"):
         best_version(run)
     assert "removed by the retention policy" in html(read(run))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("grain", GRAINS)
+def test_every_way_to_run_keeps_the_same_best_weights(
+    compose: Compose, tmp_path: Path, grain: str
+) -> None:
+    found = {}
+    for name, words in (("process", []), (grain, GRAINS[grain])):
+        own = ["task.name=tests.pipeline.test_best:Shuffled", f"run.name={name}", *words]
+        execute(compose(*SMALL, *own, "iterations=5", experiment="cartpole_ppo"))
+        found[name] = best_version(tmp_path / name)
+        assert found[name][0] in versions(tmp_path / name)
+        assert len(versions(tmp_path / name)) <= 5
+    assert found[grain] == found["process"]
