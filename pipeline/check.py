@@ -30,6 +30,7 @@ from rlinf.envs.base import Extent
 from rlinf.errors import ConfigError, nearest, require
 from rlinf.fit import LANGUAGE_MODEL, REPLAYS
 from rlinf.interpreters import OF_STAGES, check_interpreter, know, missing_modules, named
+from rlinf.models.chat_format import ChatFormat
 from rlinf.registry import own_attribute
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
@@ -97,7 +98,11 @@ def check(config: RunConfig) -> None:
     processor = policy.check(model_options, environment.describe(task_options))
     engine.check_policy(engine_options, model_options)
     extent = environment.extent(task_options, processor)
-    check_extent(config, extent, policy.positions(model_options))
+    if processor is not None and LANGUAGE_MODEL in policy.offers:
+        check_stops(config, ChatFormat.of(processor))
+    positions = policy.positions(model_options)
+    check_context(getattr(engine_options, "context", None), positions)
+    check_extent(config, extent, positions)
 
 
 def check_interpreters(
@@ -339,6 +344,34 @@ def check_device(name: str, key: str) -> None:
     if kind == "cuda" and int(number or 0) >= seen:
         has = f"{seen} GPUs" if seen else "no GPU"
         raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
+
+
+def check_stops(config: RunConfig, chat_format: ChatFormat) -> None:
+    """See that stop strings are either texts or special tokens, which no decoded text shows.
+
+    Raises:
+        ConfigError: one mixes them, so that no engine would ever find it.
+    """
+    for key, section in (("rollout", config.rollout), ("evaluate", config.evaluate)):
+        for text in () if section.sampling is None else section.sampling.stop:
+            if (inside := chat_format.hidden_in(text)) is not None:
+                raise ConfigError(
+                    f"{key}.sampling.stop: {text!r} holds the special token {inside!r} and more, "
+                    f"and would never be found; give {inside!r} alone"
+                )
+
+
+def check_context(context: int | None, positions: int | None) -> None:
+    """See that an engine is not asked for longer samples than the model takes.
+
+    Raises:
+        ConfigError: it is; vLLM would not start.
+    """
+    if context is not None and positions is not None and context > positions:
+        raise ConfigError(
+            f"engine.context: {context} is more than the {positions} positions of the model; set "
+            f"it to {positions} or less, or leave it out"
+        )
 
 
 def check_extent(config: RunConfig, extent: Extent, positions: int | None) -> None:

@@ -181,14 +181,14 @@ class ChatFormat:
                 "else than it is asked; use another template"
             )
         tail = whole[end : self._end_of_turn(whole, end)]
-        if marks is None or (thought is None and not self._opens_thought(prompt)):
+        if marks is None or (thought is None and not self.opens_thought(prompt)):
             return answer + tail
         return self._thinking_words(prompt, thought, answer) + tail
 
     def _thinking_words(self, prompt: str, thought: str | None, answer: str) -> str:
         marks = self.thinking
         assert marks is not None
-        begin = "" if self._opens_thought(prompt) else f"{marks.begin}\n"
+        begin = "" if self.opens_thought(prompt) else f"{marks.begin}\n"
         said = "" if thought is None else thought
         line = "" if not said and prompt.endswith("\n") else "\n"
         return f"{begin}{said}{line}{marks.end}\n\n{answer}"
@@ -202,7 +202,7 @@ class ChatFormat:
         others = [p + len(s) for s in self.special_tokens if (p := whole.find(s, end)) >= 0]
         return min(others, default=len(whole))
 
-    def _opens_thought(self, prompt: str) -> bool:
+    def opens_thought(self, prompt: str) -> bool:
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin.rstrip())
 
     def _closes_thought(self, prompt: str) -> bool:
@@ -274,8 +274,8 @@ class ChatFormat:
             self.template, json.dumps(self._variables, sort_keys=True, default=str)
         )
         both = last[: _shared(last, earlier)]
-        for known in (self.special_tokens, self.tokenizer.get_added_vocab()):
-            for tail in (both, last, earlier):
+        for tail in (both, last, earlier):
+            for known in (self.special_tokens, self.tokenizer.get_added_vocab()):
                 places = sorted((tail.find(s), -len(s), s) for s in known if s in tail)
                 found = [text for _, _, text in places]
                 ends = [text for text in found if self._id(text) in self.eos_token_ids]
@@ -299,6 +299,11 @@ class ChatFormat:
         """Return the ids of those texts that are special tokens."""
         special = set(self.special_tokens)
         return {self._id(text) for text in texts if text in special}
+
+    def hidden_in(self, text: str) -> str | None:
+        """Return the special token in a longer text that :meth:`decode` never shows, if any."""
+        inside = (s for s in self.special_tokens if s in text and s != text)
+        return next((s for s in inside if self._id(s) in self._silent), None)
 
     @cached_property
     def _silent(self) -> frozenset[int]:

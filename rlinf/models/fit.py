@@ -25,6 +25,10 @@ SHOWN = 3
 SEEING = {"qwen2_5_vl"}
 """Families that read images as well, and have a policy of their own."""
 Shapes = Mapping[str, Sequence[int]]
+OLD_BUFFERS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|position_ids)$"
+)
+"""Constants that older versions of the library saved, and that networks now make themselves."""
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -102,7 +106,7 @@ def refuse_unfit(
     shapes = [f"{n} {list(stored)}, not {list(own)}" for n, stored, own in sorted(unlike)]
     kinds = {
         "missing": sorted(missing),
-        "not of this network": sorted(unexpected),
+        "not of this network": sorted(name for name in unexpected if not OLD_BUFFERS.search(name)),
         "of another shape": shapes,
     }
     parts = [f"{what}: {_listed(names)}" for what, names in kinds.items() if names]

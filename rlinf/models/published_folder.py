@@ -44,7 +44,7 @@ LENGTH_KEYS = (
     "seq_len",
 )
 """Names under which families keep their context length, as vLLM knows them."""
-EXTENDED = {"llama3", "longrope", "su"}
+EXTENDED = {"llama3", "longrope", "su", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
 """Rotary scalings whose factor is in ``max_position_embeddings`` already."""
 
 
@@ -218,10 +218,9 @@ class PublishedFolder:
 def context_length(config: Any) -> int | None:
     """Return the most tokens that a model takes, or None if its configuration gives no limit.
 
-    It is the length up to which vLLM agrees to serve the model (``_get_and_verify_max_len`` of its
-    ``vllm/config/model.py``). llama3 and longrope scalings are part of
-    ``max_position_embeddings``; YaRN extends ``original_max_position_embeddings`` by its factor;
-    linear and dynamic scalings extend ``max_position_embeddings``.
+    It is the greatest length with which vLLM 0.32 agrees to serve the model
+    (``_get_and_verify_max_len`` of its ``vllm/config/model.py``). Most rotary scalings are in
+    ``max_position_embeddings`` already; linear and dynamic ones extend it by their factor.
 
     Args:
         config: the library's configuration of a model.
@@ -234,15 +233,12 @@ def context_length(config: Any) -> int | None:
     length = getattr(text, "model_max_length", None) or min(lengths)
     if "gemma3" in text.model_type:  # published with the extended length
         return int(length)
-    factor = 1.0
-    for rope in _rotary(text):
-        kind = rope.get("rope_type", "default")
-        if kind in EXTENDED:
-            continue
-        factor = rope.get("factor") or factor
-        if kind == "yarn":
-            length = rope.get("original_max_position_embeddings") or length
-    return int(length * factor)
+    factors = [
+        rope.get("factor") or 1.0
+        for rope in _rotary(text)
+        if rope.get("rope_type", "default") not in EXTENDED
+    ]
+    return int(length * max(factors, default=1.0))
 
 
 def _rotary(text: Any) -> list[Mapping[str, Any]]:

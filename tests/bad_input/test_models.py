@@ -177,3 +177,21 @@ def test_a_chat_template_without_a_system_message(
     values = base("jsonl", {"task.system": "Be brief."})
     (files / "model/chat_template.jinja").write_text(template)
     refused(values, "model.path", "chat template", words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model.chat_template_kwargs", {"enable_thinking": False}, ["enable_thinking"]),
+        ("model.chat_template_kwargs", {"messages": []}, ["messages", "does not use it"]),
+        ("rollout.sampling", {"stop": ["end<|endoftext|>"]}, ["<|endoftext|>", "alone"]),
+        ("evaluate.sampling", {"stop": ["<pad>\n"]}, ["<pad>", "alone"]),
+    ],
+)
+def test_what_the_model_cannot_obey_is_refused(
+    base: Base, files: Path, key: str, value: Any, words: list[str]
+) -> None:
+    (files / "model/chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    refused(base("jsonl", {key: value}), key, *words)

@@ -27,7 +27,7 @@ class Host:
         return "".join(map(str, tokens))
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
-        return set()
+        return {8} if "<eight>" in texts else set()
 
 
 def sample(**settings: object) -> Sample:
@@ -65,3 +65,9 @@ def test_a_response_that_is_through_is_complete(
     one = sample(stop=stop)
     assert one.add(leg(*tokens, end=end), 1, Host())
     assert (one.tokens, one.stopped) == ([*tokens], stopped)
+
+
+def test_a_response_ends_at_a_stop_string_that_is_a_special_token() -> None:
+    stopping = sample(stop='["<eight>"]', min_tokens=2)
+    assert stopping.add(leg(8, 5, 8, 6, end="length"), 1, Host())
+    assert (stopping.tokens, stopping.stopped) == ([8, 5, 8], True)

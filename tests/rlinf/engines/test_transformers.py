@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,24 @@ def judged(
     with torch.no_grad():
         outputs = policy.evaluate(policy.collate(records), temperature)
     return {i: outputs.logprobs[i, : len(record)].numpy() for i, record in enumerate(records)}
+
+
+def test_a_stop_string_that_is_a_special_token_ends_samples(tmp_path: Path) -> None:
+    """No decoded text shows it."""
+    spec = {"alphabet": "0123456789+=", "special_tokens": ["<|eot|>"]}
+    CausalLM.create(CONFIG, spec, 0, tmp_path)
+    network = engine(tmp_path)
+    (token,) = network.stop_ids(["<|eot|>", "1"])
+    wanted = request([3, 5] * 8, horizon=24)
+    plain, wanted.info["stop"] = rows(network, wanted), json.dumps(["<|eot|>"])
+    cut = 0
+    for number, row in rows(network, wanted).items():
+        before = plain[number]["tokens"][: plain[number]["length"]].tolist()
+        length = before.index(token) + 1 if token in before else len(before)
+        assert row["tokens"][: row["length"]].tolist() == before[:length]
+        assert row["stopped"] == (token in before or plain[number]["stopped"])
+        cut += token in before[:-1]
+    assert cut
 
 
 @pytest.mark.parametrize("change", [1, 4, 9])
