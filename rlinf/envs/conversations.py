@@ -127,7 +127,10 @@ class ConversationsEnvironment(ProblemSet):
 
     def held_out_demonstrations(self, count: int) -> list[Record]:
         learnt = self._all("test")
-        return learnt.take(range(min(count, len(learnt))))
+        chosen = learnt.take(range(min(count, len(learnt))))
+        return [
+            Record(Identity(0, i), record.steps, record.context) for i, record in enumerate(chosen)
+        ]
 
     def _order_of(self, seed: int, epoch: int, count: int) -> np.ndarray:
         if self._drawn is None or self._drawn[0] != (seed, epoch):
@@ -140,7 +143,7 @@ class ConversationsEnvironment(ProblemSet):
         if split not in self._learnt:
             problems = self.read(self.config, split)
             problems = problems[self.config.shots :] if split == "train" else problems
-            made = Rendered(problems, self._numbered, _tokens)
+            made = Rendered(problems, self._records, _tokens)
             key, most = f"task.{split}", f"task.max_tokens={self.config.max_tokens}"
             with naming(key):
                 made.measure(self.config.max_tokens, self._address(problems, made))
@@ -152,13 +155,8 @@ class ConversationsEnvironment(ProblemSet):
             self._learnt[split] = made
         return self._learnt[split]
 
-    def _numbered(self, problems: Sequence[Problem]) -> list[tuple[int, Record]]:
-        """Records to learn, each with the number of its conversation among those given."""
-        asked = [problem.asked(self.config.template) for problem in problems]
-        return [(record.identity.sample, record) for record in self._records(asked)]
-
-    def _records(self, problems: Sequence[Problem]) -> list[Record]:
-        """The conversations as they are learnt.
+    def _records(self, problems: Sequence[Problem]) -> list[tuple[int, Record]]:
+        """Return records to learn, each with the number of its conversation among those given.
 
         Where the template writes an answer otherwise once a message follows (without its thought,
         say), the conversation goes on in a record of its own: each answer stands behind the prompt
@@ -173,17 +171,18 @@ class ConversationsEnvironment(ProblemSet):
                 "task.name: conversations needs a chat template, and the tokenizer of model.path "
                 "has none"
             )
+        problems = [problem.asked(self.config.template) for problem in problems]
         talks = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
         places, last = [problem.place for problem in problems], self.config.learn == "last"
         turns = self.chat_format.turns(talks, places, last=last)
-        rows = [pieces for talk in turns for pieces in self._pieces(talk)]
-        encoded = iter(self.encode([piece.text for row in rows for piece in row]))
+        rows = [(i, row) for i, talk in enumerate(turns) for row in self._pieces(talk)]
+        encoded = iter(self.encode([piece.text for _, row in rows for piece in row]))
         return [
-            self._record(number, [(next(encoded), piece.learnt) for piece in row])
-            for number, row in enumerate(rows)
+            (number, self._record([(next(encoded), piece.learnt) for piece in row]))
+            for number, row in rows
         ]
 
-    def _record(self, number: int, pieces: Sequence[tuple[np.ndarray, bool]]) -> Record:
+    def _record(self, pieces: Sequence[tuple[np.ndarray, bool]]) -> Record:
         (prompt, _), *rest = pieces
         actions = [ids for ids, _ in rest]
         masks = [np.full(len(ids), learnt, np.float32) for ids, learnt in rest]
@@ -191,7 +190,7 @@ class ConversationsEnvironment(ProblemSet):
             # Nothing of the template ends the last message: without it none would ever end.
             actions[-1], masks[-1] = self.closed(actions[-1]), np.append(masks[-1], np.float32(1))
         steps = {"actions": np.concatenate(actions), "mask": np.concatenate(masks)}
-        return Record(Identity(0, number), steps, {"prompt": prompt})
+        return Record(Identity(0, 0), steps, {"prompt": prompt})
 
     def _pieces(self, turns: Sequence[Turn]) -> list[list[Piece]]:
         """The texts of one conversation: a row for each prompt that does not continue the last."""
