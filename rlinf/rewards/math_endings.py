@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from rlinf.rewards.math_spelling import UnreadError, characters, closing_at
 from rlinf.rewards.math_units import is_unit
 
+LONGEST_LINE = 2000
+"""Characters at the end of a line in which its answer is looked for."""
 LOOKED_THROUGH = 10_000
 """Characters at the end of a response without a mark; some patterns take the square of it."""
 
@@ -161,7 +163,7 @@ def unmarked(text: str) -> Iterator[str]:
 
 def plain(text: str) -> str:
     """Return the end of a text without pictograms, fences of code and formulas inside units."""
-    text = characters(text[-LOOKED_THROUGH:])
+    text = characters(text[-LOOKED_THROUGH:])[-LOOKED_THROUGH:]
     text = re.sub(r"^\s*```\w*\s*$", "", text, flags=re.MULTILINE)
     return re.sub(r"(?<=[A-Za-z])\$(\^\{?-?\d\}?)\$", r"\1", text)
 
@@ -282,7 +284,8 @@ def _lines(text: str) -> list[str]:
         if "\n" in formula[0]:
             lines += [*text[at : formula.start()].split("\n"), formula[0]]
             at = formula.end()
-    return [line for line in [*lines, *text[at:].split("\n")] if re.search(r"[^\W_]", line)]
+    lines += text[at:].split("\n")
+    return [line[-LONGEST_LINE:] for line in lines if re.search(r"[^\W_]", line)]
 
 
 def _are_joined(text: str, first: re.Match[str], second: re.Match[str]) -> bool:
