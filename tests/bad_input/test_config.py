@@ -236,7 +236,6 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         {"rollout.sampling.top_p": 0.9},
         ["rollout.sampling.top_p", "draws no tokens"],
     ),
-    ("no-observation", "cartpole", {"task.observation": None}, ["task.observation: is not set"]),
     ("no-kind", "cartpole", {"task.action": {"size": 2}}, ["task.action.kind"]),
     ("no-id", "cartpole", {"task.id": ""}, ["task.id"]),
     ("kwargs-list", "cartpole", {"task.kwargs": []}, ["task.kwargs"]),
