@@ -17,7 +17,7 @@ from rlinf.envs.prompts import OWN
 from rlinf.errors import require
 from rlinf.models.base import Spec
 from rlinf.rewards.math_workers import MathGrader, counted
-from rlinf.rewards.thoughts import PAIRS, ThoughtMarks
+from rlinf.rewards.thoughts import ThoughtMarks
 
 
 class JsonlConfig(ProblemSetConfig):
@@ -85,9 +85,8 @@ class JsonlEnvironment(ProblemSet):
         return self._grader
 
     def _thought_marks(self) -> ThoughtMarks:
-        """Return the marks of the model's chat template beside the known ones."""
-        own = self.chat_format.thinking
-        marks = ThoughtMarks() if own is None else ThoughtMarks(((own.begin, own.end), *PAIRS))
+        """Return the marks of thoughts; a prompt may end inside one."""
+        marks = ThoughtMarks()
         return replace(marks, is_open=marks.opens(self._problems["test"][0].rendered))
 
     def close(self) -> None:

@@ -7,20 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from rlinf.models.chat_format import KNOWN_MARKS, ThinkingMarks
+
 PAIRS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<seed:think>", "</seed:think>"),
-    ("◁think▷", "◁/think▷"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-    ("<|channel|>analysis", "<|channel|>final<|message|>"),
-    ("<|channel>thought", "<channel|>"),
+    *KNOWN_MARKS,
+    ThinkingMarks("<thinking>", "</thinking>"),
+    ThinkingMarks("<thought>", "</thought>"),
+    ThinkingMarks("<reasoning>", "</reasoning>"),
+    ThinkingMarks("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""Opening and closing marks of the published reasoning models."""
+"""Marks of published chat templates, and those that prompts of the field ask for."""
 _BARE_CHANNELS = re.compile(r"\Aanalysis(?=[^\s:])(?:.*assistantfinal)?", re.DOTALL)
 """The channels of gpt-oss in a text whose special tokens were dropped by the decoder."""
 
@@ -35,7 +31,7 @@ class ThoughtMarks:
             template opens one. The response then has the closing mark alone.
     """
 
-    pairs: tuple[tuple[str, str], ...] = PAIRS
+    pairs: tuple[ThinkingMarks, ...] = PAIRS
     is_open: bool = False
 
     def answer(self, response: str) -> str | None:
@@ -50,15 +46,15 @@ class ThoughtMarks:
 
     def opens(self, prompt: str) -> bool:
         """Return whether a prompt ends with an opening mark."""
-        return prompt.rstrip().endswith(tuple(opening.rstrip() for opening, _ in self.pairs))
+        return prompt.rstrip().endswith(tuple(marks.begin.rstrip() for marks in self.pairs))
 
     @cached_property
     def _opening(self) -> re.Pattern[str]:
-        return _any(opening for opening, _ in self.pairs)
+        return _any(marks.begin.rstrip() for marks in self.pairs)
 
     @cached_property
     def _closing(self) -> re.Pattern[str]:
-        return _any(closing for _, closing in self.pairs)
+        return _any(marks.end for marks in self.pairs)
 
 
 def _any(marks: Iterable[str]) -> re.Pattern[str]:

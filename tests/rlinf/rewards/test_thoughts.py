@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.models.chat_format import ThinkingMarks
 from rlinf.rewards.thoughts import PAIRS, ThoughtMarks
 
 MARKS = ThoughtMarks()
@@ -43,7 +44,7 @@ def test_a_thought_that_the_prompt_opens_ends_with_the_closing_mark(pair: tuple[
 
 def test_a_text_without_marks_is_the_answer() -> None:
     assert MARKS.answer("The analysis shows 4.") == "The analysis shows 4."
-    assert ThoughtMarks((("{{", "}}"),)).answer("{{3}}4<think>") == "4<think>"
+    assert ThoughtMarks((ThinkingMarks("{{", "}}"),)).answer("{{3}}4<think>") == "4<think>"
 
 
 def test_channels_are_read_without_their_special_tokens() -> None:
