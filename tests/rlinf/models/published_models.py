@@ -22,7 +22,8 @@ def facts() -> list[dict[str, Any]]:
 
     ``config`` has the switches of ``config.json`` with their published values, but sizes are small,
     and a window is 8. ``stops`` are the tokens that end a response, ``context`` is vLLM's own
-    limit, and ``run_length`` what rlinf takes by default where that is less.
+    limit, and ``run_length`` what rlinf takes by default where that is less. ``checked`` names
+    public material that agrees, with what of it is about another model or a part of the facts.
     """
     return [json.loads(path.read_text()) for path in sorted(FACTS.glob("*.json"))]
 
@@ -128,13 +129,21 @@ def template_of(known: dict[str, Any]) -> str:
         out += "{% if m.role == '" + role + "' %}"
         if role == "system" and system == "refused":
             out += "{{ raise_exception('no system role') }}"
+        elif role == "system" and system == "joined":
+            pass
         else:
             begin, end = known[role]
-            ending = text(end)
+            opening, ending = text(begin), text(end)
+            if role == "assistant" and "assistant_last" in known:
+                last = text(known["assistant_last"])
+                opening = "{% if loop.last %}" + last + "{% else %}" + opening + "{% endif %}"
             if role == "assistant" and "assistant_past_end" in known:
                 past = text(known["assistant_past_end"])
                 ending = "{% if loop.last %}" + ending + "{% else %}" + past + "{% endif %}"
+            if role == "user" and system == "joined":
+                first = "loop.index0 == 1 and messages[0].role == 'system'"
+                opening += "{% if " + first + " %}{{ messages[0].content + '\\n\\n' }}{% endif %}"
             said = words if role == "assistant" else "m.content"
-            out += text(begin) + "{{ " + said + " }}" + ending
+            out += opening + "{{ " + said + " }}" + ending
         out += "{% endif %}"
     return out + "{% endfor %}{% if add_generation_prompt %}" + text(known["ask"]) + "{% endif %}"
