@@ -22,10 +22,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
 
 from rlinf.channels.base import Channel
 from rlinf.config import Section
@@ -162,12 +162,14 @@ class ToolDialogue(Dialogue):
         if tool is None:
             names = ", ".join(sorted(self.tools))
             return self._refusal(f"no tool {call.name!r}; there are {names}")
-        if (misfit := _misfit(tool, call.arguments)) is not None:
-            return self._refusal(misfit)
+        try:
+            arguments = fit_arguments(tool, call.arguments)
+        except ToolInputError as error:
+            return self._refusal(error)
         for attempt in range(self.limits.retries + 1):
             try:
                 async with asyncio.timeout(self.limits.timeout_s):
-                    return str(await _result(tool, call.arguments))
+                    return str(await _result(tool, arguments))
             except ToolInputError as error:
                 return self._refusal(error)
             except Exception as error:  # a tool may raise anything
@@ -184,15 +186,37 @@ class ToolDialogue(Dialogue):
         return f"error: {why}"
 
 
-def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
-    """Why arguments do not fit a tool's signature; None: they do, or it has none to read."""
+def fit_arguments(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as a tool takes them, each of the type that its signature names.
+
+    Values are converted as pydantic does: a number may be given as text, for example. Types that
+    pydantic does not know are not checked.
+
+    Raises:
+        ToolInputError: they do not fit; says which one and why.
+    """
     try:
         inspect.signature(tool).bind(**arguments)
     except TypeError as error:
-        return str(error)
+        raise ToolInputError(str(error)) from None
     except ValueError:  # of some built-in functions
-        return None
-    return None
+        return dict(arguments)
+    try:
+        hints = get_type_hints(tool)
+    except Exception:  # a name that is not there, or a tool that is no function
+        return dict(arguments)
+    return {name: _as_type(name, value, hints.get(name, Any)) for name, value in arguments.items()}
+
+
+def _as_type(name: str, value: Any, hint: Any) -> Any:
+    try:
+        adapter = TypeAdapter(hint)
+    except PydanticUserError:
+        return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise ToolInputError(f"{name}: {error.errors()[0]['msg']}") from None
 
 
 async def _result(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -31,6 +31,7 @@ from rlinf.envs.dialogue import (
     ToolDialogue,
     ToolInputError,
     ToolLimits,
+    fit_arguments,
     is_failed,
 )
 from rlinf.errors import InputError, StageError, UserCodeError
@@ -177,8 +178,8 @@ def test_a_chat_template_puts_the_other_sides_words_between_those_of_the_policy(
 
 def half(n: int) -> int:
     """A tool that says what its policy did wrong."""
-    if not isinstance(n, int):
-        raise ToolInputError("n must be a whole number")
+    if n % 2:
+        raise ToolInputError("n must be even")
     return n // 2
 
 
@@ -211,7 +212,8 @@ def call(text: str) -> str:
         (call('{"name": "half", "arguments": {"n": 8}}'), ["4"]),
         (call('{"name": "meet"}') * 2, ["met", "met"]),
         (call('{"name": "hal"}'), ["error: no tool 'hal'; there are half, meet"]),
-        (call('{"name": "half", "arguments": {"n": "x"}}'), ["error: n must be a whole number"]),
+        (call('{"name": "half", "arguments": {"n": "x"}}'), ["error: n: Input should be a valid"]),
+        (call('{"name": "half", "arguments": {"n": 7}}'), ["error: n must be even"]),
         (call('{"name": "half", "arguments": {"m": 1}}'), ["error: missing a required argument"]),
         (call('{"name": "half"}') + call('{"name": "hal"}'), ["error: missing", "error: no tool"]),
         (call('{"name": '), ["error: Expecting value"]),
@@ -232,6 +234,39 @@ def test_calls_are_made_side_by_side_and_the_policys_errors_told(
     for got, wanted in zip(messages, said, strict=True):
         assert got["content"].startswith(wanted)
     assert (reward, done) == (0.0, False)
+
+
+def add(a: int, b: int = 0, *, parts: list[float] | None = None) -> int:
+    return a + b
+
+
+def unknown_types(a: np.ndarray, b: NotThere = None) -> None:  # type: ignore[name-defined]  # noqa: F821
+    """Neither type is one that arguments can be compared with."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"a": 1, "b": "x"}, "b: .*integer"),
+        ({"a": None}, "a: .*integer"),
+        ({"a": 1.5}, "a: .*integer"),
+        ({"a": 1, "parts": [1, "x"]}, "parts: .*number"),
+        ({"a": {"b": 1}}, "a: .*integer"),
+        ({}, "missing.*'a'"),
+        ({"a": 1, "c": 2}, "unexpected.*'c'"),
+    ],
+)
+def test_arguments_of_another_type_are_the_policys_error(
+    arguments: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ToolInputError, match=error):
+        fit_arguments(add, arguments)
+
+
+def test_arguments_are_given_as_the_type_that_a_tool_names() -> None:
+    assert fit_arguments(add, {"a": "3", "parts": [1, "2"]}) == {"a": 3, "parts": [1.0, 2.0]}
+    assert fit_arguments(unknown_types, {"a": [1], "b": 2}) == {"a": [1], "b": 2}
+    assert fit_arguments(max, {"a": 1}) == {"a": 1}
 
 
 FAILURES: list[Callable[[], Exception]] = [
