@@ -19,7 +19,7 @@ import xxhash
 
 from rlinf import __version__
 
-FORMAT = "1"
+FORMAT = "2"
 """Part of every address; raised when the meaning of the arrays changes."""
 Arrays = dict[str, np.ndarray]
 REMEMBERED = 8

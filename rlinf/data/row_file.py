@@ -148,7 +148,7 @@ class RowFile(Sequence[T], Generic[T]):
                 (offsets, start),
                 (sizes, len(line)),
                 (lines, number),
-                (digests, xxhash.xxh3_64_intdigest(same(row).encode(errors="surrogatepass"))),
+                (digests, _digest_of(same(row))),
             ):
                 column.add(value)
         if not len(offsets.array()):
@@ -232,9 +232,27 @@ class _Descriptor:
             start += len(block)
 
 
-def overlap(train: RowFile[T], test: RowFile[T]) -> tuple[int, int]:
-    """Return how many rows of ``test`` are in ``train`` too, and how many it has."""
-    return int(np.isin(test.digests, train.digests).sum()), len(test)
+def overlap(
+    train: Sequence[T], test: Sequence[T], same: Callable[[T], str] = repr
+) -> tuple[int, int]:
+    """Return how many rows of ``test`` are in ``train`` too, and how many it has.
+
+    Args:
+        same: text of a row that is not in a :class:`RowFile`, as there.
+    """
+    known, asked = (_digests_of(rows, same) for rows in (train, test))
+    return int(np.isin(asked, known).sum()), len(test)
+
+
+def _digests_of(rows: Sequence[T], same: Callable[[T], str]) -> np.ndarray:
+    """Return ``[N]`` uint64 of what makes two rows the same."""
+    if isinstance(rows, RowFile):
+        return rows.digests
+    return np.array([_digest_of(same(row)) for row in rows], "u8")
+
+
+def _digest_of(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
 
 
 def _no_number(name: str) -> None:
