@@ -99,8 +99,8 @@ def check(config: RunConfig) -> None:
             check_device(getattr(options, "device", "auto"), f"{section}.device")
     if config.warm_start.max_steps:
         environment.check_demonstrations(task_options)
-    check_held_out(config, environment.held_out_overlap(task_options), task_options)
     spec = environment.describe(task_options)
+    check_held_out(config, environment.held_out_overlap(task_options), task_options)
     processor = policy.check(model_options, spec)
     engine.check_policy(engine_options, model_options)
     extent = environment.extent(task_options, processor)

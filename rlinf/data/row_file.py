@@ -81,16 +81,17 @@ class RowFile(Sequence[T], Generic[T]):
         check_file(path, key, DataError)
         self.path, self.key, self._parse = path.expanduser(), key, parse
         self._file = _Descriptor(self.path, key)
-        self._state = self._file.stamp()
         self._flags = np.zeros(flags, bool)
-        self.digest = self._file.digest()
+        self.digest = self._file.digest
 
         def index() -> dict[str, np.ndarray]:
-            return vars(self._indexed(same, note))
+            made = vars(self._indexed(same, note))
+            self._refuse_change()  # Else the index would be kept under the digest of other bytes.
+            return made
 
         address = f"{self.digest} {settings}"
         with naming(key):
-            known = cached_arrays("rows", address, index, large=self._state[0] >= CACHED_FROM)
+            known = cached_arrays("rows", address, index, large=self._file.size >= CACHED_FROM)
         self._index = RowIndex(**known)
         self._flags = self._index.flags
         self._rows = np.arange(len(self._index.offsets))
@@ -111,16 +112,19 @@ class RowFile(Sequence[T], Generic[T]):
             vars(view).update(vars(self), _rows=self._rows[place])
             return view
         row = int(self._rows[place])
-        if self._file.stamp() != self._state:
-            raise DataError(f"{self.key}: {self.path} changed while it was in use; start again")
         start, size = int(self._index.offsets[row]), int(self._index.sizes[row])
         text = os.pread(self._file.number, size, start)
+        self._refuse_change()
         return self._parsed(text, int(self._index.lines[row]))[1]
 
     @property
     def digests(self) -> np.ndarray:
         """``[N]`` uint64 of what makes two rows the same."""
         return self._index.digests[self._rows]
+
+    def _refuse_change(self) -> None:
+        if self._file.is_changed():
+            raise DataError(f"{self.key}: {self.path} changed while it was in use; start again")
 
     def _parsed(self, line: bytes, number: int) -> tuple[dict[str, Any], T]:
         where = f"{self.key}: {self.path}, line {number}"
@@ -148,7 +152,7 @@ class RowFile(Sequence[T], Generic[T]):
                 (offsets, start),
                 (sizes, len(line)),
                 (lines, number),
-                (digests, xxhash.xxh3_64_intdigest(same(row).encode(errors="surrogatepass"))),
+                (digests, _digest_of(same(row))),
             ):
                 column.add(value)
         if not len(offsets.array()):
@@ -157,7 +161,9 @@ class RowFile(Sequence[T], Generic[T]):
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
         """Number, first byte and bytes of each line."""
-        with self.path.open("rb") as file:
+        # Of the open file: another one may have got the path meanwhile.
+        with os.fdopen(os.dup(self._file.number), "rb") as file:
+            file.seek(0)
             start = len(BOM) if file.read(len(BOM)) == BOM else 0
             file.seek(start)
             number = 0
@@ -196,17 +202,38 @@ class _Descriptor:
         except OSError as error:
             reason = error.strerror or str(error)
             raise DataError(f"{key}: cannot read {path}: {reason}") from None
+        self._stamp = self._read_stamp()
+        self.digest = self._read_digest()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             os.close(self.number)
 
-    def stamp(self) -> tuple[int, int, int]:
+    @property
+    def size(self) -> int:
+        """Bytes of the file when it was opened."""
+        return self._stamp[0]
+
+    def is_changed(self) -> bool:
+        """Whether the bytes are others than when the file was opened.
+
+        A new time alone says nothing: ``touch`` sets it, a copy of the same bytes, and a file
+        server with a clock of its own. The bytes are then read again.
+        """
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return False
+        if stamp[0] != self.size or self._read_digest() != self.digest:
+            return True
+        self._stamp = stamp
+        return False
+
+    def _read_stamp(self) -> tuple[int, int, int]:
         """Return what changes when the file does: size, time, inode."""
         found = os.fstat(self.number)
         return found.st_size, found.st_mtime_ns, found.st_ino
 
-    def digest(self) -> str:
+    def _read_digest(self) -> str:
         """Return that of all bytes."""
         digest = xxhash.xxh3_128()
         for block in self._blocks():
@@ -232,9 +259,27 @@ class _Descriptor:
             start += len(block)
 
 
-def overlap(train: RowFile[T], test: RowFile[T]) -> tuple[int, int]:
-    """Return how many rows of ``test`` are in ``train`` too, and how many it has."""
-    return int(np.isin(test.digests, train.digests).sum()), len(test)
+def overlap(
+    train: Sequence[T], test: Sequence[T], same: Callable[[T], str] = repr
+) -> tuple[int, int]:
+    """Return how many rows of ``test`` are in ``train`` too, and how many it has.
+
+    Args:
+        same: text of a row that is not in a :class:`RowFile`, as there.
+    """
+    known, asked = (_digests_of(rows, same) for rows in (train, test))
+    return int(np.isin(asked, known).sum()), len(test)
+
+
+def _digests_of(rows: Sequence[T], same: Callable[[T], str]) -> np.ndarray:
+    """Return ``[N]`` uint64 of what makes two rows the same."""
+    if isinstance(rows, RowFile):
+        return rows.digests
+    return np.array([_digest_of(same(row)) for row in rows], "u8")
+
+
+def _digest_of(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
 
 
 def _no_number(name: str) -> None:

@@ -153,8 +153,8 @@ class Environment(Part, ABC):
 
     @classmethod
     def held_out_overlap(cls, config: Any) -> tuple[int, int]:
-        """Return how many held-out rows of the task's files are training rows too, and how many
-        held-out rows there are; ``(0, 0)`` for a task whose problems are in no files.
+        """Return how many held-out problems of the task are training problems too, and how many
+        held-out ones there are; ``(0, 0)`` for a task that has no list of problems.
 
         Raises:
             DataError: a file is missing, empty or malformed.

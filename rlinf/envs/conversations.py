@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from rlinf.data.record import Identity, Record
-from rlinf.data.row_file import RowFile, overlap
+from rlinf.data.row_file import RowFile
 from rlinf.envs.base import Extent
 from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Rendered, Split
 from rlinf.envs.problems import Problem, read_conversations
@@ -45,8 +45,6 @@ class ConversationsConfig(ProblemSetConfig):
     """JSON-lines file of conversations to learn from."""
     test: Path
     """JSON-lines file of held-out ones."""
-    allow_overlap: bool = False
-    """Train although every held-out conversation is a training conversation too."""
     messages_field: str = "messages"
     """Holds a list of messages with ``role`` (system, user, assistant) and ``content``; the last
     one is the assistant's."""
@@ -93,10 +91,6 @@ class ConversationsEnvironment(ProblemSet):
             "chat_template": TEMPLATE,
             "special_tokens": [BEGIN, END],
         }
-
-    @classmethod
-    def held_out_overlap(cls, config: ConversationsConfig) -> tuple[int, int]:
-        return overlap(cls.read(config, "train"), cls.read(config, "test"))
 
     @classmethod
     def extent(cls, config: Any, processor: Any) -> Extent:

@@ -26,7 +26,7 @@ import numpy as np
 from rlinf.artifacts import sync_file
 from rlinf.data.row_file import RowFile
 from rlinf.envs.arithmetic import is_held_out
-from rlinf.envs.problems import text_of
+from rlinf.envs.problems import join_words, text_of
 from rlinf.errors import ConfigError, DataError, require
 from rlinf.seeding import generator
 
@@ -86,7 +86,12 @@ def read_questions(path: Path, key: str, question: str, answer: str) -> RowFile[
         return Question(text, answers, queries)
 
     settings = f"questions {question!r} {answer!r}"
-    return RowFile(path, key, parse, settings=settings, same=lambda question: question.text)
+    return RowFile(path, key, parse, settings=settings, same=question_key)
+
+
+def question_key(question: Question) -> str:
+    """Return the text by which two questions are the same."""
+    return join_words(question.text)
 
 
 def _texts(item: dict[str, Any], field: str, option: str, where: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from rlinf.data.record import Record
-from rlinf.data.row_file import RowFile, overlap
+from rlinf.data.row_file import RowFile
 from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Split
 from rlinf.envs.problems import Problem, read_problems
 from rlinf.envs.prompts import OWN
@@ -27,8 +27,6 @@ class JsonlConfig(ProblemSetConfig):
     """JSON-lines file of training problems."""
     test: Path
     """JSON-lines file of held-out problems."""
-    allow_overlap: bool = False
-    """Train although every held-out problem is a training problem too."""
     prompt_field: str = "question"
     """Holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
@@ -67,10 +65,6 @@ class JsonlEnvironment(ProblemSet):
     def describe(cls, config: JsonlConfig) -> Spec:
         require("math_verify", "math", "task.name: jsonl")
         return {}
-
-    @classmethod
-    def held_out_overlap(cls, config: JsonlConfig) -> tuple[int, int]:
-        return overlap(cls.read(config, "train"), cls.read(config, "test"))
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         pairs = [(str(t.info["text"]), str(t.info["answer"])) for t in trajectories]

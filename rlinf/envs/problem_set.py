@@ -19,9 +19,9 @@ from pydantic import Field, field_validator
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.data.row_cache import cached_arrays
-from rlinf.data.row_file import RowFile
+from rlinf.data.row_file import RowFile, overlap
 from rlinf.envs.base import Episodes, Extent
-from rlinf.envs.problems import PROMPT, Problem, shown
+from rlinf.envs.problems import PROMPT, Problem, question_text, shown
 from rlinf.envs.prompts import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, naming
 from rlinf.models.chat import Message
@@ -53,6 +53,8 @@ class ProblemSetConfig(Section):
     ones each time; they are asked no more. For tokenizers with a chat template."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Longer prompts are left out."""
+    allow_overlap: bool = False
+    """Train although every held-out problem is a training problem too."""
 
     @field_validator("template")
     @classmethod
@@ -208,6 +210,10 @@ class ProblemSet(PromptEnvironment):
         Raises:
             DataError: there is none, or one is malformed.
         """
+
+    @classmethod
+    def held_out_overlap(cls, config: Any) -> tuple[int, int]:
+        return overlap(cls.read(config, "train"), cls.read(config, "test"), question_text)
 
     @classmethod
     def extent(cls, config: Any, processor: Any) -> Extent:

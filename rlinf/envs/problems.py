@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,8 @@ def read_problems(
             texts[i] |= isinstance(_scalar(item[name], "", name), str)
 
     settings = f"problems {prompt_field!r} {answer_field!r} {[*info_fields]!r}"
-    same: Callable[[Problem], str] = lambda problem: shown(problem.messages)  # noqa: E731
     return RowFile(
-        path, key, parse, settings=settings, same=same, note=note, flags=len(info_fields)
+        path, key, parse, settings=settings, same=question_text, note=note, flags=len(info_fields)
     )
 
 
@@ -93,11 +92,22 @@ def read_conversations(path: Path, field: str, key: str) -> RowFile[Problem]:
         last = messages.pop()["content"]
         return Problem(tuple(messages), last, where.removeprefix(f"{key}: "), last)
 
-    def same(problem: Problem) -> str:
-        said = [[message["role"], message["content"]] for message in problem.messages]
-        return json.dumps([said, problem.answer])
+    return RowFile(path, key, parse, settings=f"conversations {field!r}", same=question_text)
 
-    return RowFile(path, key, parse, settings=f"conversations {field!r}", same=same)
+
+def question_text(problem: Problem) -> str:
+    """Return the text by which two problems are the same: all messages of the user, one a line.
+
+    White space does not count, and neither do the system message and the assistant's messages:
+    with others in their place the model still trains on the question.
+    """
+    asked = (message["content"] for message in problem.messages if message["role"] == "user")
+    return "\n".join(map(join_words, asked))
+
+
+def join_words(text: str) -> str:
+    """Return the text with one space for each run of white space, and none at its ends."""
+    return " ".join(text.split())
 
 
 def text_of(item: dict[str, Any], name: str, option: str, where: str) -> str:

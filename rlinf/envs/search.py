@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rlinf.data.record import Identity, Record
-from rlinf.data.row_file import RowFile, overlap
+from rlinf.data.row_file import overlap
 from rlinf.envs.base import Extent
 from rlinf.envs.corpus import (
     EXTRA,
@@ -31,6 +31,7 @@ from rlinf.envs.corpus import (
     Index,
     Question,
     countries,
+    question_key,
     read_documents,
     read_questions,
 )
@@ -188,10 +189,7 @@ class SearchEnvironment(DialogueEnvironment):
 
     @classmethod
     def held_out_overlap(cls, config: SearchConfig) -> tuple[int, int]:
-        train, test = questions(config)
-        if isinstance(train, RowFile) and isinstance(test, RowFile):
-            return overlap(train, test)
-        return 0, 0
+        return overlap(*questions(config), question_key)
 
     @classmethod
     def extent(cls, config: SearchConfig, processor: Any) -> Extent:

@@ -13,6 +13,8 @@ from pipeline.check import check
 from pipeline.fitting import check_held_out
 from rlinf.config import RunConfig, validate
 from rlinf.envs import environments
+from rlinf.envs.problem_set import ProblemSet
+from rlinf.envs.problems import Problem
 from rlinf.errors import DataError
 from tests.bad_input.conftest import problems
 from tests.bad_input.door import GONE, Base, refused
@@ -203,3 +205,56 @@ def test_a_system_message_without_a_chat_template(base: Base, files: Path) -> No
     values = base("jsonl", {"task.system": "Be brief."})
     (files / "model/chat_template.jinja").unlink()
     refused(values, "task.system", "no chat template")
+
+
+@pytest.mark.parametrize("name", ["jsonl", "conversations", "search"])
+def test_held_out_questions_that_differ_in_form_alone(name: str, tmp_path: Path) -> None:
+    """White space, line ends, a system message and the assistant's words make no new question."""
+
+    def one(text: str, *more: dict[str, Any]) -> dict[str, Any]:
+        messages = [*more, by("user", text)]
+        if name == "conversations":
+            return {"messages": [*messages, by("assistant", text[::-1])]}
+        return {"question": messages if more else text, "answer": "1"}
+
+    train = [one("How many\napples?"), one("Why so?"), one("q 1"), one("q 2")]
+    test = [one("How many\r\napples?"), one("Why  so? "), one("\tq 1\n"), one("Q 12")]
+    if name != "search":
+        train += [one("q 4", by("user", "a"), by("assistant", "b"))]
+        test += [
+            one("q 2", by("system", "Be brief.")),
+            one("q 4", by("user", "a"), by("assistant", "c")),
+        ]
+        test += [one("q 4", by("user", "c"), by("assistant", "b"))]
+    paths = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for path, rows in zip(paths, (train, test), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    documents = {"documents": paths[0]} if name == "search" else {}
+    cls = environments.get(name)
+    options = cls.Config(train=paths[0], test=paths[1], **documents)
+    assert cls.held_out_overlap(options) == ((3, 4) if name == "search" else (5, 7))
+
+
+class Riddles(ProblemSet):
+    """A task of somebody's own, whose problems are in no file."""
+
+    @classmethod
+    def describe(cls, config: Any) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def read(cls, config: Any, split: str) -> list[Problem]:
+        texts = ["a", "b c", "d"] if split == "train" else ["b  c", "d "]
+        return [Problem((by("user", text),), "1", f"{split} {i}") for i, text in enumerate(texts)]
+
+
+def test_an_own_task_that_trains_on_its_held_out_problems(
+    composed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = validate(RunConfig, composed["arithmetic"])
+    options = Riddles.Config()
+    with pytest.raises(DataError, match=r"all 2 .*task\.allow_overlap"):
+        check_held_out(config, Riddles.held_out_overlap(options), options)
+    options = Riddles.Config(allow_overlap=True)
+    check_held_out(config, Riddles.held_out_overlap(options), options)
+    assert "2 of 2 held-out problems" in caplog.text

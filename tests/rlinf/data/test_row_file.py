@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,32 @@ def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path) -> None
         found[2]
 
 
+def test_a_file_whose_bytes_stay_may_get_another_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(3)])
+    found = rows_of(path)
+    view = found[1:]
+    os.utime(path, ns=(1, 1))
+    assert [found[2], view[0]] == [{"a": 2}, {"a": 1}]
+    path.write_bytes(path.read_bytes().replace(b"2", b"3"))
+    os.utime(path, ns=(2, 2))
+    for rows in (found, view):
+        with pytest.raises(DataError, match="changed while it was in use"):
+            rows[0]
+
+
+def test_a_file_that_changes_while_it_is_indexed_is_refused(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(3)])
+
+    def add(item: dict[str, Any], flags: np.ndarray) -> None:
+        if item == {"a": 2}:
+            with path.open("a") as file:
+                file.write('{"a": 3}\n')
+
+    with pytest.raises(DataError, match="changed while it was in use"):
+        rows_of(path, note=add)
+    assert not cache.exists() or not [*cache.iterdir()]
+
+
 def test_a_file_without_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_file, "LONGEST_ROW", 100)
     path = write(tmp_path / "a.jsonl", [{"a": "x" * 20}, {"a": "x" * 100}])
@@ -105,6 +134,29 @@ def test_rows_in_both_files_are_counted(tmp_path: Path) -> None:
     assert overlap(rows_of(train)[:4], rows_of(test)) == (1, 4)
 
 
+DAMAGES: dict[str, Callable[[Path, dict[str, np.ndarray]], object]] = {
+    "names": lambda path, arrays: save(path, {"other": arrays["lines"]}),
+    "array": lambda path, arrays: path.write_bytes(npy(arrays["lines"])),
+    "fewer": lambda path, arrays: save(path, {k: v[:1] for k, v in arrays.items()}),
+    "uneven": lambda path, arrays: save(path, {**arrays, "sizes": arrays["sizes"][:3]}),
+    "beyond": lambda path, arrays: save(path, {**arrays, "offsets": arrays["offsets"] + 99}),
+    "no-rows": lambda path, arrays: save(path, {}),
+    "pipe": lambda path, arrays: os.mkfifo(path, 0o600),
+}
+"""What may lie under the name of an index."""
+
+
+def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    np.savez(path, **arrays)
+    path.chmod(0o600)
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, for files of any size, as another process would see it."""
@@ -112,6 +164,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(row_file, "CACHED_FROM", 0)
     monkeypatch.setattr(row_cache, "_known", {})
     monkeypatch.setattr(row_cache, "REMEMBERED", 0)
+    row_cache._warn.cache_clear()
     return tmp_path / "cache/rlinf/rows"
 
 
@@ -131,7 +184,7 @@ def test_the_index_of_a_large_file_is_made_once(
     assert made == [1]
 
 
-@pytest.mark.parametrize("damage", ["rubbish", "cut", "folder"])
+@pytest.mark.parametrize("damage", ["rubbish", "cut", "folder", *DAMAGES])
 def test_a_damaged_cache_is_made_again(tmp_path: Path, cache: Path, damage: str) -> None:
     path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
     first = list(rows_of(path))
@@ -140,7 +193,92 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, cache: Path, damage: str)
         kept.write_bytes(b"PK rubbish")
     elif damage == "cut":
         kept.write_bytes(kept.read_bytes()[:-300])
+    elif damage in DAMAGES:
+        with np.load(kept) as archive:
+            arrays = dict(archive)
+        kept.unlink()
+        DAMAGES[damage](kept, arrays)
     else:
         kept.unlink()
         kept.mkdir()
     assert list(rows_of(path)) == first
+
+
+def test_the_index_of_another_file_is_not_believed(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
+    first = list(rows_of(path))
+    (kept,) = cache.iterdir()
+    rows_of(write(tmp_path / "b.jsonl", [{"a": 1}]))
+    (other,) = set(cache.iterdir()) - {kept}
+    other.rename(kept)
+    assert list(rows_of(path)) == first
+
+
+def test_what_others_can_write_is_not_believed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
+    cache.mkdir(parents=True, mode=0o755)
+    cache.chmod(0o777)
+    rows_of(path)
+    (kept,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o077 == 0, "the folder was the user's own"
+    kept.chmod(0o666)
+    rows_of(path)
+    assert kept.stat().st_mode & 0o077 == 0, "made again"
+    monkeypatch.setattr(os, "getuid", lambda: kept.stat().st_uid + 1)
+    before = kept.stat()
+    assert rows_of(path)[8] == {"a": 8}
+    assert "belongs to another user" in caplog.text
+    assert kept.stat() == before
+
+
+@pytest.mark.parametrize("case", ["file", "no-home", "full"])
+def test_a_cache_that_cannot_be_used_is_said_once(
+    case: str,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*values: Any, **more: Any) -> Any:
+        raise RuntimeError("no home") if case == "no-home" else OSError(28, "No space left")
+
+    if case == "file":
+        (tmp_path / "cache").write_text("")
+    elif case == "no-home":
+        monkeypatch.setattr(Path, "expanduser", fail)
+    else:
+        monkeypatch.setattr(np, "savez", fail)
+    for count in (3, 4):
+        rows = [{"a": row} for row in range(count)]
+        if case == "no-home":
+            assert row_cache.cached_arrays("a", str(count), dict, large=True) == {}
+        else:
+            assert list(rows_of(write(tmp_path / "a.jsonl", rows))) == rows
+    assert caplog.text.count("cannot be used") == 1
+    assert not cache.is_dir() or not [*cache.iterdir()]
+
+
+def test_files_that_are_too_old_or_too_large_together_are_removed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(name: str, age_s: float) -> Path:
+        known = set(cache.iterdir()) if cache.exists() else set()
+        row_cache.cached_arrays("a", name, lambda: {"a": np.zeros(1000)}, large=True)
+        (made,) = set(cache.iterdir()) - known
+        os.utime(made, (made.stat().st_atime, made.stat().st_mtime - age_s))
+        return made
+
+    old, used, left = keep("old", 40 * 86400), keep("used", 0), keep("left", 3600)
+    assert set(cache.iterdir()) == {used, left}
+    partial = cache / ".partial-of-a-process-that-was-killed"
+    partial.write_text("")
+    os.utime(partial, (0, 0))
+    monkeypatch.setattr(row_cache, "LARGEST", 2 * used.stat().st_size)
+    newest = keep("newest", 0)
+    assert set(cache.iterdir()) == {used, newest}
+    os.utime(used, (0, 0))
+    row_cache.cached_arrays("a", "used", lambda: pytest.fail("it is there"), large=True)
+    assert used.stat().st_mtime > 1e9, "a use counts"
+    assert not old.exists()
