@@ -27,8 +27,9 @@ from slurm.client import FOREIGN, KEPT, SlurmClient, blocked_signals, failure, r
 from slurm.deadline import MARGIN
 from slurm.ids import COMPONENT, whole_of
 from slurm.jobs import Resources
-from slurm.options import sbatch_options, step_options
+from slurm.options import check_written, sbatch_options, step_options
 from slurm.submission import UnreadSubmission, read_submission
+from slurm.words import check_folder
 
 EARLY_S = 30
 """Slurm looks at the time of jobs so rarely, and sends a signal that much too early (measured on
@@ -62,6 +63,8 @@ if [ $code -gt 128 ] && [ $SECONDS -ge {long_s} -o "${{SLURM_RESTART_COUNT:-0}}"
 fi
 exit $code
 """
+_NO_OPTIONS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
+"""submitit's keywords that do not become a line for sbatch each."""
 MARK = "rlinf-"
 """Begins a word in the comment of jobs by which one submission is told from all others."""
 LONG_S, TIMES = 600, 10
@@ -74,6 +77,7 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
     Several become one job array, a single one does not.
 
     Raises:
+        PlanError: text of a job does not fit into a batch script; nothing was submitted.
         SlurmSilent: no answer; the job may be there or not.
         SlurmError: it was refused, with Slurm's message; or its id cannot be read from the answer,
             and it was cancelled.
@@ -189,6 +193,7 @@ def slurm_executor() -> type[Any]:
                 return super()._submit_command(command)
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
+            check_written({"submitit_folder": self.folder}, "hydra.launcher")
             wanted = _of_sweep(self.parameters)
             return str(slurm._make_sbatch_string(command=command, folder=self.folder, **wanted))
 
@@ -206,8 +211,12 @@ def _of_sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return submitit's keywords with what a sweep's leave out, which are written by hand.
 
     Raises:
-        PlanError: several of them say how much memory a job has.
+        PlanError: several of them say how much memory a job has, or one does not fit into its line
+            of the script.
     """
+    further = given.get("additional_parameters") or {}
+    check_written({k: v for k, v in given.items() if k not in _NO_OPTIONS}, "hydra.launcher")
+    check_written(further, "hydra.launcher.additional_parameters")
     memory = [key for key in ("mem", "mem_per_cpu", "mem_per_gpu") if given.get(key) is not None]
     if len(memory) > 1:
         raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; leave one")
@@ -223,14 +232,9 @@ def script(jobs: Sequence[Job]) -> str:
     first = jobs[0]
     if len(jobs) > 1 or first.further:
         return together_script(jobs)
-    with tempfile.TemporaryDirectory() as folder:
-        executor = slurm_executor()(folder=folder, python=_python(first.resources))
-        executor.update_parameters(
-            **parameters(first.name, first.resources, requeues=first.requeues)
-        )
-        command = f"{_python(first.resources)} -u -m submitit.core._submit {folder}"
-        text = executor._make_submission_file_text(command, "call")
-    return str(text).replace(folder, str(first.logs))
+    executor = slurm_executor()(folder=first.logs, python=_python(first.resources))
+    executor.update_parameters(**parameters(first.name, first.resources, requeues=first.requeues))
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "call"))
 
 
 def lasting_script(job: Job) -> str:
@@ -323,7 +327,13 @@ def _flags(wanted: Mapping[str, Any]) -> list[str]:
 
 
 def _make_folders(jobs: Sequence[Job]) -> None:
+    """Make the folders of jobs.
+
+    Raises:
+        PlanError: jobs could not write their logs there.
+    """
     for job in jobs:
+        check_folder(job.logs)
         job.logs.mkdir(parents=True, exist_ok=True)
         job.out.mkdir(parents=True, exist_ok=True)
 

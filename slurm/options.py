@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlinf.errors import PlanError
 from slurm.jobs import Resources
+from slurm.words import check_option
 
 Value = str | int | bool
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
@@ -72,8 +74,8 @@ def check_options(values: Mapping[str, Value]) -> dict[str, Value]:
     """Return further sbatch options under their long names.
 
     Raises:
-        ValueError: an option would not be obeyed, is given twice, or excludes another; says what
-            to write instead.
+        ValueError: an option would not be obeyed, does not fit into its line of a batch script, is
+            given twice, or excludes another; says what to write instead.
     """
     found: dict[str, Value] = {}
     for key, value in values.items():
@@ -84,6 +86,10 @@ def check_options(values: Mapping[str, Value]) -> dict[str, Value]:
             raise ValueError(f"{name} is given twice; leave out {key!r} or the other")
         if advice := _advice(name, value):
             raise ValueError(advice)
+        try:
+            check_option(str(value))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         found[name] = value
     given = [name for name in MEMORY if found.get(name, False) is not False]
     if len(given) > 1:
@@ -124,6 +130,9 @@ def sbatch_options(
         name: of the job.
         requeues: whether Slurm starts it again itself after preemption or the loss of a node.
         warning_s: seconds between the warning signal and the end; None: those of the resources.
+
+    Raises:
+        PlanError: a value does not fit into its line of a batch script.
     """
     further = {option_name(key): value for key, value in needs.sbatch.items()}
     site_gres = further.pop("gres", None)
@@ -143,7 +152,26 @@ def sbatch_options(
     for key in ("partition", "account", "qos", "constraint", "exclude", "reservation"):
         values[key] = getattr(needs, key) or further.get(key)
     values["time"] = needs.time_min or further.get("time")
-    return {key: v for key, v in sorted(values.items()) if v is not None and v is not False}
+    written = {key: v for key, v in sorted(values.items()) if v is not None and v is not False}
+    check_written(written, name)
+    return written
+
+
+def check_written(values: Mapping[str, Any], where: str) -> None:
+    """See that options fit into lines of a batch script, whoever gave them.
+
+    Args:
+        where: the job, or the section of a configuration.
+
+    Raises:
+        PlanError: one does not.
+    """
+    for key, value in values.items():
+        try:
+            check_option(key)
+            check_option(str(value))
+        except ValueError as error:
+            raise PlanError(f"{where}: {key!r} of sbatch: {error}") from None
 
 
 def _gpus(needs: Resources) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,40 @@ def test_every_script_says_each_thing_once_and_gives_tasks_their_cpus(
         assert "--cpus-per-task=3" in words
         assert "--export=ALL" in words
         assert "--kill-on-bad-exit=1" in words
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("writer", ["alone", "together", "lasting"])
+def test_a_script_for_an_odd_folder_and_odd_options_runs_nothing_else(
+    tmp_path: Path, writer: str
+) -> None:
+    needs = replace(STAGE, sbatch={"comment": "it's $HOME `touch x` #"}, python=("a b", "$c\nd"))
+    one = Job("a/b", ("--x",), tmp_path / "o", tmp_path / "l 'o' $(touch x)", needs, "m")
+    text = {
+        "alone": lambda: script([one]),
+        "together": lambda: together_script([one, one]),
+        "lasting": lambda: lasting_script(one),
+    }[writer]()
+    head = text.split("\nexport ")[0].split("\nsrun ")[0]
+    assert all(not line or line.startswith("#") for line in head.splitlines())
+    write_command(tmp_path / "slurm", "srun", f'printf "%s\\n" "$@" > {tmp_path}/words')
+    here = tmp_path / "here"
+    here.mkdir()
+    # As a file, which Slurm makes of it, too.
+    (tmp_path / "script").write_text(text)
+    subprocess.run(["bash", tmp_path / "script"], cwd=here, check=True, timeout=20)
+    assert not list(here.iterdir())
+    assert str(one.logs) in (tmp_path / "words").read_text()
+
+
+def test_jobs_that_could_not_write_their_logs_are_not_submitted(
+    tmp_path: Path, slurm: Path
+) -> None:
+    for way, submit in submissions(tmp_path / "50%j").items():
+        with pytest.raises(PlanError, match="holds %"):
+            submit()
+        assert not (slurm / "calls").exists(), way
+    assert not (tmp_path / "50%j").exists()
 
 
 @pytest.fixture
@@ -235,3 +270,25 @@ def test_a_sweep_is_submitted_in_the_same_way(
     executor.update_parameters(slurm_mem_per_cpu="2G")
     with pytest.raises(PlanError, match="mem and mem_per_cpu exclude each other"):
         executor.map_array(len, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"slurm_comment": "a\ntouch x #"},
+        {"slurm_partition": "gpu\n"},
+        {"slurm_additional_parameters": {"nice": "1\ntouch x #"}},
+        {"slurm_additional_parameters": {"nice\ntouch x": "1"}},
+    ],
+)
+def test_a_sweep_with_an_option_of_several_lines_is_refused(
+    tmp_path: Path, slurm: Path, odd: dict[str, object]
+) -> None:
+    import submitit
+
+    slurm_executor()
+    executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
+    executor.update_parameters(slurm_setup=["a\nb"], **odd)
+    with pytest.raises(PlanError, match=r"hydra\.launcher.*control character"):
+        executor.map_array(len, ["a", "b"])
+    assert not (slurm / "script").exists()
