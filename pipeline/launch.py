@@ -64,14 +64,15 @@ class DriverJob(Section):
     exclude: OptionText | None = None
     """Null: the site file's."""
     sbatch: dict[str, str | int | bool] = {}
-    """Further sbatch options by long name, as in a site file."""
+    """Further sbatch options by long name, which :func:`slurm.options.check_driver_options`
+    checks."""
 
     @field_validator("sbatch")
     @classmethod
     def _obeyed(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
-        from slurm.options import check_options
+        from slurm.options import check_driver_options
 
-        return check_options(value)
+        return check_driver_options(value)
 
 
 class ClusterConfig(Section):

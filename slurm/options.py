@@ -34,6 +34,14 @@ _PLAN = {
     "gpus-per-socket": "gpus",
 }
 """Options that the plan decides, with its key."""
+_DRIVER = {
+    "partition": "partition",
+    "cpus-per-task": "cpus",
+    **dict.fromkeys(MEMORY, "mem_mb"),
+    "time": "time_min",
+    "mail-user": "mail",
+}
+"""Options that have a key of their own for the driver's job, with that key."""
 _SITE = ("account", "qos", "constraint", "exclude", "reservation")
 """Options with a key of their own in the site file."""
 # fmt: off
@@ -97,6 +105,23 @@ def check_options(values: Mapping[str, Value]) -> dict[str, Value]:
     return found
 
 
+def check_driver_options(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Return further sbatch options of the driver's job under their long names.
+
+    Raises:
+        ValueError: as :func:`check_options`; or the job has a key of its own for it, or no use.
+    """
+    for key, value in values.items():
+        name = option_name(key)
+        if name in _DRIVER:
+            raise ValueError(
+                f"{name} has a key of its own beside sbatch; set cluster.driver.{_DRIVER[name]}"
+            )
+        if name in _PLAN or _has_gpus(name, value):
+            raise ValueError(f"the driver's job is one process without GPUs; leave {name} out")
+    return check_options(values)
+
+
 def small_job_options(values: Mapping[str, Value]) -> dict[str, Value]:
     """Return those of further options that make a job neither large nor bound to some nodes.
 
@@ -113,9 +138,13 @@ def _advice(name: str, value: Value) -> str | None:
         return f"the plan decides {name}; set {_PLAN[name]} there, under stages or defaults"
     if name in _OWN:
         return f"the program decides {name} itself; leave it out"
-    if name == "gres" and re.search(r"(?:^|[,/])gpu\b", str(value)):
+    if _has_gpus(name, value):
         return "the plan decides how many GPUs a job has; set gpus there, and leave gpu out of gres"
     return None
+
+
+def _has_gpus(name: str, value: Value) -> bool:
+    return name == "gres" and re.search(r"(?:^|[,/])gpu\b", str(value)) is not None
 
 
 def sbatch_options(

@@ -22,7 +22,9 @@ from pipeline.launch import (
 from pipeline.plan import Plan, StagePlan, parse_plan
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
+from slurm import options
 from slurm.client import SlurmClient
+from slurm.options import sbatch_options
 from slurm.site import PartitionSite
 
 SINFO = (
@@ -217,6 +219,42 @@ def test_text_that_would_not_stay_in_its_place_is_refused_under_every_key(
     }
     with pytest.raises(ConfigError, match=rf"^section\.{key}\b"):
         validate(section, {key: odd.get(key, "a\ntouch x #")}, "section")
+
+
+@pytest.mark.parametrize(
+    ("option", "cure"),
+    [
+        ({"mem": "64G"}, r"set cluster\.driver\.mem_mb"),
+        ({"mem_per_cpu": "8G"}, r"set cluster\.driver\.mem_mb"),
+        ({"time": 600}, r"set cluster\.driver\.time_min"),
+        ({"cpus-per-task": 4}, r"set cluster\.driver\.cpus"),
+        ({"partition": "cpu"}, r"set cluster\.driver\.partition"),
+        ({"mail-user": "ada"}, r"set cluster\.driver\.mail"),
+        ({"nodes": 2}, "one process without GPUs; leave nodes out"),
+        ({"gres": "gpu:1"}, "one process without GPUs; leave gres out"),
+        ({"account": "a"}, "beside sbatch; write account: a"),
+    ],
+)
+def test_options_that_the_drivers_job_has_otherwise_are_refused_with_their_cure(
+    option: dict[str, Any], cure: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^cluster\.driver\.sbatch: .*{cure}"):
+        validate(ClusterConfig, {"driver": {"sbatch": option}}, "cluster")
+
+
+def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers) -> None:
+    names = {*options._SIZE, *options._PLACE, *options._OWN, *options._SITE, "comment", "nice"}
+    taken = 0
+    for name in sorted(names):
+        driver = {"mail": "ada", "sbatch": {name: "7"}}
+        try:
+            cluster = validate(ClusterConfig, {"driver": driver}, "cluster")
+        except ConfigError:
+            continue
+        written = sbatch_options("driver", driver_needs(cluster, Plan(), SlurmClient()))
+        assert written[name] == "7", name
+        taken += 1
+    assert taken > 20
 
 
 @pytest.mark.parametrize(
