@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -267,6 +268,8 @@ def test_a_sweep_is_submitted_in_the_same_way(
     )
     assert "wckey" not in text
     assert "SLURM_MEM_PER_CPU" not in (slurm / "env").read_text()
+    comments = [line for line in text.splitlines() if line.startswith("#SBATCH --comment=")]
+    assert len(comments) == 1, "a mark, by which the job is found"
     executor.update_parameters(slurm_mem_per_cpu="2G")
     with pytest.raises(PlanError, match="mem and mem_per_cpu exclude each other"):
         executor.map_array(len, ["a", "b"])
@@ -292,3 +295,41 @@ def test_a_sweep_with_an_option_of_several_lines_is_refused(
     with pytest.raises(PlanError, match=r"hydra\.launcher.*control character"):
         executor.map_array(len, ["a", "b"])
     assert not (slurm / "script").exists()
+
+
+@pytest.mark.parametrize("comment", [{}, {"slurm_comment": "rlinf-team it's"}])
+@pytest.mark.parametrize("points", [["a"], ["a", "b"]])
+def test_the_job_of_a_sweep_whose_id_is_not_told_is_cancelled(
+    tmp_path: Path, slurm: Path, comment: dict[str, str], points: list[str]
+) -> None:
+    import submitit
+
+    slurm_executor()
+    (slurm / "answer").write_text("Your job was accepted.\n")
+    marks = set()
+    for _ in range(2):
+        executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
+        executor.update_parameters(name="sweep", **comment)
+        # The comment is all that squeue tells of it, and other jobs of the user are there.
+        write_command(
+            slurm,
+            "squeue",
+            f"echo '70|(null) rlinf-team'; "
+            f"sed -En 's/^#SBATCH --comment=.*(rlinf-[0-9a-f]{{16}}).*/71|\\1/p' {slurm}/script",
+        )
+        with pytest.raises(SlurmError, match=r"^sweep: .*no job id.*; job 71 was cancelled"):
+            executor.map_array(len, points)
+        assert comment.get("slurm_comment", "").replace("'", "") in (
+            (slurm / "script").read_text().replace("'", "").replace('"', "")
+        )
+        marks.add(re.findall(r"rlinf-[0-9a-f]{16}", (slurm / "script").read_text())[0])
+    assert (slurm / "cancelled").read_text().split() == ["71", "71"]
+    assert len(marks) == 2, "another submission keeps its job"
+
+
+def test_a_job_without_a_mark_is_not_said_to_be_gone(tmp_path: Path, slurm: Path) -> None:
+    (slurm / "answer").write_text("Your job was accepted.\n")
+    needs = Resources("cpu", sbatch={"comment": "rlinf-team"})
+    with pytest.raises(SlurmError, match="has no mark to look for it by and may be queued"):
+        sbatch_lasting(Job("a/b", (), tmp_path / "o", tmp_path / "l", needs, "m"))
+    assert not (slurm / "cancelled").exists()
